@@ -1,0 +1,42 @@
+# `make train` and `make test` need nothing but make and Python >= 3.11: each builds .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help setup train test check fuzz test-gpu bench clean
+help:
+	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
+	@echo "make test        every test that needs no GPU"
+	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
+	@echo "make test-gpu    the tests and the benchmark that need CUDA"
+	@echo "make bench       one optimizer step against its peers"
+
+setup: $(VENV)/.ready
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "muonmesh needs Python >= 3.11; found %d.%d. Write: make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+train: setup
+	$(BIN)/muonmesh train $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+
+test-gpu: setup
+	$(BIN)/python -m tests.gpu.run
+
+bench: setup
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,0 +1,1 @@
+"""Muon for PyTorch that computes the same update whatever holds the matrix."""
