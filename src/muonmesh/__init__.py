@@ -1,1 +1,21 @@
 """Muon for PyTorch that computes the same update whatever holds the matrix."""
+
+from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
+from muonmesh.explain import Explanation
+from muonmesh.groups import split_params
+from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.numerics.scale import update_scale
+from muonmesh.optimizer import Muon, from_model
+
+__all__ = [
+    "Explanation",
+    "LayoutError",
+    "Muon",
+    "MuonMeshError",
+    "PlanError",
+    "StateError",
+    "from_model",
+    "orthogonalize",
+    "split_params",
+    "update_scale",
+]

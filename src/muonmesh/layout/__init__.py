@@ -1,1 +1,32 @@
-"""."""
+"""Where matrices live and who orthogonalises them: plain Python data, never torch.
+
+Region → Layout → Matrix → Plan; nothing flows back. See ``docs/architecture.md``.
+"""
+
+from muonmesh.layout.cost import cost
+from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
+from muonmesh.layout.plan import Assignment, Parameter, Plan, Routes, make_plan
+from muonmesh.layout.region import Block, Piece, Region, overlap
+
+__all__ = [
+    "Assignment",
+    "Block",
+    "Layout",
+    "Matrix",
+    "MatrixSpec",
+    "MeshLayout",
+    "Parameter",
+    "Piece",
+    "Placement",
+    "Plan",
+    "Region",
+    "Replicate",
+    "Routes",
+    "Shard",
+    "StridedShard",
+    "cost",
+    "make_plan",
+    "overlap",
+    "split_matrices",
+]

@@ -1,0 +1,373 @@
+"""Exchange: runs a Plan. Gather to the owners, compute, scatter back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.comm.storage import this_rank
+from muonmesh.errors import PlanError
+from muonmesh.layout import Layout, Parameter, Plan, Routes
+from muonmesh.layout.plan import Leg
+
+_ALIGNMENT = 64
+"""Bytes. A matrix product's bits depend on the address of its operands modulo this (fp32, CPU)."""
+
+
+class Work(Protocol):
+    """What the exchange moves and computes; it knows nothing else of the optimizer.
+
+    ``shape``, ``strides`` and ``start`` describe elements of the local storage of parameter number
+    ``parameter`` of the plan, read as a contiguous array.
+    """
+
+    def prepare(self, parameters: Sequence[int]) -> None:
+        """Get ready to read these parameters, each named once a step."""
+
+    def read(self, leg: Leg) -> Tensor:
+        """Return the values of a leg's elements, any dtype, of the shape of its piece."""
+
+    def orthogonalize(self, batch: Tensor, assignment: int) -> Tensor:
+        """Return the orthogonalised batch (b, rows, cols), matrices of the settings of ``assignment``."""
+
+    def write(self, leg: Leg, update: Tensor) -> None:
+        """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
+
+    def meanwhile(self) -> None:
+        """Do what needs no exchange while the first gather travels."""
+
+
+@dataclass
+class Counts:
+    """What the last step did on this rank; `Plan` and routes say what it should have been."""
+
+    orthogonalized: int = 0
+    collectives: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_waiting: float = 0.0
+
+
+@dataclass
+class _Batch:
+    """Same-shaped matrices of one bucket on their owner, assembled into one aligned buffer."""
+
+    assignments: tuple[int, ...]
+    shape: tuple[int, int]
+    pitch: int  # elements from one matrix to the next, a multiple of the alignment
+
+
+@dataclass
+class _Stage:
+    """One bucket as this rank sees it."""
+
+    parameters: tuple[int, ...]  # first read in this bucket
+    batches: tuple[_Batch, ...]
+    slots: dict[int, tuple[int, int]]  # assignment → (batch, index in it)
+    gather: Routes
+    scatter: Routes
+    gathers: bool
+    scatters: bool
+
+
+@dataclass
+class _Buffers:
+    """Memory reused from step to step: by role, grown to the largest bucket."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, role: str, numel: int) -> Tensor:
+        """Return ``numel`` elements, aligned; contents are whatever was there."""
+        buffer = self.kept.get(role)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self.kept[role] = torch.empty(numel, dtype=self.dtype, device=self.device)
+        return buffer[:numel]
+
+
+@dataclass
+class _Transfer:
+    """A collective under way, with the buffers that must outlive it; work is None where nothing moves."""
+
+    work: dist.Work | None = None
+    send: Tensor | None = None
+    received: tuple[Tensor, ...] = ()
+    results: list[Tensor] = field(default_factory=list)
+
+
+class Exchange:
+    """Runs a Plan over a process group. The only runtime object with state, and the only caller of collectives.
+
+    Per bucket: gather the pieces of each matrix to its owner, orthogonalise same-shaped ones together, scatter
+    the result to every holder. One bucket travels while another computes. A bucket moves by one
+    ``all_to_all_single`` each way with unequal splits; what stays on a rank never enters it. World size 1 runs
+    the same code with nothing to move.
+
+    Args:
+        plan: The same on every rank of the group.
+        group: Process group of exactly ``plan.ranks``; None when that is one rank.
+        dtype: Dtype of the wire and of the orthogonalisation.
+        device: Where the buffers live.
+    """
+
+    def __init__(
+        self, plan: Plan, *, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if group is None and len(plan.ranks) > 1:
+            raise ValueError(f"group: found None for ranks {plan.ranks}; needed their process group")
+        self.plan = plan
+        self.group = group
+        self.rank = this_rank() if len(plan.ranks) > 1 else plan.ranks[0]
+        self.peers = tuple(dist.get_process_group_ranks(group)) if group is not None else plan.ranks
+        self.counts = Counts()
+        self._buffers = _Buffers(dtype, device)
+        self._stages = self._stage_buckets()
+
+    def reduce_flags(self, flags: Tensor) -> Tensor:
+        """Return the elementwise maximum of small integer flags over all ranks."""
+        if self.group is not None:
+            started = time.perf_counter()
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+            self.counts.seconds_waiting += time.perf_counter() - started
+            self.counts.collectives += 1
+        return flags
+
+    def reduce_sums(self, sums: Tensor) -> Tensor:
+        """Return the elementwise sum of an fp64 vector over all ranks."""
+        if self.group is not None:
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
+        return sums
+
+    def run(self, work: Work) -> None:
+        """Run every bucket of the plan once; all ranks of the group call it."""
+        stages = self._stages
+        gathered = [self._gather(0, work)] if stages else []
+        work.meanwhile()
+        scattered: list[_Transfer] = []
+        for number in range(len(stages)):
+            if number + 1 < len(stages):
+                gathered.append(self._gather(number + 1, work))
+            results = self._compute(number, gathered[number], work)
+            scattered.append(self._scatter(number, results))
+            if number:
+                self._receive(number - 1, scattered[number - 1], work)
+        if stages:
+            self._receive(len(stages) - 1, scattered[-1], work)
+
+    def _stage_buckets(self) -> list[_Stage]:
+        plan, read = self.plan, set[int]()
+        stages = []
+        for number, bucket in enumerate(plan.buckets):
+            gather = plan.routes(number, self.rank, _source)
+            scatter = plan.routes(number, self.rank, _target)
+            parameters = dict.fromkeys(plan.assignments[index].parameter for index in bucket)
+            fresh = tuple(p for p in parameters if p not in read)
+            read.update(fresh)
+            batches = self._batches(bucket)
+            slots = {
+                assignment: (b, i) for b, batch in enumerate(batches) for i, assignment in enumerate(batch.assignments)
+            }
+            stages.append(_Stage(fresh, batches, slots, gather, scatter, plan.gathers(number), plan.scatters(number)))
+        return stages
+
+    def _batches(self, bucket: Sequence[int]) -> tuple[_Batch, ...]:
+        alignment = _ALIGNMENT // self._buffers.dtype.itemsize
+        groups: dict[tuple[str, tuple[int, int]], list[int]] = {}
+        for index in bucket:
+            assignment = self.plan.assignments[index]
+            if assignment.owner == self.rank:
+                settings = self.plan.parameters[assignment.parameter].settings
+                groups.setdefault((settings, assignment.matrix.shape), []).append(index)
+        return tuple(
+            _Batch(tuple(indices), shape, -(-math.prod(shape) // alignment) * alignment)
+            for (_, shape), indices in groups.items()
+        )
+
+    def _gather(self, number: int, work: Work) -> _Transfer:
+        """Read this rank's pieces into the send buffer and start moving them; own pieces go straight home."""
+        stage = self._stages[number]
+        work.prepare(stage.parameters)
+        matrices = self._assembled(number)
+        for leg in stage.gather.held.get(self.rank, ()):
+            self._place(leg, matrices, stage.slots).copy_(work.read(leg))
+        if not stage.gathers:
+            return _Transfer()
+        slot = number % 2
+        send, sent = self._segments(f"gather.send.{slot}", stage.gather.held)
+        for peer, legs in stage.gather.held.items():
+            if peer != self.rank:
+                for leg in legs:
+                    _wire(sent[self.peers.index(peer)], leg).copy_(work.read(leg))
+        receive, received = self._segments(f"gather.receive.{slot}", stage.gather.owned)
+        return self._start(send, sent, receive, received)
+
+    def _compute(self, number: int, transfer: _Transfer, work: Work) -> list[Tensor]:
+        """Assemble this rank's matrices from what arrived and orthogonalise them, batch by batch."""
+        stage = self._stages[number]
+        matrices = self._assembled(number)
+        self._finish(transfer)
+        for peer, legs in stage.gather.owned.items():
+            if peer != self.rank:
+                for leg in legs:
+                    piece = _wire(transfer.received[self.peers.index(peer)], leg)
+                    self._place(leg, matrices, stage.slots).copy_(piece)
+        results = []
+        for batch, buffer in zip(stage.batches, matrices, strict=True):
+            results.append(work.orthogonalize(buffer, batch.assignments[0]))
+            self.counts.orthogonalized += len(batch.assignments)
+        return results
+
+    def _scatter(self, number: int, results: list[Tensor]) -> _Transfer:
+        """Start moving the results to every holder."""
+        stage = self._stages[number]
+        if not stage.scatters:
+            return _Transfer(results=results)
+        slot = number % 2
+        send, sent = self._segments(f"scatter.send.{slot}", stage.scatter.owned)
+        for peer, legs in stage.scatter.owned.items():
+            if peer != self.rank:
+                for leg in legs:
+                    _wire(sent[self.peers.index(peer)], leg).copy_(self._place(leg, results, stage.slots))
+        receive, received = self._segments(f"scatter.receive.{slot}", stage.scatter.held)
+        transfer = self._start(send, sent, receive, received)
+        transfer.results = results
+        return transfer
+
+    def _receive(self, number: int, transfer: _Transfer, work: Work) -> None:
+        """Apply what stayed here while the rest travels, then what arrived."""
+        stage = self._stages[number]
+        for leg in stage.scatter.held.get(self.rank, ()):
+            work.write(leg, self._place(leg, transfer.results, stage.slots).contiguous())
+        self._finish(transfer)
+        for peer, legs in stage.scatter.held.items():
+            if peer != self.rank:
+                for leg in legs:
+                    work.write(leg, _wire(transfer.received[self.peers.index(peer)], leg))
+        transfer.results = []
+
+    def _assembled(self, number: int) -> list[Tensor]:
+        """Return the aligned (b, rows, cols) buffers of a bucket's batches on this rank."""
+        batches = self._stages[number].batches
+        buffer = self._buffers.take(f"matrices.{number % 2}", sum(len(b.assignments) * b.pitch for b in batches))
+        views, start = [], 0
+        for batch in batches:
+            count, (rows, cols) = len(batch.assignments), batch.shape
+            views.append(
+                buffer.as_strided((count, rows, cols), (batch.pitch, cols, 1), buffer.storage_offset() + start)
+            )
+            start += count * batch.pitch
+        return views
+
+    def _place(self, leg: Leg, matrices: Sequence[Tensor], slots: dict[int, tuple[int, int]]) -> Tensor:
+        """Return a leg's elements within its assembled matrix."""
+        batch, index = slots[leg.assignment]
+        matrix = matrices[batch][index]
+        piece = leg.piece
+        return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
+
+    def _segments(self, role: str, legs: dict[int, tuple[Leg, ...]]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return a wire buffer and its segment for each peer; this rank's own segment is empty."""
+        sizes = [
+            0 if peer == self.rank or peer not in legs else legs[peer][-1].start + legs[peer][-1].piece.numel
+            for peer in self.peers
+        ]
+        buffer = self._buffers.take(role, sum(sizes))
+        return buffer, torch.split(buffer, sizes)
+
+    def _start(self, send: Tensor, sent: Sequence[Tensor], receive: Tensor, received: tuple[Tensor, ...]) -> _Transfer:
+        work = dist.all_to_all_single(
+            receive,
+            send,
+            [segment.numel() for segment in received],
+            [segment.numel() for segment in sent],
+            group=self.group,
+            async_op=True,
+        )
+        self.counts.collectives += 1
+        self.counts.bytes_sent += send.numel() * send.element_size()
+        self.counts.bytes_received += receive.numel() * receive.element_size()
+        return _Transfer(work, send, received)
+
+    def _finish(self, transfer: _Transfer) -> None:
+        if transfer.work is not None:
+            started = time.perf_counter()
+            transfer.work.wait()
+            self.counts.seconds_waiting += time.perf_counter() - started
+            transfer.work = transfer.send = None
+
+
+def _source(parameter: Parameter) -> Layout:
+    return parameter.source
+
+
+def _target(parameter: Parameter) -> Layout:
+    return parameter.target
+
+
+def _wire(segment: Tensor, leg: Leg) -> Tensor:
+    return segment[leg.start : leg.start + leg.piece.numel].view(leg.piece.shape)
+
+
+def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: str | None) -> None:
+    """Make sure that all ranks of a group have the same plan and found no error.
+
+    A rank that could not make a plan passes None and its error; every rank then raises instead of waiting.
+
+    Raises:
+        PlanError: on every rank, naming the first difference between two plans, or the rank and its error.
+    """
+    if group is None:
+        if error is not None:
+            raise PlanError(error)
+        return
+    mine = (None if plan is None else plan.digest, error)
+    everyone: list[tuple[str | None, str | None]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (_, message) in zip(ranks, everyone, strict=True):
+        if message is not None:
+            raise PlanError(f"rank {rank}: {message}")
+    if len({digest for digest, _ in everyone}) == 1:
+        return
+    lines = [] if plan is None else plan.description()
+    descriptions: list[list[str]] = [[]] * len(everyone)
+    dist.all_gather_object(descriptions, lines, group=group)
+    other = next(i for i, (digest, _) in enumerate(everyone) if digest != everyone[0][0])
+    raise PlanError(_first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other]))
+
+
+def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> str:
+    pairs = list(zip(lines_a, lines_b, strict=False))
+    if len(lines_a) != len(lines_b):
+        pairs.append(
+            ("nothing more", lines_b[len(lines_a)])
+            if len(lines_a) < len(lines_b)
+            else (lines_a[len(lines_b)], "nothing more")
+        )
+    found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
+    return (
+        f"the plans differ: rank {a} has '{found[0]}' where rank {b} has '{found[1]}'; needed the same parameters, "
+        "in the same order, with the same settings on every rank. Build the model and the groups alike everywhere"
+    )
+
+
+def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """Return a process group of exactly these ranks: one of the candidates, the world, or a new one.
+
+    A new group is made by its members alone (``use_local_synchronization``): ranks outside do not take part.
+    """
+    if len(ranks) == 1:
+        return None
+    for candidate in (*candidates, dist.group.WORLD):
+        if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
+            return candidate
+    group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    return group

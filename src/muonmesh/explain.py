@@ -1,0 +1,199 @@
+"""Explanation: who goes where and why, told from the plan."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from muonmesh.layout import Parameter, Plan
+from muonmesh.numerics.scale import update_scale
+
+
+class StepSize(NamedTuple):
+    """What a learning rate means for one matrix: root mean square and spectral norm of one step."""
+
+    rms: float
+    spectral: float
+
+
+def step_size(group: Mapping[str, Any], rows: int, cols: int) -> StepSize:
+    """Return the size of one step of a rows × cols matrix; its min(rows, cols) singular values are about 1."""
+    scale = group["extra_scale_factor"] * update_scale(rows, cols, group["scale_mode"])
+    spectral = float(group["lr"]) * scale
+    return StepSize(spectral / math.sqrt(max(rows, cols)), spectral)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of an explanation.
+
+    Attributes:
+        parameter: Canonical name.
+        algorithm: "muon" or "adamw".
+        reason: Why.
+        matrices: What is orthogonalised, e.g. ``3 of 768×768``.
+        layout: Where the parameter lives.
+        owners: How many matrices each rank orthogonalises.
+        flops: FLOPs a step over all ranks.
+        bytes: Bytes a step that this rank sends for it.
+        rms: Root mean square of one step.
+        spectral: Spectral norm of one step; nan for AdamW.
+    """
+
+    parameter: str
+    algorithm: str
+    reason: str
+    matrices: str
+    layout: str
+    owners: dict[int, int]
+    flops: int
+    bytes: int
+    rms: float
+    spectral: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one step does, told from the plan; ``str()`` is a table.
+
+    Attributes:
+        rows: One per parameter, in the order of the groups.
+        rank: The rank this is told for.
+        orthogonalizations: Matrices that this rank orthogonalises in a step.
+        collectives: Collectives that this rank takes part in in a step.
+        bytes_sent: Bytes this rank sends in a step, flags not counted.
+        bytes_received: Bytes it receives.
+        flops: FLOPs of one step, by rank.
+    """
+
+    rows: tuple[Row, ...]
+    rank: int
+    orthogonalizations: int
+    collectives: int
+    bytes_sent: int
+    bytes_received: int
+    flops: dict[int, int]
+
+    @property
+    def imbalance(self) -> float:
+        """Largest share of FLOPs of a rank over the mean; 1 is perfect."""
+        total = sum(self.flops.values())
+        return max(self.flops.values()) * len(self.flops) / total if total else 1.0
+
+    def __str__(self) -> str:
+        """Return a table and a summary."""
+        head = (
+            "parameter",
+            "algorithm",
+            "why",
+            "matrices",
+            "layout",
+            "owner",
+            "GFLOP",
+            "MB sent",
+            "step RMS",
+            "spectral",
+        )
+        lines = [head] + [
+            (
+                row.parameter,
+                row.algorithm,
+                row.reason,
+                row.matrices,
+                row.layout,
+                _owners(row.owners),
+                f"{row.flops / 1e9:.3g}" if row.flops else "",
+                f"{row.bytes / 1e6:.3g}" if row.bytes else "",
+                f"{row.rms:.1e}",
+                "" if math.isnan(row.spectral) else f"{row.spectral:.1e}",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        table.insert(1, "  ".join("─" * width for width in widths))
+        total = sum(self.flops.values())
+        table.append(
+            f"rank {self.rank} of {len(self.flops)}: {self.orthogonalizations} of "
+            f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalisations, "
+            f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {total / 1e9:.3g} GFLOP (imbalance {self.imbalance:.2f}), "
+            f"{self.collectives} collectives, {self.bytes_sent / 1e6:.3g} MB sent, "
+            f"{self.bytes_received / 1e6:.3g} MB received a step"
+        )
+        return "\n".join(table)
+
+
+def explain(groups: Sequence[Mapping[str, Any]], plan: Plan, rank: int, itemsize: int) -> Explanation:
+    """Tell a plan. ``itemsize`` is that of the wire dtype in bytes."""
+    planned = {parameter.name: number for number, parameter in enumerate(plan.parameters)}
+    sent: Counter[int] = Counter()
+    received = collectives = 0
+    for bucket in range(len(plan.buckets)):
+        gather = plan.routes(bucket, rank, lambda parameter: parameter.source)
+        scatter = plan.routes(bucket, rank, lambda parameter: parameter.target)
+        collectives += plan.gathers(bucket) + plan.scatters(bucket)
+        sent += _moved(gather.held, rank) + _moved(scatter.owned, rank)
+        received += sum((_moved(gather.owned, rank) + _moved(scatter.held, rank)).values())
+    rows = []
+    for group in groups:
+        reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
+        for name, tensor, reason in zip(group["param_names"], group["params"], reasons, strict=True):
+            shape = tuple(tensor.shape)
+            if group["algorithm"] == "adamw":
+                rms = float(group["lr"])
+                rows.append(Row(name, "adamw", reason, "×".join(map(str, shape)), "", {}, 0, 0, rms, math.nan))
+                continue
+            number = planned[name]
+            rows.append(_muon_row(group, plan, number, plan.parameters[number], reason, sent[number] * itemsize))
+    return Explanation(
+        tuple(rows),
+        rank,
+        sum(assignment.owner == rank for assignment in plan.assignments),
+        collectives + (len(plan.ranks) > 1),  # one more for the flags
+        sum(sent.values()) * itemsize,
+        received * itemsize,
+        plan.loads,
+    )
+
+
+def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Parameter, reason: str, moved: int) -> Row:
+    sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
+    owners = Counter(a.owner for a in plan.assignments if a.parameter == number)
+    steps = [step_size(group, matrix.rows, matrix.cols) for matrix in parameter.matrices]
+    return Row(
+        parameter.name,
+        "muon",
+        reason,
+        ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
+        parameter.target.describe(),
+        dict(owners),
+        sum(parameter.flops),
+        moved,
+        max(step.rms for step in steps),
+        max(step.spectral for step in steps),
+    )
+
+
+def _moved(legs: Mapping[int, Sequence[Any]], rank: int) -> Counter[int]:
+    """Return the elements that travel, by parameter."""
+    moved: Counter[int] = Counter()
+    for peer, travelling in legs.items():
+        if peer != rank:
+            for leg in travelling:
+                moved[leg.parameter] += leg.piece.numel
+    return moved
+
+
+def _owners(owners: Mapping[int, int]) -> str:
+    if not owners:
+        return ""
+    if len(owners) == 1:
+        return f"rank {next(iter(owners))}"
+    if len(owners) > 4:
+        return f"{len(owners)} ranks"
+    return ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))

@@ -1,0 +1,286 @@
+"""Layout: where one parameter lives, rank by rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from muonmesh.errors import LayoutError
+from muonmesh.layout.region import Block, Region, row_major
+
+Run = tuple[int, int]
+"""Consecutive indices along one dim: (first, count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every coordinate of the mesh axis holds the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The mesh axis cuts ``dim`` as ``torch.chunk`` does: equal chunks of ⌈n/k⌉, the last ones short or empty."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """DTensor's ``_StridedShard``: ``dim`` is cut into ``split_factor`` chunks and each of those over the axis.
+
+    FSDP2 over tensor parallelism on the same dim gives it: the axis to its right cut the dim first.
+    """
+
+    dim: int
+    split_factor: int
+
+
+Placement = Replicate | Shard | StridedShard
+
+
+class Layout(ABC):
+    """Where one parameter of global ``shape`` lives.
+
+    For each rank of ``ranks`` the blocks say which Regions it stores and at which place of its local
+    storage (read as a contiguous row-major array). A replica is the same Region on several ranks. Blocks
+    are computed on demand, so a layout stays small at thousands of ranks.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @abstractmethod
+    def blocks(self, rank: int) -> tuple[Block, ...]:
+        """Return what ``rank`` stores; empty for a rank that holds nothing."""
+
+    @abstractmethod
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the local tensor on ``rank``."""
+
+    @abstractmethod
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold one whole copy together with ``rank`` (``rank`` among them)."""
+
+    @abstractmethod
+    def copies(self) -> int:
+        """Return how many ranks hold each element."""
+
+    @abstractmethod
+    def holders(self, region: Region) -> tuple[int, ...]:
+        """Return the ranks that hold all of ``region``."""
+
+    @abstractmethod
+    def prove_cover(self) -> None:
+        """Raise LayoutError unless every replica covers every element exactly once."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a short text for tables and for comparing plans between ranks."""
+
+
+@lru_cache(maxsize=65536)
+def _chunk(runs: tuple[Run, ...], chunks: int, index: int) -> tuple[Run, ...]:
+    """Return chunk ``index`` of an ordered index set, by the rule of ``torch.chunk``."""
+    total = sum(count for _, count in runs)
+    size = -(-total // chunks)
+    begin, end = min(total, size * index), min(total, size * (index + 1))
+    taken, position = [], 0
+    for first, count in runs:
+        low, high = max(begin, position), min(end, position + count)
+        if low < high:
+            taken.append((first + low - position, high - low))
+        position += count
+    return tuple(taken)
+
+
+@lru_cache(maxsize=65536)
+def _split(size: int, cuts: tuple[tuple[int, int], ...], coordinates: tuple[int, ...]) -> tuple[Run, ...]:
+    """Return the indices of a dim of ``size`` left after ``cuts`` (axis size, split factor), left to right.
+
+    Derived by splitting index sets, as torch splits tensors: torch's own offset helpers return only the
+    first offset of an interleaved shard.
+    """
+    runs: tuple[Run, ...] = ((0, size),) if size else ()
+    for (axis_size, split_factor), coordinate in zip(cuts, coordinates, strict=True):
+        parts = [_chunk(runs, split_factor, i) for i in range(split_factor)]
+        runs = _joined(run for part in parts for run in _chunk(part, axis_size, coordinate))
+    return runs
+
+
+def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Merge runs that follow each other."""
+    merged: list[Run] = []
+    for first, count in runs:
+        if merged and merged[-1][0] + merged[-1][1] == first:
+            merged[-1] = (merged[-1][0], merged[-1][1] + count)
+        else:
+            merged.append((first, count))
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class MeshLayout(Layout):
+    """A parameter placed on a mesh of ranks of any dimension, in DTensor's vocabulary.
+
+    Args:
+        shape: Global shape of the parameter.
+        mesh: Size of each mesh axis.
+        ranks: Global ranks of the mesh, row-major.
+        placements: One per mesh axis, applied left to right.
+
+    Raises:
+        LayoutError: placements and mesh do not fit, or a dim is out of range.
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    ranks: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.placements) != len(self.mesh) or math.prod(self.mesh) != len(self.ranks):
+            raise LayoutError(f"{len(self.placements)} placements on a mesh {self.mesh} of {len(self.ranks)} ranks")
+        for placement in self.placements:
+            if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
+                raise LayoutError(f"{placement} on a parameter of shape {self.shape}")
+
+    @staticmethod
+    def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> MeshLayout:
+        """Return the layout of a tensor that every rank of ``ranks`` holds whole."""
+        return MeshLayout(shape, (len(ranks),), ranks, (Replicate(),))
+
+    def _coordinates(self, rank: int) -> tuple[int, ...]:
+        index = self.ranks.index(rank)
+        return tuple(index // stride % size for size, stride in zip(self.mesh, row_major(self.mesh), strict=True))
+
+    def _axes(self, dim: int) -> tuple[int, ...]:
+        """Mesh axes that cut ``dim``."""
+        return tuple(
+            axis
+            for axis, placement in enumerate(self.placements)
+            if not isinstance(placement, Replicate) and placement.dim == dim
+        )
+
+    def _cuts(self, dim: int) -> tuple[tuple[int, int], ...]:
+        placed = [(self.mesh[axis], self.placements[axis]) for axis in self._axes(dim)]
+        return tuple((n, p.split_factor if isinstance(p, StridedShard) else 1) for n, p in placed)
+
+    def _runs(self, rank: int) -> list[tuple[Run, ...]]:
+        at = self._coordinates(rank)
+        return [
+            _split(size, self._cuts(dim), tuple(at[axis] for axis in self._axes(dim)))
+            for dim, size in enumerate(self.shape)
+        ]
+
+    def blocks(self, rank: int) -> tuple[Block, ...]:
+        """Return what ``rank`` stores; one block unless a strided shard interleaves."""
+        if rank not in self.ranks:
+            return ()
+        strides = row_major(self.local_shape(rank))
+        placed = []  # per dim: the runs with their position in the local tensor
+        for runs in self._runs(rank):
+            starts = itertools.accumulate((count for _, count in runs), initial=0)
+            placed.append([(start, first, count) for start, (first, count) in zip(starts, runs, strict=False)])
+        return tuple(
+            Block(
+                Region.box(tuple(first for _, first, _ in box), tuple(count for _, _, count in box)),
+                sum(start * stride for (start, _, _), stride in zip(box, strides, strict=True)),
+                strides,
+            )
+            for box in itertools.product(*placed)
+        )
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the local tensor on ``rank``."""
+        return tuple(sum(count for _, count in runs) for runs in self._runs(rank))
+
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks with the same coordinates as ``rank`` on the replicated axes."""
+        at = self._coordinates(rank)
+        return self._ranks_at(
+            [
+                (at[axis],) if isinstance(placement, Replicate) else range(self.mesh[axis])
+                for axis, placement in enumerate(self.placements)
+            ]
+        )
+
+    def copies(self) -> int:
+        """Return how many ranks hold each element."""
+        pairs = zip(self.mesh, self.placements, strict=True)
+        return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
+
+    def holders(self, region: Region) -> tuple[int, ...]:
+        """Return the ranks that hold all of ``region``."""
+        choices: list[Sequence[int]] = [range(size) for size in self.mesh]
+        for dim, size in enumerate(self.shape):
+            axes = self._axes(dim)
+            if not axes:
+                continue
+            first = region.offset[dim]
+            last = first + (region.shape[dim] - 1) * region.step[dim]
+            found = _holding(size, self._cuts(dim), first, last)
+            if len(axes) > 1:  # several axes cut one dim: at most one combination holds a run
+                if not found:
+                    return ()
+                for axis, coordinate in zip(axes, found[0], strict=True):
+                    choices[axis] = (coordinate,)
+            else:
+                choices[axes[0]] = [at[0] for at in found]
+        return self._ranks_at(choices)
+
+    def _ranks_at(self, choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        strides = row_major(self.mesh)
+        return tuple(
+            self.ranks[sum(c * stride for c, stride in zip(at, strides, strict=True))]
+            for at in itertools.product(*choices)
+        )
+
+    def prove_cover(self) -> None:
+        """Raise LayoutError unless each replica covers each element exactly once.
+
+        A mesh cuts every dim on its own, so the product covers exactly if the runs of each dim do.
+        """
+        for dim, size in enumerate(self.shape):
+            _prove_dim(size, self._cuts(dim))
+
+    def describe(self) -> str:
+        """Return e.g. ``Shard(0)×2 on 2 ranks``."""
+        if len(self.ranks) == 1:
+            return "one process"
+        names = []
+        for size, placement in zip(self.mesh, self.placements, strict=True):
+            if isinstance(placement, Replicate):
+                names.append(f"Replicate×{size}")
+            elif isinstance(placement, Shard):
+                names.append(f"Shard({placement.dim})×{size}")
+            else:
+                names.append(f"StridedShard({placement.dim}, {placement.split_factor})×{size}")
+        return ", ".join(names)
+
+
+@lru_cache(maxsize=65536)
+def _holding(size: int, cuts: tuple[tuple[int, int], ...], first: int, last: int) -> tuple[tuple[int, ...], ...]:
+    """Return the coordinates whose runs contain both ends of an index range within one run."""
+    return tuple(
+        at
+        for at in itertools.product(*(range(axis_size) for axis_size, _ in cuts))
+        if any(low <= first and last < low + count for low, count in _split(size, cuts, at))
+    )
+
+
+@lru_cache(maxsize=65536)
+def _prove_dim(size: int, cuts: tuple[tuple[int, int], ...]) -> None:
+    runs = sorted(
+        run for at in itertools.product(*(range(axis_size) for axis_size, _ in cuts)) for run in _split(size, cuts, at)
+    )
+    position = 0
+    for first, count in runs:
+        if first != position:
+            raise LayoutError(f"indices {position} to {first} of a dim of {size} are held twice or by nobody")
+        position += count
+    if position != size:
+        raise LayoutError(f"indices {position} to {size} of a dim of {size} are held by nobody")

@@ -1,0 +1,233 @@
+"""Matrix: one orthogonalisation problem, and the ways in which a parameter consists of several."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from muonmesh.layout.region import Block, Region, row_major
+
+MatrixSpec = Any
+"""``"whole"``, ``"stack"``, ``"flatten"``, ``("rows", …)``, ``("cols", …)``, ``("heads", n, dim)``,
+``("interleaved", k, dim[, block])``, ``("transposed", spec)`` or ``("stack", spec)``; see `split_matrices`."""
+
+_FORMS = (
+    '"whole", "stack", "flatten", ("rows", sizes...), ("cols", sizes...), ("heads", n, dim), '
+    '("interleaved", k, dim[, block]), ("transposed", spec) or ("stack", spec)'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix to orthogonalise: number ``index`` of its parameter, ``rows`` × ``cols`` (out × in).
+
+    ``blocks`` say where its elements are in the parameter's global index space and where in the assembled
+    matrix, which is row-major in the canonical orientation ``shape``: wide, so never taller than long.
+    """
+
+    parameter: str
+    index: int
+    rows: int
+    cols: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The canonical, wide shape in which the matrix is assembled."""
+        return min(self.rows, self.cols), max(self.rows, self.cols)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.cols
+
+    @property
+    def name(self) -> str:
+        """The parameter's name, with the number of the matrix where there may be several."""
+        return f"{self.parameter}[{self.index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A parameter, or one slice of a stack, read as rows × cols: the tensor dims that form each side."""
+
+    shape: tuple[int, ...]
+    fixed: tuple[tuple[int, int], ...]  # (dim, index) pairs of the stack
+    row_dims: tuple[int, ...]
+    col_dims: tuple[int, ...]
+
+    def size(self, dims: tuple[int, ...]) -> int:
+        return math.prod(self.shape[d] for d in dims)
+
+
+_Span = tuple[int, int, int]
+"""Indices along one side of a view: (first, step, count)."""
+
+
+def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> tuple[Matrix, ...]:
+    """Return the matrices a parameter of global ``shape`` consists of, in order, covering it exactly.
+
+    Args:
+        name: The parameter's name, for messages and for the result.
+        shape: Global shape.
+        spec: How the parameter splits. ``"whole"`` (default for 2-D); ``"stack"``, leading dims are a batch
+            (default for 3-D); ``"flatten"``, (out, …) as out × rest, for convolutions; ``("rows", a, b)`` and
+            ``("cols", a, b)``, consecutive blocks of those sizes; ``("heads", n, dim)``, n equal blocks along
+            dim 0 or 1; ``("interleaved", k, dim, block)``, k matrices that alternate along dim in runs of
+            ``block`` (1 if left out); ``("transposed", spec)``, stored in × out; ``("stack", spec)``, each
+            slice of the leading dims splits by ``spec``.
+
+    Raises:
+        ValueError: the spec is unknown or does not fit the shape.
+    """
+    shape = tuple(int(size) for size in shape)
+    if spec is None:
+        if len(shape) not in (2, 3):
+            raise ValueError(
+                f"{name}: found shape {shape} in a Muon group; needed a matrix. Put the parameter in a group with "
+                f'"algorithm": "adamw", or say how it splits into matrices: one of {_FORMS}'
+            )
+        spec = "whole" if len(shape) == 2 else "stack"
+    if 0 in shape:
+        raise ValueError(f"{name}: found shape {shape}; needed sizes of at least 1. Leave empty parameters out")
+    try:
+        parts = list(_parse(shape, _normalise(spec)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{name}: found matrices {spec!r} for shape {shape}: {error}; needed a form that fits the shape. "
+            f"Write one of {_FORMS}"
+        ) from None
+    return tuple(_matrix(name, index, view, spans) for index, (view, spans) in enumerate(parts))
+
+
+def _normalise(spec: MatrixSpec) -> tuple[Any, ...]:
+    """Return a spec as a tuple; checkpoints and configuration files turn tuples into lists."""
+    if isinstance(spec, str):
+        return (spec,)
+    if isinstance(spec, (tuple, list)) and spec and isinstance(spec[0], str):
+        return tuple(spec)
+    raise ValueError("unknown form")
+
+
+_Part = tuple[_View, list[tuple[_Span, _Span]]]
+"""A view and the (row span, column span) pairs that one matrix consists of, in order."""
+
+
+def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[_Part]:
+    form, *arguments = spec
+    if form == "flatten":
+        _arity(arguments, 0, 0)
+        if len(shape) < 2:
+            raise ValueError("flatten needs at least two dims")
+        return _split(_View(shape, (), (0,), tuple(range(1, len(shape)))), ("whole",))
+    if form == "stack":
+        _arity(arguments, 0, 1)
+        if len(shape) < 3:
+            raise ValueError("a stack needs at least three dims")
+        inner = _normalise(arguments[0]) if arguments else ("whole",)
+        leading = len(shape) - 2
+        return [
+            part
+            for index in itertools.product(*(range(size) for size in shape[:leading]))
+            for part in _split(_View(shape, tuple(enumerate(index)), (leading,), (leading + 1,)), inner)
+        ]
+    if len(shape) != 2:
+        raise ValueError(f"{form} needs two dims; for a stack of such matrices nest it: ('stack', …)")
+    return _split(_View(shape, (), (0,), (1,)), spec)
+
+
+def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
+    """Split one rows × cols view by a spec."""
+    form, *arguments = spec
+    rows, cols = view.size(view.row_dims), view.size(view.col_dims)
+    whole = (0, 1, rows), (0, 1, cols)
+    if form == "whole":
+        _arity(arguments, 0, 0)
+        return [(view, [whole])]
+    if form == "transposed":
+        _arity(arguments, 0, 1)
+        inner = _normalise(arguments[0]) if arguments else ("whole",)
+        if inner[0] in ("stack", "flatten"):
+            raise ValueError(f"{inner[0]} cannot stand inside transposed; nest them the other way round")
+        return _split(_View(view.shape, view.fixed, view.col_dims, view.row_dims), inner)
+    if form in ("rows", "cols"):
+        spans = _blocks(_positive(arguments), (rows, cols)[form == "cols"])
+        return [(view, [_along(form == "cols", span, whole)]) for span in spans]
+    if form == "heads":
+        _arity(arguments, 2, 2)
+        count, dim = _positive(arguments[:1])[0], _dim(arguments[1])
+        size = (rows, cols)[dim]
+        if size % count:
+            raise ValueError(f"{size} is not a multiple of {count} heads")
+        return [(view, [_along(dim, span, whole)]) for span in _blocks([size // count] * count, size)]
+    if form == "interleaved":
+        _arity(arguments, 2, 3)
+        count, dim = _positive(arguments[:1])[0], _dim(arguments[1])
+        run = _positive(arguments[2:])[0] if len(arguments) == 3 else 1
+        size = (rows, cols)[dim]
+        if size % (count * run):
+            raise ValueError(f"{size} is not a multiple of {count} × {run}")
+        if run == 1:
+            return [(view, [_along(dim, (i, count, size // count), whole)]) for i in range(count)]
+        return [
+            (view, [_along(dim, (first, 1, run), whole) for first in range(i * run, size, count * run)])
+            for i in range(count)
+        ]
+    raise ValueError("unknown form")
+
+
+def _arity(arguments: Sequence[Any], least: int, most: int) -> None:
+    if not least <= len(arguments) <= most:
+        raise ValueError("wrong number of values")
+
+
+def _positive(values: Sequence[Any]) -> list[int]:
+    if not values or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
+        raise ValueError("sizes must be positive integers")
+    return list(values)
+
+
+def _dim(value: Any) -> int:
+    if value not in (0, 1) or isinstance(value, bool):
+        raise ValueError("dim must be 0 or 1")
+    return int(value)
+
+
+def _blocks(sizes: list[int], total: int) -> list[_Span]:
+    if sum(sizes) != total:
+        raise ValueError(f"the sizes add up to {sum(sizes)}, not {total}")
+    starts = itertools.accumulate(sizes, initial=0)
+    return [(start, 1, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _along(dim: int, span: _Span, whole: tuple[_Span, _Span]) -> tuple[_Span, _Span]:
+    return (whole[0], span) if dim else (span, whole[1])
+
+
+def _matrix(name: str, index: int, view: _View, spans: list[tuple[_Span, _Span]]) -> Matrix:
+    # More than one span along a side means runs that follow each other in the matrix.
+    along_cols = len({s[1] for s in spans}) > 1
+    rows = spans[0][0][2] if along_cols else sum(s[0][2] for s in spans)
+    cols = sum(s[1][2] for s in spans) if along_cols else spans[0][1][2]
+    row_stride, col_stride = (cols, 1) if rows <= cols else (1, rows)
+    blocks = []
+    start = 0
+    for row_span, col_span in spans:
+        offset, shape, step = [0] * len(view.shape), list(view.shape), [1] * len(view.shape)
+        strides = [0] * len(view.shape)
+        for dim, at in view.fixed:
+            offset[dim], shape[dim] = at, 1
+        for dims, span, unit in (
+            (view.row_dims, row_span, row_stride),
+            (view.col_dims, col_span, col_stride),
+        ):
+            for dim, stride in zip(dims, row_major(tuple(view.shape[d] for d in dims)), strict=True):
+                strides[dim] = stride * unit
+            if len(dims) == 1:
+                offset[dims[0]], step[dims[0]], shape[dims[0]] = span
+        blocks.append(Block(Region(tuple(offset), tuple(shape), tuple(step)), start, tuple(strides)))
+        start += col_span[2] * col_stride if along_cols else row_span[2] * row_stride
+    return Matrix(name, index, rows, cols, tuple(blocks))

@@ -1,0 +1,86 @@
+"""Region: a box in one parameter's global index space, and where such a box lies in memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of global indices: along dim d the indices ``offset[d] + k * step[d]`` for ``0 <= k < shape[d]``.
+
+    A step other than 1 describes interleaved matrices (GPT-OSS stores gate and up row by row) without
+    a region per row; what a rank stores always has steps of 1.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    step: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @staticmethod
+    def box(offset: tuple[int, ...], shape: tuple[int, ...]) -> Region:
+        """Return a region of consecutive indices."""
+        return Region(offset, shape, (1,) * len(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A Region and the place of its elements in a linear memory.
+
+    The element at region index ``k`` lies at ``start + sum(k[d] * strides[d])``. The same description
+    serves a rank's local storage and an assembled matrix, so that moving data is one kind of copy.
+    """
+
+    region: Region
+    start: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The overlap of a storage Block with a matrix Block: ``shape`` elements and where they lie in each."""
+
+    shape: tuple[int, ...]
+    storage_start: int
+    storage_strides: tuple[int, ...]
+    matrix_start: int
+    matrix_strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous row-major array of ``shape``."""
+    strides = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+def overlap(storage: Block, matrix: Block) -> Piece | None:
+    """Return the elements that a storage block (steps of 1) and a matrix block (any steps) share, or None."""
+    shape: list[int] = []
+    storage_start, matrix_start = storage.start, matrix.start
+    storage_strides: list[int] = []
+    for d, (low, size) in enumerate(zip(storage.region.offset, storage.region.shape, strict=True)):
+        first, step, count = matrix.region.offset[d], matrix.region.step[d], matrix.region.shape[d]
+        begin = max(0, -((first - low) // step))  # the first k with first + k * step >= low
+        end = min(count, (low + size - 1 - first) // step + 1)
+        if end <= begin:
+            return None
+        shape.append(end - begin)
+        storage_start += (first + begin * step - low) * storage.strides[d]
+        storage_strides.append(step * storage.strides[d])
+        matrix_start += begin * matrix.strides[d]
+    return Piece(tuple(shape), storage_start, tuple(storage_strides), matrix_start, matrix.strides)

@@ -1,0 +1,310 @@
+"""Step: the tensors of one optimizer step, and what is done to them between the exchange's moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from muonmesh.comm.storage import like, local_of
+from muonmesh.layout import Piece, Plan
+from muonmesh.layout.plan import Leg, pieces
+from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.numerics.rules import Rule, apply_update, direction, update_momentum
+from muonmesh.numerics.scale import update_scale
+
+_PROBE = 4096
+"""Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
+
+
+Holdings = tuple[tuple[Piece, ...], ...]
+"""For each Matrix of a plan, the pieces of it that this rank stores."""
+
+
+@dataclass
+class Slot:
+    """One parameter in one step.
+
+    Attributes:
+        name: Canonical name.
+        tensor: The parameter as the user holds it, possibly a DTensor.
+        state: Its entry in the optimizer's state.
+        gradient: Local part of its gradient, contiguous, or None.
+        group: Number of its group.
+    """
+
+    name: str
+    tensor: Tensor
+    state: dict[str, Any]
+    gradient: Tensor | None
+    group: int
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one optimizer: of orthogonalisation and wire, of the momentum, of fp32 masters or None."""
+
+    compute: torch.dtype
+    state: torch.dtype
+    master: torch.dtype | None
+
+
+@dataclass
+class Flags:
+    """What all ranks agreed on before anything was written.
+
+    Attributes:
+        nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans, or where the host
+            does not wait for them (CUDA) 0-d bool tensors.
+        present: For each Muon parameter whether any rank has a gradient.
+        only_creates_state: Whether this is the step by which torch's checkpoint code creates state: learning
+            rate 0 and every gradient exactly zero.
+        stop: 0-d bool tensor, true if some rank found an error that the host does not know yet; None on CPU.
+    """
+
+    nonzero: list[bool] | list[Tensor]
+    present: list[bool]
+    only_creates_state: bool = False
+    stop: Tensor | None = None
+
+
+@dataclass
+class Sums:
+    """Sums of squares of one step's updates by group, for `Muon.metrics`."""
+
+    update: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, group: int, squares: Tensor) -> None:
+        """Add to a group's sum."""
+        self.update[group] = self.update[group] + squares if group in self.update else squares
+
+
+class MuonStep:
+    """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.exchange.Work`).
+
+    Everything is done piece by piece in the local storage, read as a contiguous array; a storage that is not
+    contiguous is worked on in a contiguous copy that `finish` writes back.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        holdings: Holdings,
+        slots: Sequence[Slot],
+        rules: Sequence[Rule],
+        flags: Flags,
+        precision: Precision,
+        kernels: Any,
+        meanwhile: Callable[[], None],
+        sums: Sums | None,
+    ) -> None:
+        self._plan = plan
+        self._holdings = holdings
+        self._slots = slots
+        self._rules = rules
+        self._flags = flags
+        self._precision = precision
+        self._kernels = kernels
+        self.meanwhile = meanwhile
+        self._sums = sums
+        self._matrices: list[list[int]] = [[] for _ in slots]
+        for number, assignment in enumerate(plan.assignments):
+            self._matrices[assignment.parameter].append(number)
+        self._weights = [_contiguous(local_of(slot.tensor)) for slot in slots]
+
+    def prepare(self, parameters: Sequence[int]) -> None:
+        """Create missing state and fold the gradients into the momenta of these parameters."""
+        for number in parameters:
+            slot, rule = self._slots[number], self._rules[number]
+            if self._flags.present[number]:
+                create_state(slot, self._precision)
+            active = [self._active(matrix) for matrix in self._matrices[number]]
+            if "momentum_buffer" not in slot.state or not any(flag is not False for flag in active):
+                continue
+            momentum = local_of(slot.state["momentum_buffer"])
+            if slot.gradient is None:  # missing on this shard only: counts as zero
+                slot.gradient = torch.zeros_like(momentum)
+            if all(flag is True for flag in active):
+                update_momentum(momentum, slot.gradient, rule)
+                continue
+            for matrix, flag in zip(self._matrices[number], active, strict=True):
+                for piece in self._holdings[matrix] if flag is not False else ():
+                    update_momentum(_view(momentum, piece), _view(slot.gradient, piece), rule, active=_mask(flag))
+
+    def read(self, leg: Leg) -> Tensor:
+        """Return the direction of a leg's elements."""
+        slot, rule = self._slots[leg.parameter], self._rules[leg.parameter]
+        if "momentum_buffer" not in slot.state:  # no rank has ever had a gradient
+            return torch.zeros(leg.piece.shape, dtype=self._precision.state, device=slot.tensor.device)
+        momentum = _view(local_of(slot.state["momentum_buffer"]), leg.piece)
+        if slot.gradient is None:
+            gradient = torch.zeros_like(momentum)
+        else:
+            gradient = _view(slot.gradient, leg.piece)
+        return direction(momentum, gradient, rule)
+
+    def orthogonalize(self, batch: Tensor, assignment: int) -> Tensor:
+        """Orthogonalise a batch whose settings are those of ``assignment``."""
+        rule = self._rules[self._plan.assignments[assignment].parameter]
+        return orthogonalize(
+            batch,
+            coefficients=rule.coefficients,
+            steps=rule.steps,
+            method=rule.method,
+            dtype=self._precision.compute,
+            kernels=self._kernels,
+        )
+
+    def write(self, leg: Leg, update: Tensor) -> None:
+        """Decay and update a leg's elements, unless their matrix is left alone."""
+        flag = self._active(leg.assignment)
+        if flag is False:
+            return
+        slot, rule = self._slots[leg.parameter], self._rules[leg.parameter]
+        matrix = self._plan.assignments[leg.assignment].matrix
+        scale = rule.extra_scale_factor * update_scale(matrix.rows, matrix.cols, rule.scale_mode)
+        weights = _view(self._weights[leg.parameter], leg.piece)
+        master = slot.state.get("master")
+        if master is None:
+            apply_update(weights, update, rule, scale=scale, active=_mask(flag))
+        else:
+            held = _view(local_of(master), leg.piece)
+            apply_update(held, update, rule, scale=scale, active=_mask(flag))
+            weights.copy_(held)
+        if self._sums is not None:
+            copies = self._plan.parameters[leg.parameter].target.copies()
+            squares = update.double().square().sum() * (rule.lr * scale) ** 2 / copies
+            self._sums.add(slot.group, squares)
+
+    def finish(self) -> None:
+        """Write back the storages that were worked on in a copy."""
+        for slot, weights in zip(self._slots, self._weights, strict=True):
+            local = local_of(slot.tensor)
+            if weights is not local:
+                local.copy_(weights)
+
+    def _active(self, assignment: int) -> bool | Tensor:
+        return self._flags.nonzero[assignment]
+
+
+def create_state(slot: Slot, precision: Precision) -> None:
+    """Create the momentum, and the master, of a Muon parameter where missing."""
+    local = local_of(slot.tensor)
+    if "momentum_buffer" not in slot.state:
+        zeros = torch.zeros(local.shape, dtype=precision.state, device=local.device)
+        slot.state["momentum_buffer"] = like(slot.tensor, zeros)
+    _create_master(slot, precision)
+
+
+def _create_master(slot: Slot, precision: Precision) -> None:
+    local = local_of(slot.tensor)
+    if precision.master is not None and precision.master != local.dtype and "master" not in slot.state:
+        slot.state["master"] = like(slot.tensor, local.detach().to(precision.master).contiguous())
+
+
+def holdings_of(plan: Plan, rank: int) -> Holdings:
+    """Return for each Matrix of a plan the pieces of it that ``rank`` stores."""
+    return tuple(tuple(pieces(plan.parameters[a.parameter].target, rank, a.matrix)) for a in plan.assignments)
+
+
+def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot]) -> list[int]:
+    """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
+    found = []
+    for assignment, parts in zip(plan.assignments, holdings, strict=True):
+        gradient = slots[assignment.parameter].gradient
+        found.append(int(gradient is not None and any(_any_nonzero(_view(gradient, piece)) for piece in parts)))
+    return found
+
+
+def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot], device: torch.device) -> Tensor:
+    """Return the same as a uint8 tensor, without waiting for the device."""
+    numbers, views = [], []
+    for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
+        gradient = slots[assignment.parameter].gradient
+        if gradient is not None:
+            numbers += [number] * len(parts)
+            views += [_view(gradient, piece) for piece in parts]
+    found = torch.zeros(len(plan.assignments), dtype=torch.uint8, device=device)
+    if views:
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(views, float("inf"))])
+        index = torch.tensor(numbers).to(device, non_blocking=True)
+        found.index_add_(0, index, (norms != 0).to(torch.uint8))
+    return found.clamp_(max=1)
+
+
+def _any_nonzero(view: Tensor) -> bool:
+    flat = view.view(-1) if view.is_contiguous() else view.reshape(-1)
+    if flat.numel() <= _PROBE:
+        return bool(flat.any())
+    return bool(flat[:_PROBE].any()) or bool(flat.any())
+
+
+def adamw_step(slots: Sequence[Slot], group: dict[str, Any], precision: Precision, flags: Flags) -> None:
+    """Step one AdamW group with torch's own AdamW on what this rank stores.
+
+    Moments have the dtype of the weights they move: the parameter's, or the master's.
+    """
+    weights, gradients, means, squares, steps, masters = [], [], [], [], [], []
+    fused = slots[0].tensor.device.type == "cuda"
+    for slot in slots:
+        _create_master(slot, precision)
+        weight = slot.state.get("master", slot.tensor)
+        if "step" not in slot.state:
+            local = local_of(weight)
+            slot.state["step"] = torch.zeros((), dtype=torch.float32, device=local.device if fused else "cpu")
+            slot.state["exp_avg"] = like(slot.tensor, torch.zeros_like(local, memory_format=torch.preserve_format))
+            slot.state["exp_avg_sq"] = like(slot.tensor, torch.zeros_like(local, memory_format=torch.preserve_format))
+        if slot.gradient is None:
+            continue
+        weights.append(local_of(weight))
+        gradients.append(slot.gradient.to(weights[-1].dtype))
+        means.append(local_of(slot.state["exp_avg"]))
+        squares.append(local_of(slot.state["exp_avg_sq"]))
+        steps.append(slot.state["step"])
+        if "master" in slot.state:
+            masters.append((local_of(slot.tensor), weights[-1]))
+    if flags.only_creates_state or not weights:
+        return
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type == "cpu":
+        lr = float(lr)
+    beta1, beta2 = group["adamw_betas"]
+    adamw(
+        weights,
+        gradients,
+        means,
+        squares,
+        [],
+        steps,
+        foreach=not fused,
+        fused=fused,
+        found_inf=flags.stop.float() if fused and flags.stop is not None else None,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=group["weight_decay"],
+        eps=group["adamw_eps"],
+    )
+    for parameter, master in masters:
+        parameter.copy_(master)
+
+
+def _contiguous(local: Tensor) -> Tensor:
+    return local if local.is_contiguous() else local.contiguous()
+
+
+def _view(storage: Tensor, piece: Piece) -> Tensor:
+    if piece.storage_start == 0 and piece.shape == storage.shape:
+        return storage  # the common case: the whole of what is stored
+    start = storage.storage_offset() + piece.storage_start
+    return storage.as_strided(piece.shape, piece.storage_strides, start)
+
+
+def _mask(flag: bool | Tensor) -> Tensor | None:
+    return flag if isinstance(flag, Tensor) else None
