@@ -134,8 +134,8 @@ def explain(groups: Sequence[Mapping[str, Any]], plan: Plan, rank: int, itemsize
     sent: Counter[int] = Counter()
     received = collectives = 0
     for bucket in range(len(plan.buckets)):
-        gather = plan.routes(bucket, rank, lambda parameter: parameter.source)
-        scatter = plan.routes(bucket, rank, lambda parameter: parameter.target)
+        gather = plan.routes(bucket, rank, gather=True)
+        scatter = plan.routes(bucket, rank, gather=False)
         collectives += plan.gathers(bucket) + plan.scatters(bucket)
         sent += _moved(gather.held, rank) + _moved(scatter.owned, rank)
         received += sum((_moved(gather.owned, rank) + _moved(scatter.held, rank)).values())

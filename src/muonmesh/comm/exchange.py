@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import this_rank
 from muonmesh.errors import PlanError
-from muonmesh.layout import Layout, Parameter, Plan, Routes
+from muonmesh.layout import Plan, Routes
 from muonmesh.layout.plan import Leg
 
 _ALIGNMENT = 64
@@ -166,8 +166,8 @@ class Exchange:
         plan, read = self.plan, set[int]()
         stages = []
         for number, bucket in enumerate(plan.buckets):
-            gather = plan.routes(number, self.rank, _source)
-            scatter = plan.routes(number, self.rank, _target)
+            gather = plan.routes(number, self.rank, gather=True)
+            scatter = plan.routes(number, self.rank, gather=False)
             parameters = dict.fromkeys(plan.assignments[index].parameter for index in bucket)
             fresh = tuple(p for p in parameters if p not in read)
             read.update(fresh)
@@ -302,14 +302,6 @@ class Exchange:
             transfer.work.wait()
             self.counts.seconds_waiting += time.perf_counter() - started
             transfer.work = transfer.send = None
-
-
-def _source(parameter: Parameter) -> Layout:
-    return parameter.source
-
-
-def _target(parameter: Parameter) -> Layout:
-    return parameter.target
 
 
 def _wire(segment: Tensor, leg: Leg) -> Tensor:

@@ -47,7 +47,7 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
             raise LayoutError(
                 explain_error(
                     name,
-                    f"placement {placement} in {tuple(placements)}",
+                    f"placement {placement!r} in {tuple(placements)}",
                     "Replicate, Shard or _StridedShard: a partial value is not a parameter",
                     "Write parameter.redistribute(placements=[Replicate()]) before the optimizer sees it",
                 )

@@ -1,0 +1,43 @@
+"""What every test shares: one thread, the ranks, and no test for a GPU unless it is asked for."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, here and in the ranks: layouts are compared bit for bit, and the number of threads
+# changes how a matrix product rounds.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.workers import Pool
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked gpu unless `-m` names them: skipped, they would look like tested."""
+    if "gpu" in config.getoption("markexpr"):
+        return
+    chosen = [item for item in items if item.get_closest_marker("gpu") is None]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Callable[[int], Pool]]:
+    """`workers(n)` is the session's pool of n gloo ranks; they start when it first runs something."""
+    pools: dict[int, Pool] = {}
+
+    def pool(world_size: int) -> Pool:
+        if world_size not in pools:
+            pools[world_size] = Pool(world_size)
+        return pools[world_size]
+
+    yield pool
+    for each in pools.values():
+        each.close()

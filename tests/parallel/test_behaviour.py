@@ -1,0 +1,414 @@
+"""What several ranks do with missing and zero gradients, mistakes on one of them, and changing parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import muonmesh as mm
+from tests import problem
+from tests.unit.test_optimizer import zeroed
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+# ------------------------------------------------------------------ zero and missing gradients
+
+
+def step_zeroed(layout: str, wait: bool) -> list[str]:
+    results = []
+    for held, waits in ((layout, wait), ("local", True)):
+        model, group = problem.hold(held, problem.initial())
+        optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+        optimizer._wait_for_flags = waits
+        for step in range(4):
+            for name, gradient in zeroed(step).items():
+                parameter = model.get_parameter(name)
+                parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
+            optimizer.step()
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+def test_zero_and_missing_gradients_bit_for_bit(workers, layout: str, wait: bool) -> None:
+    """Without waiting, as on CUDA, every write is masked by the flags on the device."""
+    assert workers(2).run(step_zeroed, layout, wait) == [[], []]
+
+
+def zero_on_some_ranks() -> bool:
+    """FSDP2: the non-zero gradients lie in one rank's shard only; both ranks must take the step."""
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)]))
+    optimizer = mm.Muon([weight], lr=0.1)
+    gradient = torch.zeros(8, 6)
+    gradient[6:] = torch.randn(2, 6)
+    weight.grad = distribute_tensor(gradient, mesh(), [Shard(0)])
+    optimizer.step()
+    return bool((problem.whole(weight) != 1).all())
+
+
+def test_a_gradient_that_is_zero_on_one_rank_only_counts_everywhere(workers) -> None:
+    assert workers(2).run(zero_on_some_ranks) == [True, True]
+
+
+def missing_on_one_shard() -> tuple[bool, bool]:
+    """A shard without gradient counts as zero there."""
+    weight, twin = (nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)])) for _ in range(2))
+    optimizers = [mm.Muon([p], lr=0.1, compute_dtype=torch.float32) for p in (weight, twin)]
+    for step in range(3):
+        gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        if step != 1:
+            gradient[4:] = 0.0
+        weight.grad = problem.placed_like(weight, gradient)
+        twin.grad = None if dist.get_rank() == 1 and step != 1 else problem.placed_like(weight, gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+    momenta = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (weight, twin), strict=True)]
+    return torch.equal(problem.whole(weight), problem.whole(twin)), torch.equal(*map(problem.whole, momenta))
+
+
+def test_a_missing_shard_counts_as_zero(workers) -> None:
+    assert workers(2).run(missing_on_one_shard) == [(True, True)] * 2
+
+
+def own_nothing() -> tuple[int, bool]:
+    weight = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh(), [Shard(0)]))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = distribute_tensor(torch.ones(1, 6), mesh(), [Shard(0)])
+    for _ in range(2):
+        optimizer.step()
+    return optimizer.counts.orthogonalized, bool((problem.whole(weight) < 1).all())
+
+
+def test_ranks_that_hold_and_own_nothing_take_part(workers) -> None:
+    outcomes = workers(4).run(own_nothing)
+    assert sorted(count for count, _ in outcomes) == [0, 0, 0, 1]
+    assert all(moved for _, moved in outcomes)
+
+
+# ------------------------------------------------------------------ mistakes on one rank
+
+
+def mistake(kind: str) -> None:
+    """Make a mistake on rank 1 only, in the second step; every rank must raise and nothing be written."""
+    model, group = problem.hold("ddp" if kind in ("missing", "sparse") else "fsdp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+    if kind.startswith("late "):
+        optimizer._wait_for_flags = False
+        kind = kind.removeprefix("late ")
+    for step in range(2):
+        for name, gradient in problem.gradients(step).items():
+            model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
+        if step == 0:
+            optimizer.step()
+    before = problem.result(model, optimizer)
+    if dist.get_rank() == 1:
+        parameter = model.get_parameter("embedding" if kind == "sparse" else "even")
+        if kind == "missing":
+            parameter.grad = None
+        elif kind == "sparse":
+            parameter.grad = torch.zeros(parameter.shape).to_sparse()
+        elif kind == "placement":
+            parameter.grad = distribute_tensor(torch.ones(64, 96), mesh(), [Replicate()], src_data_rank=None)
+    try:
+        optimizer.step()
+        if optimizer._wait_for_flags is False:
+            optimizer.step()  # the flags of the last step have arrived
+    finally:
+        after = problem.result(model, optimizer)
+        untouched = [k for k in before if k in after and "norm" not in k and "bias" not in k and "embedding" not in k]
+        assert all(torch.equal(before[k], after[k]) for k in untouched), "something was written"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "culprit"),
+    [
+        ("missing", "even: found a gradient on some of the ranks", "every rank"),
+        ("sparse", "sparse=False", "rank 1"),
+        ("placement", "even: found a gradient placed (Replicate(),); needed the parameter's placements", "rank 1"),
+        ("late placement", "even: found a gradient placed (Replicate(),); needed the parameter's placements", "rank 1"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_an_error_on_every_rank(workers, kind: str, message: str, culprit: str) -> None:
+    for outcome in workers(2).run_expecting_errors(mistake, kind, timeout=20):
+        assert outcome.error is not None, outcome
+        assert message in outcome.message, outcome.traceback
+        if culprit == "rank 1" and outcome.rank == 0:
+            assert outcome.error is mm.PlanError
+            assert "rank 1:" in outcome.message
+        assert outcome.seconds < 10
+
+
+def recover() -> list[str]:
+    """After an error the optimizer goes on as if the failed step had not been tried."""
+    results = []
+    for wrong in (True, False):
+        model, group = problem.hold("ddp", problem.initial())
+        optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+        for step in range(3):
+            for name, gradient in problem.gradients(step).items():
+                model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
+            if wrong and step == 1:
+                kept = model.get_parameter("tall").grad
+                if dist.get_rank() == 1:
+                    model.get_parameter("tall").grad = None
+                with pytest.raises(mm.PlanError):
+                    optimizer.step()
+                model.get_parameter("tall").grad = kept
+            optimizer.step()
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results)
+
+
+def test_training_goes_on_after_an_error(workers) -> None:
+    assert workers(2).run(recover) == [[], []]
+
+
+def different_plans(kind: str) -> None:
+    odd = dist.get_rank() == 1
+    shapes = [(8, 6), (6, 4)]
+    if kind == "order" and odd:
+        shapes.reverse()
+    if kind == "count" and odd:
+        shapes.append((4, 4))
+    tensors = [torch.ones(shape) for shape in shapes]
+    params = [
+        (f"w{i}", nn.Parameter(distribute_tensor(t, mesh(), [Shard(0)], src_data_rank=None)))
+        for i, t in enumerate(tensors)
+    ]
+    steps = 4 if kind == "settings" and odd else 5
+    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps)
+    if kind == "partial" and odd:
+        partial = DTensor.from_local(torch.ones(8, 6), mesh(), [Partial()])
+        optimizer.param_groups[0]["params"][0] = partial
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("order", "rank 0 has 'w0: shape (8, 6)"),
+        ("count", "w2: shape (4, 4)"),
+        ("settings", "4 steps"),
+        ("partial", "w0: found placement Partial(sum)"),
+    ],
+)
+def test_plans_that_differ_are_an_error_on_every_rank(workers, kind: str, message: str) -> None:
+    for outcome in workers(2).run_expecting_errors(different_plans, kind, timeout=20):
+        assert outcome.error in (mm.PlanError, mm.LayoutError), outcome
+        assert message in outcome.message, outcome.message
+        assert outcome.seconds < 10
+
+
+def plain_without_group() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = mm.Muon([("w", weight)], lr=0.1)
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+
+
+def test_plain_matrices_on_several_ranks_need_a_process_group(workers) -> None:
+    for outcome in workers(2).run_expecting_errors(plain_without_group, timeout=20):
+        assert outcome.error is mm.LayoutError
+        assert "w: found a plain tensor while 2 ranks run" in outcome.message
+        assert 'process_group="world"' in outcome.message
+
+
+def lost_group() -> list[str]:
+    import pickle
+
+    model, _ = problem.hold("ddp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=dist.group.WORLD, **problem.SETTINGS)
+    twin, other = pickle.loads(pickle.dumps((model, optimizer)))
+    with pytest.raises(ValueError, match="optimizer.process_group = group"):
+        other.step()
+    other.process_group = dist.group.WORLD
+    for m, o in ((model, optimizer), (twin, other)):
+        for name, gradient in problem.gradients(0).items():
+            m.get_parameter(name).grad = gradient.clone()
+        o.step()
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, other))
+
+
+def test_a_process_group_must_be_given_again_after_unpickling(workers) -> None:
+    assert workers(2).run(lost_group) == [[], []]
+
+
+# ------------------------------------------------------------------ partial gradients, swapped parameters
+
+
+def partial_gradient() -> tuple[bool, bool]:
+    """Pure tensor parallelism with SequenceParallel leaves partial gradients; they are summed."""
+    rank = dist.get_rank()
+    results = []
+    for partial in (True, False):
+        matrix = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh(), [Replicate()]))
+        norm = nn.Parameter(distribute_tensor(torch.ones(6), mesh(), [Replicate()]))
+        optimizer = mm.Muon([{"params": [matrix]}, {"params": [norm], "algorithm": "adamw"}], lr=0.1)
+        for parameter in (matrix, norm):
+            parts = [torch.randn(parameter.shape, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+            parameter.grad = (
+                DTensor.from_local(parts[rank], mesh(), [Partial()])
+                if partial
+                else distribute_tensor(parts[0] + parts[1], mesh(), [Replicate()])
+            )
+        optimizer.step()
+        results.append((problem.whole(matrix), problem.whole(norm)))
+    (a, b), (c, d) = results
+    return torch.equal(a, c), torch.equal(b, d)
+
+
+def test_partial_gradients_are_reduced(workers) -> None:
+    assert workers(2).run(partial_gradient) == [(True, True)] * 2
+
+
+def swapped() -> list[str]:
+    """Accelerate's FSDP2 builds the optimizer first and then swaps only param_group["params"]."""
+    model, _ = problem.hold("local", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), **problem.SETTINGS)
+    position = {id(p): name for name, p in model.named_parameters()}
+    fully_shard(model, mesh=mesh())
+    for group in optimizer.param_groups:
+        group["params"] = [model.get_parameter(position[id(p)]) for p in group["params"]]
+    twin, group = problem.hold("fsdp", problem.initial())
+    other = mm.Muon(problem.groups(twin), process_group=group, **problem.SETTINGS)
+    for m, o in ((model, optimizer), (twin, other)):
+        for step in range(2):
+            for name, gradient in problem.gradients(step).items():
+                m.get_parameter(name).grad = problem.placed_like(m.get_parameter(name), gradient)
+            o.step()
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, other))
+
+
+def test_parameters_swapped_after_construction(workers) -> None:
+    assert workers(2).run(swapped) == [[], []]
+
+
+def explained_on_one_rank() -> str | None:
+    model, group = problem.hold("fsdp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+    return str(optimizer.explain()) if dist.get_rank() == 0 else None
+
+
+def test_explain_does_not_communicate(workers) -> None:
+    table, nothing = workers(2).run(explained_on_one_rank)
+    assert nothing is None
+    assert "Shard(0)×2" in table
+
+
+def measured(layout: str) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for _, optimizer in problem.steps(layout, 2, problem.initial()):
+        figures = optimizer.metrics()
+    return figures
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_metrics_count_every_element_once(workers, layout: str) -> None:
+    alone = measured("local")
+    assert len(alone) == 8
+    for figures in workers(2).run(measured, layout):
+        assert figures == pytest.approx(alone, rel=1e-6)
+
+
+# ------------------------------------------------------------------ real models
+
+
+def tiny_llama(seed: int = 0) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=40,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train_fsdp(reshard: bool, mixed: bool) -> list[str]:
+    """Train with FSDP2 and, alone, with the gradients that FSDP2 computed."""
+    model, twin = tiny_llama(), tiny_llama()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
+    options: dict[str, Any] = {"mesh": mesh(), "reshard_after_forward": reshard}
+    if policy is not None:
+        options["mp_policy"] = policy
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    optimizer = mm.from_model(model, lr=0.02)
+    alone = mm.from_model(twin, lr=0.02, process_group="local")
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(96, (2, 16), generator=generator)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        for (name, p), (other, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert name == other
+            q.grad = problem.whole(p.grad).to(q.dtype)
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+def test_llama_under_fsdp2(workers, reshard: bool, mixed: bool) -> None:
+    assert workers(2).run(train_fsdp, reshard, mixed) == [[], []]
+
+
+def train_ddp(compiled: bool) -> list[str]:
+    model, twin = tiny_llama(), tiny_llama()
+    wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+    optimizer = mm.from_model(wrapped, lr=0.02, process_group="world")
+    alone = mm.from_model(twin, lr=0.02, process_group="local")
+    assert [g["param_names"] for g in optimizer.param_groups] == [g["param_names"] for g in alone.param_groups]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(96, (2, 16), generator=generator)
+        with wrapped.no_sync():  # two micro-batches, one orthogonalisation
+            wrapped(input_ids=tokens, labels=tokens).loss.backward()
+        wrapped(input_ids=tokens.flip(1), labels=tokens.flip(1)).loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
+
+
+def test_llama_under_ddp_with_accumulation(workers) -> None:
+    assert workers(2).run(train_ddp, False) == [[], []]
+
+
+def teardown_order() -> Tensor:
+    """Nothing of ours talks to a group when it is collected after the group is gone."""
+    group = dist.new_group([0, 1])
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = mm.Muon([("w", weight)], lr=0.1, process_group=group)
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    dist.destroy_process_group(group)
+    del optimizer
+    return weight.detach()
+
+
+def test_teardown_after_the_group_is_destroyed(workers) -> None:
+    a, b = workers(2).run(teardown_order)
+    assert torch.equal(a, b)

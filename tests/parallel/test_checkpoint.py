@@ -1,0 +1,175 @@
+"""Invariant 5: state has no world size. Saved under one layout, loaded under another, training goes on alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import muonmesh as mm
+from tests import problem
+
+COMPUTE = torch.float32
+
+
+def build(layout: str) -> tuple[nn.Module, mm.Muon]:
+    model, group = problem.hold(layout, problem.initial())
+    return model, mm.Muon(problem.groups(model), process_group=group, compute_dtype=COMPUTE, **problem.SETTINGS)
+
+
+def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
+    for step in range(first, last):
+        for name, gradient in problem.gradients(step).items():
+            parameter = model.get_parameter(name)
+            parameter.grad = problem.placed_like(parameter, gradient)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(layout: str, path: str, flat: bool) -> None:
+    model, optimizer = build(layout)
+    advance(model, optimizer, 0, 2)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.save(state, checkpoint_id=path)
+
+
+def load(layout: str, path: str, flat: bool) -> dict[str, Tensor]:
+    model, optimizer = build(layout)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    advance(model, optimizer, 2, 4)
+    return problem.result(model, optimizer)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, "fsdp"), (2, "fsdp")), ((2, "fsdp"), (4, "shard1")), ((2, "ddp"), (4, "fsdp")), ((4, "fsdp"), (2, "ddp"))],
+    ids=["4-to-2", "other-dim", "ddp-to-fsdp", "fsdp-to-ddp"],
+)
+def test_resharding_continues_bit_for_bit(
+    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool
+) -> None:
+    workers(before[0]).run(save, before[1], str(tmp_path), flat)
+    model, optimizer = build("local")
+    advance(model, optimizer, 0, 4)
+    expected = problem.result(model, optimizer)
+    for result in workers(after[0]).run(load, after[1], str(tmp_path), flat):
+        assert problem.differing(result, expected) == []
+
+
+def full_state(path: str) -> None:
+    """A full state dict from FSDP ranks, as a single process would save it."""
+    model, optimizer = build("fsdp")
+    advance(model, optimizer, 0, 2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+
+
+def broadcast(path: str) -> dict[str, Tensor]:
+    """A full state dict, read by rank 0 only, into FSDP ranks."""
+    model, optimizer = build("fsdp")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    full: tuple[Any, Any] = torch.load(path, weights_only=True) if dist.get_rank() == 0 else ({}, {})
+    set_model_state_dict(model, full[0], options=options)
+    set_optimizer_state_dict(model, optimizer, full[1], options=options)
+    advance(model, optimizer, 2, 4)
+    return problem.result(model, optimizer)
+
+
+def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path: Path) -> None:
+    path = str(tmp_path / "full.pt")
+    workers(4).run(full_state, path)
+    model, optimizer = build("local")
+    advance(model, optimizer, 0, 4)
+    expected = problem.result(model, optimizer)
+
+    alone, other = build("local")
+    weights, state = torch.load(path, weights_only=True)
+    set_model_state_dict(alone, weights)
+    set_optimizer_state_dict(alone, other, state)
+    advance(alone, other, 2, 4)
+    assert problem.differing(problem.result(alone, other), expected) == []
+    for result in workers(2).run(broadcast, path):
+        assert problem.differing(result, expected) == []
+
+
+def creates_state() -> list[str]:
+    """`get_optimizer_state_dict` before the first step creates state by stepping; nothing changes, now or later."""
+    results = []
+    for ask in (True, False):
+        model, optimizer = build("fsdp")
+        if ask:
+            state = get_optimizer_state_dict(model, optimizer)
+            assert len(state["state"]) == len(problem.PARAMETERS)
+        advance(model, optimizer, 0, 3)
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results)
+
+
+def test_asking_for_state_before_the_first_step_changes_nothing(workers) -> None:
+    assert workers(2).run(creates_state) == [[], []]
+
+
+def placements() -> list[bool]:
+    model, optimizer = build("fsdp")
+    advance(model, optimizer, 0, 1)
+    return [
+        value.placements == parameter.placements and value.shape == parameter.shape
+        for parameter in model.parameters()
+        for key, value in optimizer.state[parameter].items()
+        if key != "step"
+    ]
+
+
+def test_state_of_a_dtensor_is_a_dtensor_of_its_shape(workers) -> None:
+    for outcome in workers(4).run(placements):
+        assert len(outcome) > 15
+        assert all(outcome)
+
+
+def wrong_kinds() -> list[str]:
+    """Whole tensors into shards, and shards of another placement: an error, not half of the momentum."""
+    messages = []
+    whole_model, whole_optimizer = build("local")
+    advance(whole_model, whole_optimizer, 0, 1)
+    other_model, other_optimizer = build("shard1")
+    advance(other_model, other_optimizer, 0, 1)
+    for source in (whole_optimizer, other_optimizer):
+        model, optimizer = build("shard0")
+        with pytest.raises(mm.StateError) as found:
+            optimizer.load_state_dict(source.state_dict())
+        messages.append(str(found.value))
+        assert not optimizer.state
+    return messages
+
+
+def test_state_of_another_layout_is_refused_by_load_state_dict(workers) -> None:
+    for plain, other in workers(2).run(wrong_kinds):
+        assert "plain tensor" in plain
+        assert "set_optimizer_state_dict" in plain
+        assert "placed (Shard(dim=1),)" in other

@@ -1,0 +1,109 @@
+"""Invariant 1: with equal gradients, parameters and state under any layout are bit for bit those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import problem
+
+LAYOUTS = ["ddp", "fsdp", "fsdp-keep", "shard0", "shard1", "shard-last", "replicate"]
+
+
+def run(
+    layout: str, dtype: torch.dtype, count: int = 5, param_dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[list[str], dict[str, Tensor]]:
+    """Step in a layout and alone on this very rank; return what differs, and the result."""
+    values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
+    results = []
+    for held in (layout, "local"):
+        *_, (model, optimizer) = problem.steps(held, count, values, compute_dtype=dtype, **settings)
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results), results[0]
+
+
+def told(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return what explain() promises of a step and what a step did."""
+    *_, (_, optimizer) = problem.steps(layout, 2, problem.initial(), compute_dtype=dtype)
+    told = optimizer.explain()
+    did = optimizer.counts
+    return (
+        (told.orthogonalizations, told.collectives, told.bytes_sent, told.bytes_received),
+        (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> None:
+    for differing, _ in workers(ranks).run(run, layout, dtype):
+        assert differing == []
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+def test_one_process_without_distributed_has_the_same_bits(workers, layout: str) -> None:
+    *_, (model, optimizer) = problem.steps("local", 5, problem.initial(), compute_dtype=torch.float32)
+    alone = problem.result(model, optimizer)
+    for _, result in workers(2).run(run, layout, torch.float32):
+        assert problem.differing(result, alone) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bucket_cap_mb": 0.005},  # many buckets, pipelined
+        {"bucket_cap_mb": 1000.0},
+        {"nesterov": False},
+        {"compute_dtype": torch.float64},
+        {"state_dtype": torch.float64},
+        {"ns_coefficients": "simple", "ns_method": "standard"},
+        {"scale_mode": "spectral", "extra_scale_factor": 0.3},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_bit_for_bit_with_settings(workers, layout: str, settings: dict[str, Any]) -> None:
+    settings = dict(settings)
+    dtype = settings.pop("compute_dtype", torch.bfloat16)
+    for differing, _ in workers(2).run(run, layout, dtype, **settings):
+        assert differing == []
+
+
+@pytest.mark.parametrize("master", [None, torch.float32], ids=["no-master", "master"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_bf16_parameters_bit_for_bit(workers, layout: str, master: torch.dtype | None) -> None:
+    for differing, result in workers(2).run(
+        run, layout, torch.bfloat16, param_dtype=torch.bfloat16, master_dtype=master
+    ):
+        assert differing == []
+        assert result["tall"].dtype == torch.bfloat16
+        assert result["tall.momentum_buffer"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_does_what_explain_says(workers, ranks: int, layout: str) -> None:
+    outcomes = workers(ranks).run(told, layout, torch.bfloat16)
+    matrices = 0
+    for promised, done in outcomes:
+        assert promised == done
+        matrices += done[0]
+    # no matrix is orthogonalised twice, none is left out
+    assert matrices == len(_matrices())
+    assert any(done[2] for _, done in outcomes)
+
+
+def _matrices() -> list[int]:
+    from tests.reference import split
+
+    return [
+        matrix.numel()
+        for name, (shape, spec) in problem.PARAMETERS.items()
+        if spec != "adamw"
+        for matrix in split(problem.initial()[name], spec)
+    ]

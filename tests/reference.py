@@ -1,0 +1,133 @@
+"""The oracle: Muon and AdamW on whole tensors in fp64, in one process, written from the papers.
+
+Shares no code with the package. Muon: K. Jordan 2024 (https://kellerjordan.github.io/posts/muon/), with the
+momentum as an average and decoupled decay (Moonlight, arXiv 2502.16982). AdamW: Loshchilov & Hutter
+(arXiv 1711.05101).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCALES = {
+    "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    "shape_scaling": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
+    "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
+    "none": lambda rows, cols: 1.0,
+}
+
+
+def split(x: Tensor, spec: Any) -> list[Tensor]:
+    """The matrices (each out × in) that the `matrices` entry `spec` makes of the parameter `x`."""
+    entry: Any = (spec,) if isinstance(spec, str) else spec
+    kind, *rest = entry
+    match kind:
+        case "whole" if x.ndim == 2:
+            return [x]
+        case "flatten":  # (out, ...) -> out × everything else
+            return [x.reshape(x.shape[0], -1)]
+        case "rows" | "cols" if sum(rest) == x.shape[kind == "cols"]:
+            return list(x.split(rest, dim=int(kind == "cols")))
+        case "heads":  # n equal blocks of the axis
+            n, dim = rest
+            assert x.shape[dim] % n == 0
+            return list(x.split(x.shape[dim] // n, dim=dim))
+        case "interleaved":  # k matrices take turns along the axis, in runs of `block`
+            k, dim, block = (*rest, 1)[:3]
+            assert x.shape[dim] % (k * block) == 0
+            turns = x.unflatten(dim, (-1, k, block))
+            return [turns.select(dim + 1, j).flatten(dim, dim + 1) for j in range(k)]
+        case "transposed":  # stored in × out
+            return split(x.mT, rest[0] if rest else "whole")
+        case "stack":  # leading dims are a batch
+            inner = rest[0] if rest else "whole"
+            return [m for y in x.reshape(-1, *x.shape[-2:]) for m in split(y, inner)]
+    raise AssertionError(f"{spec!r} does not fit shape {tuple(x.shape)}")
+
+
+def polar(x: Tensor, coefficients: list[tuple[float, ...]]) -> Tensor:
+    """The odd polynomials a·σ + b·σ³ + c·σ⁵ + …, one tuple a step, on the singular values of x / ‖x‖_F."""
+    norm = torch.linalg.matrix_norm(x)
+    if norm == 0:
+        return torch.zeros_like(x)
+    u, s, vh = torch.linalg.svd(x / norm, full_matrices=False)
+    for step in coefficients:
+        s = sum(c * s ** (2 * i + 1) for i, c in enumerate(step))
+    return (u * s) @ vh
+
+
+def muon(
+    p: Tensor,
+    g: Tensor | None,
+    state: dict[str, Tensor],
+    *,
+    lr: float,
+    coefficients: list[tuple[float, ...]],
+    matrices: Any = None,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    scale_mode: str = "match_rms_adamw",
+    extra_scale_factor: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One Muon step of one parameter. A matrix without a non-zero gradient keeps weights and momentum."""
+    spec = matrices if matrices is not None else {2: "whole", 3: "stack"}[p.ndim]
+    p, m = p.clone(), state.get("momentum", torch.zeros_like(p)).clone()
+    if g is None:
+        return p, state
+    for at in split(torch.arange(p.numel()).reshape(p.shape), spec):  # flat indices of one matrix
+        grad, w, buf = g.flatten()[at], p.view(-1), m.view(-1)
+        if grad.count_nonzero() == 0:
+            continue
+        buf[at] = momentum * buf[at] + (1 - momentum) * grad
+        direction = (1 - momentum) * grad + momentum * buf[at] if nesterov else buf[at]
+        scale = SCALES[scale_mode](*at.shape) * extra_scale_factor
+        w[at] = w[at] * (1 - lr * weight_decay) - lr * scale * polar(direction, coefficients)
+    return p, {"momentum": m}
+
+
+def adamw(
+    p: Tensor,
+    g: Tensor | None,
+    state: dict[str, Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One AdamW step of one parameter; without a gradient nothing happens."""
+    if g is None:
+        return p.clone(), state
+    zero = torch.zeros_like(p)
+    step = state.get("step", torch.zeros((), dtype=torch.float64)) + 1
+    m = betas[0] * state.get("exp_avg", zero) + (1 - betas[0]) * g
+    v = betas[1] * state.get("exp_avg_sq", zero) + (1 - betas[1]) * g * g
+    update = (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+    return p * (1 - lr * weight_decay) - lr * update, {"step": step, "exp_avg": m, "exp_avg_sq": v}
+
+
+def reference_step(
+    params: dict[str, Tensor],
+    grads: dict[str, Tensor | None],
+    state: dict[str, dict[str, Tensor]],
+    settings: dict[str, dict[str, Any]],
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """One optimizer step on dicts keyed by parameter name; returns new params and state, writes nothing.
+
+    `settings[name]` holds "algorithm" ("muon" | "adamw") and the keyword arguments of that function. Start
+    with state = {}. Everything is computed in fp64, whatever the dtypes given.
+    """
+    update = {"muon": muon, "adamw": adamw}
+    results = {}
+    for name, p in params.items():
+        options = dict(settings[name])
+        step, g = update[options.pop("algorithm")], grads.get(name)
+        results[name] = step(p.double(), None if g is None else g.double(), state.get(name, {}), **options)
+    return {name: r[0] for name, r in results.items()}, {name: r[1] for name, r in results.items()}
