@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonmesh.checkpoint import restore_state
+from muonmesh.clip import ClipPolicy, GradNorms, clip_gradients
 from muonmesh.comm.exchange import Counts, Exchange, compare, group_of
 from muonmesh.comm.storage import (
     Signature,
@@ -577,6 +578,27 @@ class Muon(torch.optim.Optimizer):
                 stacklevel=3,
             )
             return
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, policy: ClipPolicy = "adamw_only", norms: bool = True) -> GradNorms:
+        """Clip the gradients by their norm over all ranks; all ranks call it, before ``step``.
+
+        Muon's direction has no magnitude, so a factor on its gradients only changes the weight of this step inside
+        the momentum; by default they are measured and left alone.
+
+        Args:
+            max_norm: Largest norm; inf only measures.
+            policy: "adamw_only": the AdamW groups, by their own norm. "all": everything by the total norm, as
+                ``torch.nn.utils.clip_grad_norm_``. "separate": each half by its own norm.
+            norms: False leaves out the norms that the policy does not need.
+
+        Raises:
+            ValueError: max_norm is negative or NaN, or the policy is unknown.
+        """
+        resolved = self._connect()
+        assert resolved.exchange is not None
+        replicas = self._replicas()
+        return clip_gradients(self.param_groups, replicas, resolved.exchange, max_norm, policy=policy, norms=norms)
 
     # ---------------------------------------------------------------- state
 

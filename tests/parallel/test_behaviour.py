@@ -232,7 +232,7 @@ def lost_group() -> list[str]:
     model, _ = problem.hold("ddp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=dist.group.WORLD, **problem.SETTINGS)
     twin, other = pickle.loads(pickle.dumps((model, optimizer)))
-    with pytest.raises(ValueError, match="optimizer.process_group = group"):
+    with pytest.raises(ValueError, match=r"optimizer\.process_group = group"):
         other.step()
     other.process_group = dist.group.WORLD
     for m, o in ((model, optimizer), (twin, other)):

@@ -160,7 +160,7 @@ def wrong_kinds() -> list[str]:
     other_model, other_optimizer = build("shard1")
     advance(other_model, other_optimizer, 0, 1)
     for source in (whole_optimizer, other_optimizer):
-        model, optimizer = build("shard0")
+        _, optimizer = build("shard0")
         with pytest.raises(mm.StateError) as found:
             optimizer.load_state_dict(source.state_dict())
         messages.append(str(found.value))
