@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,18 +87,18 @@ class Plan:
     assignments: tuple[Assignment, ...]
     buckets: tuple[tuple[int, ...], ...]
 
-    def routes(self, bucket: int, rank: int, layout: Callable[[Parameter], Layout]) -> Routes:
-        """Return what ``rank`` exchanges for a bucket; ``layout`` picks a parameter's source or target.
+    def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
+        """Return what ``rank`` exchanges for a bucket on the way to the owners, or on the way back.
 
-        For the source, each owner reads the replica it belongs to; for the target every replica is served.
+        On the way there each owner reads the replica it belongs to; on the way back every replica is served.
         """
         held: dict[int, list[Leg]] = {}
         owned: dict[int, list[Leg]] = {}
         for number in self.buckets[bucket]:
             assignment = self.assignments[number]
             parameter = self.parameters[assignment.parameter]
-            place = layout(parameter)
-            holders = place.replica(assignment.owner) if place is parameter.source else place.ranks
+            place = parameter.source if gather else parameter.target
+            holders = place.replica(assignment.owner) if gather else place.ranks
             if assignment.owner == rank:
                 for holder in holders:
                     _extend(owned.setdefault(holder, []), number, assignment, place, holder)
