@@ -315,8 +315,8 @@ class Muon(torch.optim.Optimizer):
             self.process_group,
             tuple((member.group, Signature.of(member.tensor)) for member in members),
             tuple(
-                (str(g["ns_coefficients"]), g["ns_steps"], g["ns_method"], str(g.get("matrices")))
-                for g in self.param_groups
+                (str(group["ns_coefficients"]), group["ns_steps"], group["ns_method"], id(group.get("matrices")))
+                for group in self.param_groups
             ),
         )
         if self._resolved is None or self._resolved.signature != signature:

@@ -412,3 +412,86 @@ def teardown_order() -> Tensor:
 def test_teardown_after_the_group_is_destroyed(workers) -> None:
     a, b = workers(2).run(teardown_order)
     assert torch.equal(a, b)
+
+
+def shard1_by_fsdp() -> list[str]:
+    """FSDP2 on dim 1, which torch allows where it divides evenly."""
+    model, twin = tiny_llama(), tiny_llama()
+    by_columns = {"mesh": mesh(), "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
+    for layer in model.model.layers:
+        fully_shard(layer, **by_columns)
+    fully_shard(model, **by_columns)
+    optimizer = mm.from_model(model, lr=0.02)
+    alone = mm.from_model(twin, lr=0.02, process_group="local")
+    for step in range(3):
+        tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = problem.whole(p.grad)
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+    assert "Shard(1)" in str(optimizer.explain())
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
+
+
+def test_fsdp2_on_dim_1(workers) -> None:
+    assert workers(2).run(shard1_by_fsdp) == [[], []]
+
+
+def two_groups() -> tuple[list[str], int]:
+    """Two pairs of replicas that train different models: each pair is on its own."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    results = []
+    for group in (groups[rank // 2], "local"):
+        model, _ = problem.hold("local", problem.initial(seed=rank // 2))
+        optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+        for step in range(2 + rank // 2):  # and for different times
+            for name, gradient in problem.gradients(step + rank // 2).items():
+                model.get_parameter(name).grad = gradient
+            optimizer.step()
+            if group != "local":
+                done = optimizer.counts.orthogonalized
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results), done
+
+
+def test_groups_that_share_nothing_do_not_wait_for_each_other(workers) -> None:
+    outcomes = workers(4).run(two_groups)
+    assert [differing for differing, _ in outcomes] == [[]] * 4
+    counts = [done for _, done in outcomes]
+    assert counts[0] + counts[1] == counts[2] + counts[3]
+    assert min(counts) > 0
+
+
+def pipeline() -> tuple[list[str], bool]:
+    """What happens in which order, and whether the buffers of one step serve the next."""
+    model, group = problem.hold("fsdp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, bucket_cap_mb=0.005, **problem.SETTINGS)
+    for name, gradient in problem.gradients(0).items():
+        model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
+    optimizer.step()
+    exchange = optimizer._resolved.exchange
+    buffers = {role: buffer.data_ptr() for role, buffer in exchange._buffers.kept.items()}
+    events: list[str] = []
+    for method in ("_gather", "_compute", "_scatter", "_receive"):
+        original = getattr(exchange, method)
+
+        def logged(number: int, *args: Any, _name: str = method, _call: Any = original) -> Any:
+            events.append(f"{_name[1:]} {number}")
+            return _call(number, *args)
+
+        setattr(exchange, method, logged)
+    optimizer.step()
+    return events, buffers == {role: buffer.data_ptr() for role, buffer in exchange._buffers.kept.items()}
+
+
+def test_one_bucket_travels_while_another_computes_and_buffers_are_reused(workers) -> None:
+    for events, reused in workers(2).run(pipeline):
+        last = max(int(event.split()[1]) for event in events)
+        assert last >= 2
+        for number in range(last):
+            assert events.index(f"gather {number + 1}") < events.index(f"compute {number}")
+            assert events.index(f"scatter {number + 1}") < events.index(f"receive {number}")
+        assert reused
