@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,93 +14,21 @@ from torch import Tensor, nn
 from muonmesh.checkpoint import restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, clip_gradients
 from muonmesh.comm.exchange import Counts, Exchange, compare, group_of
-from muonmesh.comm.storage import (
-    Signature,
-    connected_ranks,
-    copies_of,
-    gradient_of,
-    layout_of,
-    local_of,
-    mesh_groups,
-    this_rank,
-    world_size,
-)
+from muonmesh.comm.storage import connected_ranks, copies_of, gradient_of, local_of, mesh_groups
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.explain import Explanation, explain, step_size
 from muonmesh.groups import split_params
-from muonmesh.layout import Parameter, Plan, cost, make_plan, split_matrices
+from muonmesh.layout import split_matrices
 from muonmesh.metrics import measure
 from muonmesh.names import canonical_name
-from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.coefficients import Coefficients
+from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import Rule
-from muonmesh.numerics.scale import update_scale
-from muonmesh.step import (
-    Flags,
-    Holdings,
-    MuonStep,
-    Precision,
-    Slot,
-    Sums,
-    adamw_step,
-    holdings_of,
-    nonzero_on_device,
-    nonzero_on_host,
-)
-
-Algorithm = Literal["muon", "adamw"]
-ProcessGroup = Literal["world", "local"] | dist.ProcessGroup | None
-
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
-_LOST_GROUP = "a ProcessGroup that cannot be pickled"
-
-
-@dataclass(frozen=True)
-class _Member:
-    """One parameter with what its group says of it."""
-
-    name: str
-    tensor: Tensor
-    group: int
-    spec: Any
-
-
-@dataclass
-class _Resolved:
-    """What was read off the parameters at the first step, valid while their signatures stay the same."""
-
-    signature: object
-    muon: tuple[_Member, ...]
-    adamw: tuple[tuple[_Member, ...], ...]
-    plan: Plan
-    rank: int
-    holdings: Holdings
-    device: torch.device
-    exchange: Exchange | None = None
-
-
-@dataclass
-class _Pending:
-    """Flags on their way to a host that does not wait for them."""
-
-    flags: Tensor
-    arrived: torch.cuda.Event | None
-    error: Exception | None
-
-    @staticmethod
-    def start(flags: Tensor, error: Exception | None) -> _Pending:
-        if not flags.is_cuda:
-            return _Pending(flags.clone(), None, error)
-        host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return _Pending(host, arrived, error)
-
-    def read(self) -> list[int]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        flags: list[int] = self.flags.tolist()
-        return flags
+from muonmesh.numerics.scale import ScaleMode
+from muonmesh.planning import Member, Planned, members_of, method_of, plan_members, replicas_of, signature_of
+from muonmesh.preflight import Pending, preflight
+from muonmesh.settings import LOST_GROUP, ProcessGroup, algorithm_of, check_group, check_optimizer
+from muonmesh.step import Flags, MuonStep, Precision, Slot, Sums, adamw_step
 
 
 class Muon(torch.optim.Optimizer):
@@ -150,7 +75,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     process_group: ProcessGroup
-    _resolved: _Resolved | None
+    _planned: Planned | None
 
     def __init__(
         self,
@@ -160,11 +85,11 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        scale_mode: str = "match_rms_adamw",
+        scale_mode: ScaleMode = "match_rms_adamw",
         extra_scale_factor: float = 1.0,
-        ns_coefficients: Any = "polar_express",
+        ns_coefficients: Coefficients = "polar_express",
         ns_steps: int = 5,
-        ns_method: str = "auto",
+        ns_method: Method = "auto",
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         compute_dtype: torch.dtype = torch.bfloat16,
@@ -176,21 +101,16 @@ class Muon(torch.optim.Optimizer):
         exchange: Literal["owner"] = "owner",
         bucket_cap_mb: float = 16.0,
     ) -> None:
-        if layouts is not None or shard_state or exchange != "owner":
-            raise ValueError(
-                f"found layouts={layouts!r}, shard_state={shard_state!r}, exchange={exchange!r}; needed None, False "
-                'and "owner": this version supports one process, DDP and FSDP2. Leave these arguments out'
-            )
-        _check(compute_dtype in _COMPUTE_DTYPES, "compute_dtype", compute_dtype, "a float dtype such as torch.bfloat16")
-        _check(_is_float(state_dtype), "state_dtype", state_dtype, "a float dtype such as torch.float32")
-        _check(master_dtype is None or _is_float(master_dtype), "master_dtype", master_dtype, "None or torch.float32")
-        _check(
-            process_group in ("world", "local", None) or isinstance(process_group, dist.ProcessGroup),
-            "process_group",
-            process_group,
-            '"world", "local", a ProcessGroup or None',
+        check_optimizer(
+            compute_dtype=compute_dtype,
+            state_dtype=state_dtype,
+            master_dtype=master_dtype,
+            process_group=process_group,
+            layouts=layouts,
+            shard_state=shard_state,
+            exchange=exchange,
+            bucket_cap_mb=bucket_cap_mb,
         )
-        _check(_is_number(bucket_cap_mb) and bucket_cap_mb > 0, "bucket_cap_mb", bucket_cap_mb, "a positive number")
         self.process_group = process_group
         self._precision = Precision(compute_dtype, state_dtype, master_dtype)
         self._bucket_cap_mb = float(bucket_cap_mb)
@@ -208,7 +128,7 @@ class Muon(torch.optim.Optimizer):
             "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
         }
-        _check_settings("Muon", defaults)
+        check_group("Muon", defaults)
         if isinstance(params, nn.Module):
             raise TypeError("params: found a module; needed param groups. Write muonmesh.from_model(model, lr=...)")
         super().__init__(params, defaults)
@@ -225,7 +145,7 @@ class Muon(torch.optim.Optimizer):
         held = group["params"]
         pairs = [held] if isinstance(held, Tensor) else held if isinstance(held, set) else list(held)
         group["params"] = pairs
-        group["algorithm"] = _algorithm(group)
+        group["algorithm"] = algorithm_of(group)
         group.setdefault("name", f"group{len(self.param_groups)}")
         if any(other["name"] == group["name"] for other in self.param_groups):
             raise ValueError(
@@ -251,7 +171,7 @@ class Muon(torch.optim.Optimizer):
                 f"group {group['name']!r}: found {len(names)} param_names for {len(tensors)} parameters; needed one "
                 "each. Leave param_names out or give all of them"
             )
-        _check_settings(f"group {group['name']!r}", group)
+        check_group(f"group {group['name']!r}", group)
         for name, tensor in zip(names, tensors, strict=True):
             if not tensor.is_floating_point():
                 found = f"dtype {tensor.dtype}"
@@ -266,128 +186,55 @@ class Muon(torch.optim.Optimizer):
             )
         for name, tensor, spec in zip(names, tensors, specs, strict=True):
             matrices = split_matrices(name, tuple(tensor.shape), spec)
-            self._method(group, matrices[0].rows, matrices[0].cols)
-
-    def _method(self, group: Mapping[str, Any], rows: int, cols: int) -> Literal["standard", "gram"]:
-        return resolve_method(
-            rows,
-            cols,
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            method=group["ns_method"],
-            dtype=self._precision.compute,
-        )
-
-    def _members(self) -> list[_Member]:
-        return [
-            _Member(name, tensor, number, (group.get("matrices") or [None] * len(group["params"]))[i])
-            for number, group in enumerate(self.param_groups)
-            for i, (name, tensor) in enumerate(zip(group["param_names"], group["params"], strict=True))
-        ]
+            method_of(group, matrices[0].rows, matrices[0].cols, self._precision.compute)
 
     # ---------------------------------------------------------------- planning
 
-    def _replicas(self) -> tuple[int, ...] | None:
-        """Return the ranks that hold plain tensors whole, as ``process_group`` says."""
-        group = self.process_group
-        if group == _LOST_GROUP:
-            raise ValueError(
-                "process_group: found an optimizer that was unpickled without its ProcessGroup, which cannot be "
-                "pickled; needed it again. Write optimizer.process_group = group before the first step"
-            )
-        if group == "local" or (group is not None and world_size() == 1):
-            return (this_rank(),)
-        if group == "world":
-            return tuple(range(world_size()))
-        if isinstance(group, dist.ProcessGroup):
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if this_rank() not in ranks:
-                raise ValueError(
-                    f"process_group: found ranks {ranks}; needed a group that rank {this_rank()} belongs to"
-                )
-            return ranks
-        return None
-
-    def _resolve(self) -> _Resolved:
+    def _plan(self) -> Planned:
         """Read the layouts and make the plan, if that has not been done for these very parameters; local."""
-        members = self._members()
-        signature = (
-            self.process_group,
-            tuple((member.group, Signature.of(member.tensor)) for member in members),
-            tuple(
-                (str(group["ns_coefficients"]), group["ns_steps"], group["ns_method"], id(group.get("matrices")))
-                for group in self.param_groups
-            ),
-        )
-        if self._resolved is None or self._resolved.signature != signature:
-            self._resolved = self._make_plan(members, signature)
-        return self._resolved
-
-    def _make_plan(self, members: Sequence[_Member], signature: object) -> _Resolved:
-        replicas = self._replicas()
-        muon = tuple(m for m in members if self.param_groups[m.group]["algorithm"] == "muon")
-        devices = {member.tensor.device for member in muon}
-        if len(devices) > 1:
-            raise LayoutError(f"found Muon parameters on {sorted(map(str, devices))}; needed one device per process")
-        parameters = []
-        for member in muon:
-            group = self.param_groups[member.group]
-            layout = layout_of(member.name, member.tensor, replicas)
-            matrices = split_matrices(member.name, tuple(member.tensor.shape), member.spec)
-            degrees = [len(step) for step in coefficient_schedule(group["ns_coefficients"], group["ns_steps"])]
-            flops = tuple(
-                cost(m.rows, m.cols, degrees=degrees, gram=self._method(group, m.rows, m.cols) == "gram")
-                for m in matrices
+        members = members_of(self.param_groups)
+        signature = signature_of(self.param_groups, members, self.process_group)
+        if self._planned is None or self._planned.signature != signature:
+            self._planned = plan_members(
+                self.param_groups, members, self.process_group, self._precision, self._bucket_cap_mb
             )
-            dtype = self._precision.compute
-            settings = f"{group['ns_coefficients']}, {group['ns_steps']} steps, {group['ns_method']}, {dtype}"
-            parameters.append(Parameter(member.name, layout, layout, matrices, flops, settings))
-        plan = make_plan(
-            parameters,
-            ranks=connected_ranks([member.tensor for member in members], replicas),
-            bucket_elements=max(1, int(self._bucket_cap_mb * 2**20 / self._precision.compute.itemsize)),
-        )
-        adamw: list[list[_Member]] = [[] for _ in self.param_groups]
-        for member in members:
-            if self.param_groups[member.group]["algorithm"] == "adamw":
-                adamw[member.group].append(member)
-        rank = this_rank()
-        device = (muon[0] if muon else members[0]).tensor.device
-        return _Resolved(signature, muon, tuple(map(tuple, adamw)), plan, rank, holdings_of(plan, rank), device)
+        return self._planned
 
-    def _connect(self) -> _Resolved:
-        """Resolve, and on first use compare the plan between the ranks and build the exchange.
+    def _connect(self) -> tuple[Planned, Exchange]:
+        """Plan, and on first use compare the plans of all ranks and make the exchange.
 
         A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
         """
-        if self._resolved is not None and self._resolved.exchange is not None:
-            with contextlib.suppress(LayoutError, ValueError):
-                if self._resolve().exchange is not None:
-                    return self._resolved
-        tensors = [member.tensor for member in self._members()]
-        candidates = [*mesh_groups(tensors)]
+        error: Exception | None = None
+        planned: Planned | None = None
+        try:
+            planned = self._plan()
+        except (LayoutError, ValueError) as found:
+            error = found
+        if planned is not None and planned.exchange is not None:
+            return planned, planned.exchange
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        candidates = mesh_groups(tensors)
         if isinstance(self.process_group, dist.ProcessGroup):
             candidates.insert(0, self.process_group)
-        group = group_of(connected_ranks(tensors, self._replicas()), candidates)
+        group = group_of(connected_ranks(tensors, replicas_of(self.process_group)), candidates)
         try:
-            resolved = self._resolve()
-        except (LayoutError, ValueError) as error:
-            if group is not None:
-                with contextlib.suppress(PlanError):
-                    compare(group, None, str(error))
+            compare(group, planned.plan if planned is not None else None, None if error is None else str(error))
+        except PlanError:
+            if error is not None:
+                raise error from None
             raise
-        compare(group, resolved.plan, None)
-        dtype, device = self._precision.compute, resolved.device
-        resolved.exchange = Exchange(resolved.plan, group=group, dtype=dtype, device=device)
-        self._warn_about_rounding(resolved)
-        return resolved
+        assert planned is not None
+        planned.exchange = Exchange(planned.plan, group=group, dtype=self._precision.compute, device=planned.device)
+        self._warn_about_rounding(planned)
+        return planned, planned.exchange
 
     def _reset(self) -> None:
-        self._resolved = None
+        self._planned = None
         self._sums: Sums | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._warned = False
-        self._wait_for_flags: bool | None = None  # None: wait on CPU only
+        self._waits: bool | None = None  # whether the host waits for the flags; None: on CPU only
 
     # ---------------------------------------------------------------- the step
 
@@ -409,41 +256,44 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        resolved = self._connect()
-        exchange = resolved.exchange
-        assert exchange is not None
+        planned, exchange = self._connect()
         exchange.counts = Counts()
-        self._raise_pending(exchange)
-        error, muon, adamw = self._collect(resolved)
-        flags = self._preflight(resolved, exchange, error, muon, adamw)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.raise_errors(exchange)
+        muon, adamw, error = self._collect(planned)
+        rates = [group["lr"] for group in self.param_groups]
+        flags, self._pending = preflight(
+            planned,
+            exchange,
+            muon,
+            adamw,
+            error=error,
+            at_rest=all(not (isinstance(lr, Tensor) and lr.is_cuda) and float(lr) == 0 for lr in rates),
+            waits=planned.device.type == "cpu" if self._waits is None else self._waits,
+        )
         if self._sums is not None:
             self._sums = Sums()
-
-        def step_adamw() -> None:
-            for slots in adamw:
-                if slots:
-                    self._step_adamw(slots, flags)
-
+        rules = [self._rule(self.param_groups[slot.group]) for slot in muon]
         work = MuonStep(
-            resolved.plan,
-            resolved.holdings,
+            planned.plan,
+            planned.holdings,
             muon,
-            [self._rule(self.param_groups[slot.group]) for slot in muon],
+            rules,
             flags,
             self._precision,
-            "auto",
-            step_adamw,
-            self._sums,
+            meanwhile=lambda: self._step_adamw(adamw, flags),
+            sums=self._sums,
         )
         exchange.run(work)
         work.finish()
         return loss
 
-    def _collect(self, resolved: _Resolved) -> tuple[Exception | None, list[Slot], list[list[Slot]]]:
+    def _collect(self, planned: Planned) -> tuple[list[Slot], list[list[Slot]], Exception | None]:
         """Read every gradient; an error is kept, so that this rank takes part in what others wait for."""
         error: Exception | None = None
 
-        def slot(member: _Member) -> Slot:
+        def slot(member: Member) -> Slot:
             nonlocal error
             gradient = None
             try:
@@ -454,97 +304,22 @@ class Muon(torch.optim.Optimizer):
                 gradient = gradient.contiguous()
             return Slot(member.name, member.tensor, self.state[member.tensor], gradient, member.group)
 
-        muon = [slot(member) for member in resolved.muon]
-        adamw = [[slot(member) for member in members] for members in resolved.adamw]
-        return error, muon, adamw
+        muon = [slot(member) for member in planned.muon]
+        adamw = [[slot(member) for member in members] for members in planned.adamw]
+        return muon, adamw, error
 
-    def _preflight(
-        self,
-        resolved: _Resolved,
-        exchange: Exchange,
-        error: Exception | None,
-        muon: Sequence[Slot],
-        adamw: Sequence[Sequence[Slot]],
-    ) -> Flags:
-        """Agree with all ranks on what has a gradient and whether anybody found an error."""
-        plan, device = resolved.plan, resolved.device
-        rates = [group["lr"] for group in self.param_groups]
-        creating = all(not (isinstance(lr, Tensor) and lr.is_cuda) and float(lr) == 0 for lr in rates)
-        waits = creating or (device.type == "cpu" if self._wait_for_flags is None else self._wait_for_flags)
-        gradients = [slot.gradient for slots in adamw for slot in slots if slot.gradient is not None]
-        tail = [
-            *(int(slot.gradient is not None) for slot in muon),
-            *(int(slot.gradient is None) for slot in muon),
-            int(creating and any(bool(gradient.any()) for gradient in gradients)),
-            int(error is not None),
-        ]
-        if waits:
-            nonzero = torch.tensor(nonzero_on_host(plan, resolved.holdings, muon), dtype=torch.uint8, device=device)
-        else:
-            nonzero = nonzero_on_device(plan, resolved.holdings, muon, device)
-        flags = torch.cat([nonzero, torch.tensor(tail, dtype=torch.uint8).to(device, non_blocking=True)])
-        exchange.reduce_flags(flags)
-        if waits:
-            found = flags.tolist()
-            self._check_flags(exchange, found, error)
-            matrices = len(plan.assignments)
-            present = [bool(flag) for flag in found[matrices : matrices + len(muon)]]
-            return Flags([bool(flag) for flag in found[:matrices]], present, creating and not found[-2])
-        stop = self._stop(plan, flags)
-        active = (flags[: len(plan.assignments)] != 0) & ~stop
-        self._pending = _Pending.start(flags, error)
-        return Flags(list(active.unbind()), [slot.gradient is not None for slot in muon], stop=stop)
-
-    def _stop(self, plan: Plan, flags: Tensor) -> Tensor:
-        """Return on the device what `_check_flags` would raise for."""
-        matrices, count = len(plan.assignments), len(plan.parameters)
-        present, missing = flags[matrices : matrices + count], flags[matrices + count : matrices + 2 * count]
-        copies = [parameter.target.copies() > 1 for parameter in plan.parameters]
-        replicated = torch.tensor(copies, dtype=torch.uint8).to(flags.device, non_blocking=True)
-        return (flags[-1] != 0) | (present & missing & replicated).any()
-
-    def _check_flags(self, exchange: Exchange, flags: Sequence[int], error: Exception | None) -> None:
-        """Raise on every rank if any rank found an error, or a replica lacks a gradient that others have."""
-        plan = exchange.plan
-        if flags[-1]:
-            self._raise_everywhere(exchange, error)
-        matrices, count = len(plan.assignments), len(plan.parameters)
-        for number, parameter in enumerate(plan.parameters):
-            if flags[matrices + number] and flags[matrices + count + number] and parameter.target.copies() > 1:
-                raise PlanError(
-                    explain_error(
-                        parameter.name,
-                        f"a gradient on some of the ranks {parameter.target.ranks} and none on others",
-                        "one on every replica or on none, since replicas would drift apart",
-                        "Let DDP handle parameters that some ranks do not use (find_unused_parameters=True)",
-                    )
-                )
-
-    def _raise_pending(self, exchange: Exchange) -> None:
-        """Raise what the last step's flags said, where the host did not wait for them."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._check_flags(exchange, pending.read(), pending.error)
-
-    def _raise_everywhere(self, exchange: Exchange, error: Exception | None) -> None:
-        """Raise on every rank: its own error where there is one, elsewhere a PlanError that names the rank."""
-        try:
-            compare(exchange.group, exchange.plan, None if error is None else str(error))
-        except PlanError:
-            if error is not None:
-                raise error from None
-            raise
-
-    def _step_adamw(self, slots: Sequence[Slot], flags: Flags) -> None:
-        group = self.param_groups[slots[0].group]
-        before = None
-        if self._sums is not None:
-            before = [local_of(slot.tensor).double() for slot in slots]
-        adamw_step(slots, group, self._precision, flags)
-        if self._sums is not None and before is not None:
-            for slot, old in zip(slots, before, strict=True):
+    def _step_adamw(self, adamw: Sequence[Sequence[Slot]], flags: Flags) -> None:
+        for slots in adamw:
+            if not slots:
+                continue
+            group = self.param_groups[slots[0].group]
+            before = [local_of(slot.tensor).double() for slot in slots] if self._sums is not None else []
+            adamw_step(slots, group, self._precision, flags)
+            for slot, old in zip(slots, before, strict=False):
+                assert self._sums is not None
                 moved = local_of(slot.tensor).double() - old * (1 - group["lr"] * group["weight_decay"])
-                self._sums.add(slot.group, moved.square().sum() / copies_of(slot.tensor, self._replicas()))
+                copies = copies_of(slot.tensor, replicas_of(self.process_group))
+                self._sums.add(slot.group, moved.square().sum() / copies)
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return Rule(
@@ -559,12 +334,12 @@ class Muon(torch.optim.Optimizer):
             method=group["ns_method"],
         )
 
-    def _warn_about_rounding(self, resolved: _Resolved) -> None:
+    def _warn_about_rounding(self, planned: Planned) -> None:
         """Warn once if low-precision weights without masters would swallow typical steps."""
         if self._warned or self._precision.master is not None:
             return
         self._warned = True
-        for member, parameter in zip(resolved.muon, resolved.plan.parameters, strict=True):
+        for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
             local = local_of(member.tensor).detach()
             if local.dtype not in (torch.bfloat16, torch.float16) or not local.numel():
                 continue
@@ -595,10 +370,9 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: max_norm is negative or NaN, or the policy is unknown.
         """
-        resolved = self._connect()
-        assert resolved.exchange is not None
-        replicas = self._replicas()
-        return clip_gradients(self.param_groups, replicas, resolved.exchange, max_norm, policy=policy, norms=norms)
+        _, exchange = self._connect()
+        replicas = replicas_of(self.process_group)
+        return clip_gradients(self.param_groups, replicas, exchange, max_norm, policy=policy, norms=norms)
 
     # ---------------------------------------------------------------- state
 
@@ -616,7 +390,7 @@ class Muon(torch.optim.Optimizer):
         group = self.process_group
         return {
             **super().__getstate__(),
-            "process_group": _LOST_GROUP if isinstance(group, dist.ProcessGroup) else group,
+            "process_group": LOST_GROUP if isinstance(group, dist.ProcessGroup) else group,
             "_precision": self._precision,
             "_bucket_cap_mb": self._bucket_cap_mb,
             "_warned": self._warned,
@@ -640,19 +414,18 @@ class Muon(torch.optim.Optimizer):
     @property
     def communication_seconds(self) -> float:
         """Host seconds that the last step spent waiting for other ranks; on CUDA streams wait, not the host."""
-        counts = self.counts
-        return counts.seconds_waiting
+        return self.counts.seconds_waiting
 
     @property
     def counts(self) -> Counts:
         """What the last step did on this rank; `explain` says what it should be."""
-        exchange = self._resolved.exchange if self._resolved is not None else None
+        exchange = self._planned.exchange if self._planned is not None else None
         return exchange.counts if exchange is not None else Counts()
 
     def explain(self) -> Explanation:
         """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication."""
-        resolved = self._resolve()
-        return explain(self.param_groups, resolved.plan, resolved.rank, self._precision.compute.itemsize)
+        planned = self._plan()
+        return explain(self.param_groups, planned.plan, planned.rank, self._precision.compute.itemsize)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.
@@ -661,10 +434,9 @@ class Muon(torch.optim.Optimizer):
         decay) and ``<group>/update_to_weight`` (ratio of norms). Call it after ``step`` and before ``zero_grad``. The
         update is recorded from the first call on, so the last two appear after the following step.
         """
-        resolved = self._connect()
-        assert resolved.exchange is not None
+        _, exchange = self._connect()
         sums, self._sums = self._sums, self._sums or Sums()
-        return measure(self.param_groups, self.state, self._replicas(), sums, resolved.exchange)
+        return measure(self.param_groups, self.state, replicas_of(self.process_group), sums, exchange)
 
 
 def from_model(model: nn.Module, lr: float | Tensor = 3e-4, **settings: Any) -> Muon:
@@ -676,61 +448,3 @@ def from_model(model: nn.Module, lr: float | Tensor = 3e-4, **settings: Any) -> 
         settings: Further arguments of `Muon`.
     """
     return Muon(split_params(model), lr, **settings)
-
-
-def _algorithm(group: Mapping[str, Any]) -> Algorithm:
-    algorithm: Any = group.get("algorithm")
-    if "use_muon" in group:
-        alias = "muon" if group["use_muon"] else "adamw"
-        if algorithm not in (None, alias):
-            raise ValueError(
-                f"group: found algorithm={algorithm!r} and use_muon={group['use_muon']!r}; needed one of them"
-            )
-        algorithm = alias
-    algorithm = "muon" if algorithm is None else algorithm
-    if algorithm not in ("muon", "adamw"):
-        raise ValueError(f'group: found algorithm={algorithm!r}; needed "muon" or "adamw"')
-    return "muon" if algorithm == "muon" else "adamw"
-
-
-def _check(holds: bool, name: str, found: object, needed: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}: found {found!r}; needed {needed}")
-
-
-def _is_float(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_settings(where: str, group: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of a group."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        _check(lr.numel() == 1, f"{where}: lr", lr, "a tensor of one element")
-    else:
-        _check(_is_number(lr) and lr >= 0, f"{where}: lr", lr, "a number of at least 0")
-    for key in ("momentum",):
-        _check(_is_number(group[key]) and 0 <= group[key] < 1, f"{where}: {key}", group[key], "a number in [0, 1)")
-    _check(isinstance(group["nesterov"], bool), f"{where}: nesterov", group["nesterov"], "True or False")
-    for key in ("weight_decay", "adamw_eps"):
-        _check(_is_number(group[key]) and group[key] >= 0, f"{where}: {key}", group[key], "a number of at least 0")
-    factor = group["extra_scale_factor"]
-    _check(_is_number(factor) and factor > 0, f"{where}: extra_scale_factor", factor, "a positive number")
-    betas = group["adamw_betas"]
-    fits = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
-    _check(fits, f"{where}: adamw_betas", betas, "two numbers in [0, 1)")
-    for key, ours in (("betas", "adamw_betas"), ("eps", "adamw_eps")):
-        if key in group:
-            raise ValueError(f"{where}: found the key {key!r}; needed {ours!r}. Rename it")
-    update_scale(1, 1, group["scale_mode"])
-    coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
-    _check(
-        group["ns_method"] in ("auto", "standard", "gram"),
-        f"{where}: ns_method",
-        group["ns_method"],
-        '"auto", "standard" or "gram"',
-    )

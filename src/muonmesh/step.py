@@ -98,7 +98,7 @@ class MuonStep:
         rules: Sequence[Rule],
         flags: Flags,
         precision: Precision,
-        kernels: Any,
+        *,
         meanwhile: Callable[[], None],
         sums: Sums | None,
     ) -> None:
@@ -108,7 +108,6 @@ class MuonStep:
         self._rules = rules
         self._flags = flags
         self._precision = precision
-        self._kernels = kernels
         self.meanwhile = meanwhile
         self._sums = sums
         self._matrices: list[list[int]] = [[] for _ in slots]
@@ -156,7 +155,6 @@ class MuonStep:
             steps=rule.steps,
             method=rule.method,
             dtype=self._precision.compute,
-            kernels=self._kernels,
         )
 
     def write(self, leg: Leg, update: Tensor) -> None:

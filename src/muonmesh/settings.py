@@ -1,0 +1,119 @@
+"""Settings: what the arguments and the groups may say, checked once, before anything is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.scale import update_scale
+
+Algorithm = Literal["muon", "adamw"]
+ProcessGroup = Literal["world", "local"] | dist.ProcessGroup | None
+
+LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
+"""Stands for a ProcessGroup, which cannot be pickled, in an unpickled optimizer."""
+
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
+
+
+def check_optimizer(
+    *,
+    compute_dtype: object,
+    state_dtype: object,
+    master_dtype: object,
+    process_group: object,
+    layouts: object,
+    shard_state: object,
+    exchange: object,
+    bucket_cap_mb: object,
+) -> None:
+    """Check the settings that all groups share.
+
+    Raises:
+        ValueError: one is out of range, or this version does not have it.
+    """
+    if layouts is not None or shard_state or exchange != "owner":
+        raise ValueError(
+            f"found layouts={layouts!r}, shard_state={shard_state!r}, exchange={exchange!r}; needed None, False "
+            'and "owner": this version supports one process, DDP and FSDP2. Leave these arguments out'
+        )
+    _check(compute_dtype in _COMPUTE_DTYPES, "compute_dtype", compute_dtype, "a float dtype such as torch.bfloat16")
+    _check(_is_float(state_dtype), "state_dtype", state_dtype, "a float dtype such as torch.float32")
+    _check(master_dtype is None or _is_float(master_dtype), "master_dtype", master_dtype, "None or torch.float32")
+    named = process_group in ("world", "local", None) or isinstance(process_group, dist.ProcessGroup)
+    _check(named, "process_group", process_group, '"world", "local", a ProcessGroup or None')
+    positive = isinstance(bucket_cap_mb, (int, float)) and _is_number(bucket_cap_mb) and bucket_cap_mb > 0
+    _check(positive, "bucket_cap_mb", bucket_cap_mb, "a positive number")
+
+
+def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
+    """Return a group's algorithm: its key, or the alias ``use_muon``, or "muon".
+
+    Raises:
+        ValueError: it is unknown, or the two contradict each other.
+    """
+    algorithm: Any = group.get("algorithm")
+    if "use_muon" in group:
+        alias = "muon" if group["use_muon"] else "adamw"
+        if algorithm not in (None, alias):
+            raise ValueError(
+                f"group: found algorithm={algorithm!r} and use_muon={group['use_muon']!r}; needed one of them"
+            )
+        algorithm = alias
+    algorithm = "muon" if algorithm is None else algorithm
+    if algorithm not in ("muon", "adamw"):
+        raise ValueError(f'group: found algorithm={algorithm!r}; needed "muon" or "adamw"')
+    return "muon" if algorithm == "muon" else "adamw"
+
+
+def _check(holds: bool, name: str, found: object, needed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: found {found!r}; needed {needed}")
+
+
+def _is_float(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_group(where: str, group: Mapping[str, Any]) -> None:
+    """Check the hyperparameters of a group; ``where`` begins the message.
+
+    Raises:
+        ValueError: one is out of range; the message says what was found and what is needed.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        _check(lr.numel() == 1, f"{where}: lr", lr, "a tensor of one element")
+    else:
+        _check(_is_number(lr) and lr >= 0, f"{where}: lr", lr, "a number of at least 0")
+    momentum = group["momentum"]
+    _check(_is_number(momentum) and 0 <= momentum < 1, f"{where}: momentum", momentum, "a number in [0, 1)")
+    _check(isinstance(group["nesterov"], bool), f"{where}: nesterov", group["nesterov"], "True or False")
+    for key in ("weight_decay", "adamw_eps"):
+        _check(_is_number(group[key]) and group[key] >= 0, f"{where}: {key}", group[key], "a number of at least 0")
+    factor = group["extra_scale_factor"]
+    _check(_is_number(factor) and factor > 0, f"{where}: extra_scale_factor", factor, "a positive number")
+    betas = group["adamw_betas"]
+    fits = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
+    _check(fits, f"{where}: adamw_betas", betas, "two numbers in [0, 1)")
+    for key, ours in (("betas", "adamw_betas"), ("eps", "adamw_eps")):
+        if key in group:
+            raise ValueError(f"{where}: found the key {key!r}; needed {ours!r}. Rename it")
+    update_scale(1, 1, group["scale_mode"])
+    coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
+    _check(
+        group["ns_method"] in ("auto", "standard", "gram"),
+        f"{where}: ns_method",
+        group["ns_method"],
+        '"auto", "standard" or "gram"',
+    )
