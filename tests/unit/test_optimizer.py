@@ -413,7 +413,7 @@ def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
     ],
 )
 def test_schedulers_move_both_halves_and_keep_their_ratio(scheduler: Any) -> None:
-    model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16))
+    model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 4))
     optimizer = mm.Muon(mm.split_params(model, muon={"lr": 0.02}, adamw={"lr": 0.001}))
     schedule = scheduler(optimizer)
     ratios, rates = set(), set()

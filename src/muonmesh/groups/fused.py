@@ -1,0 +1,204 @@
+"""How known modules store fused projections: which rows of one parameter are which matrix.
+
+A wrong split is a silent wrong update, so an order is listed only when it was read in the module's forward;
+`tests/unit/test_groups.py` runs those forwards. The module is recognised by its class, not by the parameter's
+name, and the sizes it states must add up to the parameter's, or the parameter is left whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+# Plain data, nested: "whole", ("rows", 768, 768, 768), ("stack", ("transposed", "whole")), …; see docs/groups.md.
+Matrices = str | tuple[Any, ...]
+
+
+class Fused(NamedTuple):
+    """One storage order.
+
+    `classes` is matched (fully) against the names of the owner's classes within `transformers`, `attribute` against
+    the name under which the owner holds the linear module. `order(owner, out)` gives the split of the `out` rows.
+    """
+
+    classes: str
+    attribute: str
+    order: Callable[[Any, int], tuple[Any, ...]]
+    parts: str
+
+
+def _equal(count: int) -> Callable[[Any, int], tuple[Any, ...]]:
+    return lambda owner, out: ("rows", *[out // count] * count)
+
+
+def _per_head(count: int, dim: str) -> Callable[[Any, int], tuple[Any, ...]]:
+    return lambda owner, out: ("interleaved", count, 0, getattr(owner, dim))
+
+
+def _grouped_query(owner: Any, out: int) -> tuple[Any, ...]:
+    heads = getattr(owner, "num_heads", None) or owner.config.num_attention_heads
+    kv = owner.num_key_value_heads * owner.head_dim
+    return ("rows", heads * owner.head_dim, kv, kv)
+
+
+def _falcon(owner: Any, out: int) -> tuple[Any, ...]:
+    if owner.new_decoder_architecture and owner.num_heads != owner.num_kv_heads:
+        return ()  # a group of queries, one key, one value, again and again: blocks of unequal size
+    if owner.multi_query and not owner.new_decoder_architecture:
+        return ("rows", owner.num_heads * owner.head_dim, owner.head_dim, owner.head_dim)
+    return ("interleaved", 3, 0, owner.head_dim)
+
+
+def _bigcode(owner: Any, out: int) -> tuple[Any, ...]:
+    if owner.is_cross_attention:
+        return ("interleaved", 2, 0, owner.head_dim)
+    if owner.multi_query:
+        return ("rows", owner.embed_dim, owner.kv_dim, owner.kv_dim)
+    return ("interleaved", 3, 0, owner.head_dim)
+
+
+def _mamba2(owner: Any, out: int) -> tuple[Any, ...]:
+    state = owner.n_groups * owner.ssm_state_size
+    return ("rows", owner.intermediate_size, owner.intermediate_size, state, state, owner.num_heads)
+
+
+def _latent_keys_values(owner: Any, out: int) -> tuple[Any, ...]:
+    if owner.qk_nope_head_dim != owner.v_head_dim:
+        return ()  # unequal turns: no `matrices` entry says that
+    return ("interleaved", 2, 0, owner.v_head_dim)
+
+
+# The first match counts, so exceptions stand before the convention they break. transformers 5.23.
+FUSED = (
+    Fused("GPTNeoX(Japanese)?Attention", "query_key_value", _per_head(3, "head_size"), "q, k, v head by head"),
+    Fused("(Bloom|Persimmon)Attention", "query_key_value", _per_head(3, "head_dim"), "q, k, v head by head"),
+    Fused("FalconAttention", "query_key_value", _falcon, "q, k, v"),
+    Fused("MiniMaxLightningAttention", "qkv_proj", _per_head(3, "head_dim"), "q, k, v head by head"),
+    # Four groups of heads for four TPU cores, each q, v, k.
+    Fused("CodeGenAttention", "qkv_proj", lambda o, out: ("interleaved", 3, 0, out // 12), "q, v, k by quarters"),
+    Fused("Phi(3|4Multimodal)Attention", "qkv_proj", _grouped_query, "q, k, v"),
+    Fused(
+        "(DecisionTransformer)?GPT2Attention|ImageGPTAttention|Attention",
+        "c_attn",
+        lambda o, out: ("rows", *[o.split_size] * (out // o.split_size)),
+        "q, k, v",
+    ),
+    Fused("GPTBigCodeAttention", "c_attn", _bigcode, "q, k, v"),
+    Fused("BarkSelfAttention", "att_proj", _equal(3), "q, k, v"),
+    Fused("DbrxAttention", "Wqkv", _grouped_query, "q, k, v"),
+    Fused("(Mpt|ModernBert)Attention", "Wqkv", _equal(3), "q, k, v"),
+    Fused("DisentangledSelfAttention", "in_proj", _per_head(3, "attention_head_size"), "q, k, v head by head"),
+    Fused("LayoutLMv2SelfAttention", "qkv_linear", _equal(3), "q, k, v"),
+    Fused(
+        "Exaone4_5_VisionAttention",
+        "qkv",
+        lambda o, out: ("rows", o.q_dim, o.kv_dim, o.kv_dim),
+        "q, k, v",
+    ),
+    Fused(".*Attention", "qkv", _equal(3), "q, k, v"),
+    Fused("JetMoeAttention", "kv_proj", _equal(2), "k, v"),
+    Fused("(Evolla|GraniteSpeech).*Attention", "to_kv", _equal(2), "k, v"),
+    Fused(
+        ".*Attention",
+        "kv_a_proj_with_mqa",
+        lambda o, out: ("rows", o.kv_lora_rank, o.qk_rope_head_dim),
+        "latent, rotary key",
+    ),
+    Fused(".*Attention", "kv_b_proj", _latent_keys_values, "k, v head by head"),
+    Fused(".*", "gate_up_proj", _equal(2), "gate, up"),
+    Fused("ModernBert.*MLP", "Wi", _equal(2), "input, gate"),
+    Fused(
+        "(Mamba2|FalconH1|Bamba|NemotronHMamba2|Zamba2Mamba)Mixer|GraniteMoeHybridMambaLayer",
+        "in_proj",
+        _mamba2,
+        "z, x, B, C, dt",
+    ),
+    Fused("(Mamba|FalconMamba|JambaMamba)Mixer", "in_proj", _equal(2), "x, z"),
+    Fused(
+        "(Mamba|FalconMamba|JambaMamba)Mixer",
+        "x_proj",
+        lambda o, out: ("rows", o.time_step_rank, o.ssm_state_size, o.ssm_state_size),
+        "dt, B, C",
+    ),
+    Fused("Lfm.*ShortConv", "in_proj", _equal(3), "B, C, x"),
+    Fused(
+        "Qwen3_5.*GatedDeltaNet",
+        "in_proj_qkv",
+        lambda o, out: ("rows", o.key_dim, o.key_dim, o.value_dim),
+        "q, k, v",
+    ),
+)
+
+# What a fused projection is often called; where no class is known, only the reason mentions it.
+LOOKS_FUSED = re.compile(r"qkv|query_key_value|kv_proj$|gate_up|c_attn|w13|in_proj", re.IGNORECASE)
+
+
+def global_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape before sharding: a DTensor states it itself, DeepSpeed's ZeRO-3 keeps it in `ds_shape`."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def class_names(module: nn.Module, library: str = "") -> list[str]:
+    """Names of the module's classes, most derived first (`fully_shard` puts one of its own in front).
+
+    Mixins that are no modules are left out, and so is what is not defined in the package `library`, if one is given.
+    """
+    modules = (c for c in type(module).__mro__ if issubclass(c, nn.Module))
+    return [c.__name__ for c in modules if not library or c.__module__.split(".")[0] == library]
+
+
+def fused_order(owner: nn.Module, attribute: str, out: int) -> tuple[tuple[Any, ...], str] | None:
+    """The split of the `out` output rows of the linear module `owner.attribute`, and what its parts are.
+
+    None where the owner's class is not known, or the sizes it states are not those of the parameter.
+    """
+    names = class_names(owner, "transformers")
+    for fused in FUSED:
+        if re.fullmatch(fused.attribute, attribute) and any(re.fullmatch(fused.classes, n) for n in names):
+            order = fused.order(owner, out)
+            return (order, fused.parts) if order and _fits(order, out) else None
+    return None
+
+
+def _fits(order: tuple[Any, ...], out: int) -> bool:
+    kind, *sizes = order
+    if kind == "rows":
+        return bool(min(sizes) > 0 and sum(sizes) == out)
+    count, _, block = sizes
+    return bool(block > 0 and out % (count * block) == 0)
+
+
+def expert_order(module: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[Matrices, str]:
+    """The split of one stack of experts, `module.name` of `shape` (experts, ., .), and the reason.
+
+    `transformers` says on the module whether experts are stored in × out (`is_transposed`) and whether gate and up
+    follow each other or alternate (`is_concatenated`). Where it does not, the shapes of `gate_up_proj` and
+    `down_proj` tell the first (one's output is twice the other's input), and the class the second.
+    """
+    transposed = getattr(module, "is_transposed", None)
+    if transposed is None:
+        transposed = _stored_in_by_out(module)
+    inner: Matrices = "whole"
+    reason = "experts, one matrix each"
+    if name == "gate_up_proj":
+        names = class_names(module, "transformers")
+        concatenated = getattr(module, "is_concatenated", "GptOssExperts" not in names if names else None)
+        rows = shape[2] if transposed else shape[1]
+        if concatenated is None or rows % 2:
+            reason += "; the name looks fused, but the module does not say how: gate and up as one matrix"
+        else:
+            inner = ("rows", rows // 2, rows // 2) if concatenated else ("interleaved", 2, 0)
+            reason = "experts, gate and up " + ("of each" if concatenated else "alternating row by row")
+    if transposed:
+        inner, reason = ("transposed", inner), reason + ", stored in × out"
+    return ("stack" if inner == "whole" else ("stack", inner)), reason
+
+
+def _stored_in_by_out(module: nn.Module) -> bool:
+    if getattr(module, "gate_up_proj", None) is None or getattr(module, "down_proj", None) is None:
+        return False
+    up, down = global_shape(module.gate_up_proj), global_shape(module.down_proj)  # type: ignore[arg-type]
+    return len(up) == len(down) == 3 and up[1] == down[2] and up[2] == 2 * down[1]

@@ -1,0 +1,470 @@
+"""What each parameter is to the module that holds it: a matrix for Muon, or something for AdamW.
+
+Decided by the type and the attributes of the modules and by shapes. A parameter's name decides only where nothing
+else tells, and the reason says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
+
+from muonmesh.errors import explain_error
+from muonmesh.groups.fused import (
+    LOOKS_FUSED,
+    Matrices,
+    class_names,
+    expert_order,
+    fused_order,
+    global_shape,
+)
+
+Algorithm = Literal["muon", "adamw"]
+Kind = Literal["matrices", "embeddings", "head", "vectors"]
+
+# Children that stand for their parent: torch.compile, activation checkpointing and FSDP1; and, under classes of these
+# names only (a model may well have a child called "module"), the data-parallel wrappers.
+_STANDS_FOR_PARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_DATA_PARALLEL = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
+
+_NORM = re.compile(r"Norm(Gated|\dd)?$")
+_ROUTER = re.compile(r"Router|Gating|TopKGate|MoEGate")
+_PATCHES = re.compile(r"Patch|Unfold|Embed")
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
+_INPUT_CHANNELS = ("num_channels", "in_channels", "input_channels", "in_chans", "num_mel_bins", "audio_channels")
+_NOT_A_MATRIX = re.compile(
+    r"(^|_)(pos|position|positional|embed|embeddings?|emb|tokens?|query|queries|latents?|probe|table|bias(es)?|d"
+    r"|gate|scale|gamma|beta|a_log|dt|sinks?|prompt|prefix|codebook|codevectors|mask|cls|registers?|level)(_|$)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a parameter is registered.
+
+    `name` is canonical, `key` its last part. `owners` are the modules it is in, the innermost first, each with its
+    name in the next; wrappers are left out.
+    """
+
+    name: str
+    key: str
+    parameter: nn.Parameter
+    owners: tuple[tuple[str, nn.Module], ...]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds it."""
+        return self.owners[0][1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape before sharding."""
+        return global_shape(self.parameter)
+
+
+@dataclass(frozen=True)
+class Role:
+    """Who updates a parameter and why. `matrices` is what Muon makes of it, or would; None: no matrix known."""
+
+    algorithm: Algorithm
+    kind: Kind
+    reason: str
+    matrices: Matrices | None
+
+
+def sites(model: nn.Module) -> Iterator[Site]:
+    """Every place where `model` holds a parameter, in registration order; a shared parameter comes several times."""
+    yield from _sites(model, (), ())
+
+
+def _sites(module: nn.Module, path: tuple[str, ...], owners: tuple[tuple[str, nn.Module], ...]) -> Iterator[Site]:
+    if (inner := _wrapped(module)) is not None:
+        yield from _sites(inner, path, owners)
+        return
+    owners = ((path[-1] if path else "", module), *owners)
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Site(".".join((*path, key)), key, parameter, owners)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _sites(child, (*path, name), owners)
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """What `module` wraps, if it is a wrapper that leaves no trace in canonical names."""
+    for name in _STANDS_FOR_PARENT:
+        if module._modules.get(name) is not None:
+            return module._modules[name]
+    if not _DATA_PARALLEL.isdisjoint(class_names(module)):
+        return module._modules.get("module")
+    return None
+
+
+def output_layers(model: nn.Module) -> dict[int, str]:
+    """The modules that compute the model's output, by id, and how that is known.
+
+    1. What a module names as such: `get_output_embeddings()` (transformers), `get_classifier()` (timm).
+    2. In a transformers model, outside its base model (directly in it, if it has none): a linear or convolution
+       onto the labels or the vocabulary.
+    3. In any other model: the last linear or convolution registered, if it is inside no block, that is reached
+       through containers only.
+    """
+    layers: dict[int, str] = {}
+    for module in model.modules():
+        for method in ("get_output_embeddings", "get_classifier"):
+            if not callable(getattr(module, method, None)):
+                continue
+            try:
+                found = getattr(module, method)()
+            except (AttributeError, NotImplementedError):  # a pipeline stage without the head; a backbone
+                continue
+            for layer in found if isinstance(found, list | nn.ModuleList) else [found]:
+                if isinstance(layer, nn.Module):
+                    layers.setdefault(_identity(layer), f"{method}() of {_class(module)}")
+        for layer in _label_layers(module):
+            layers.setdefault(_identity(layer), f"onto the labels of {_class(module)}")
+    if not hasattr(_body(model), "base_model_prefix") and (last := _last_layer(model)) is not None:
+        layers.setdefault(_identity(last), "the model's last layer, inside no block")
+    return layers
+
+
+def _identity(module: nn.Module) -> int:
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    return id(module)
+
+
+def _label_layers(module: nn.Module) -> Iterator[nn.Module]:
+    config, prefix = getattr(module, "config", None), getattr(module, "base_model_prefix", None)
+    base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
+    if config is None or prefix is None or base is module:
+        return
+    labels = getattr(config, "num_labels", None)
+    sizes = {labels, labels + 1 if isinstance(labels, int) else None, getattr(config, "vocab_size", None)} - {None}
+    inside = {id(m) for m in base.modules()} if isinstance(base, nn.Module) else set()
+    for layer in module.modules() if inside else module.children():
+        if id(layer) not in inside and _outputs(layer) in sizes:
+            yield layer
+
+
+def _outputs(layer: nn.Module) -> int | None:
+    if isinstance(layer, nn.Linear):
+        return layer.out_features
+    return layer.out_channels if isinstance(layer, _ConvNd) else None
+
+
+def _body(model: nn.Module) -> nn.Module:
+    """The model inside wrappers of any kind: as long as one child holds all the parameters, that child."""
+    while not hasattr(model, "base_model_prefix"):  # a transformers model is no wrapper
+        children = [c for c in model.children() if next(c.parameters(), None) is not None]
+        if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
+            break
+        model = children[0]
+    return model
+
+
+def _last_layer(model: nn.Module) -> nn.Module | None:
+    body = _body(model)
+    layers = [m for m in body.modules() if isinstance(m, nn.Linear | _ConvNd)]
+
+    def open_layers(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if isinstance(child, nn.Linear | _ConvNd):
+                yield child
+            elif isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict) or _wrapped(child) is not None:
+                yield from open_layers(child)
+
+    return next((layer for layer in open_layers(body) if layer is layers[-1]), None)
+
+
+def role(site: Site, outputs: Mapping[int, str]) -> Role:
+    """What the parameter at `site` is; `outputs` comes from `output_layers`.
+
+    Raises:
+        ValueError: the parameter is no longer the module's own (flattened, uninitialised), so its shape says nothing.
+    """
+    _refuse_shapeless(site)
+    for rule in (_declared, _adapter, _output, _embedding, _vector, _parametrised, _torch_fused, _expert, _router):
+        if (found := rule(site, outputs)) is not None:
+            return found
+    for rule in (_convolution, _linear, _known_parameter):
+        if (found := rule(site, outputs)) is not None:
+            return found
+    return _unknown(site)
+
+
+def _refuse_shapeless(site: Site) -> None:
+    parameter, module = site.parameter, site.module
+    if isinstance(parameter, UninitializedParameter):
+        found = f"a parameter of the lazy module {_class(module)}, which has no shape yet"
+        raise ValueError(
+            explain_error(site.name, found, "its shape", "Run one forward pass before split_params(model)")
+        )
+    flat = getattr(parameter, "_is_flat_param", False)
+    weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
+    if flat or (weight and len(site.shape) < 2):
+        raise ValueError(
+            explain_error(
+                site.name,
+                f"a weight of {_class(module)} flattened to shape {site.shape}",
+                "its own shape: AdamW would train a flat piece as if it were a vector",
+                "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard",
+            )
+        )
+
+
+def _adamw(kind: Kind, reason: str, matrices: Matrices | None) -> Role:
+    return Role("adamw", kind, reason, matrices)
+
+
+def _muon(reason: str, matrices: Matrices) -> Role:
+    return Role("muon", "matrices", reason, matrices)
+
+
+def _class(module: nn.Module) -> str:
+    """The class as its author named it: `fully_shard` puts one of its own in front."""
+    names = class_names(module)
+    return names[1] if type(module).__mro__[1].__name__ == "FSDPModule" else names[0]
+
+
+def _default(shape: tuple[int, ...]) -> Matrices | None:
+    return {2: "whole", 3: "stack"}.get(len(shape))
+
+
+def declared_by(module: nn.Module) -> Mapping[str, Any]:
+    """What `module` says of its parameters in `muonmesh_matrices` (its own or its class's, not a wrapped module's)."""
+    declared = inspect.getattr_static(module, "muonmesh_matrices", {})
+    if not isinstance(declared, Mapping):
+        found = f"muonmesh_matrices = {declared!r}"
+        write = 'Write muonmesh_matrices = {"weight": ("rows", ...)}'
+        raise TypeError(explain_error(_class(module), found, "a dict from its parameters' names", write))
+    return declared
+
+
+def declarations(site: Site) -> Iterator[tuple[nn.Module, str]]:
+    """The modules around `site` whose `muonmesh_matrices` has an entry for it, and its key there, nearest first."""
+    key = site.key
+    for name, module in site.owners:
+        if key in declared_by(module):
+            yield module, key
+        key = f"{name}.{key}"
+
+
+def _declared(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    found = next(declarations(site), None)
+    if found is None:
+        return None
+    module, key = found
+    matrices = declared_by(module)[key]
+    reason = f"muonmesh_matrices of {_class(module)}"
+    if matrices is None:
+        return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, _default(site.shape))
+    if len(site.shape) < 2:
+        given = f"{matrices!r} from {reason} for a parameter of shape {site.shape}"
+        raise ValueError(explain_error(site.name, given, "two or more dims", f"Write {key!r}: None there, for AdamW"))
+    return _muon(reason, as_matrices(matrices))
+
+
+def as_matrices(spec: Any) -> Any:
+    """`spec` as plain nested tuples (lists, as from JSON, become tuples)."""
+    return tuple(as_matrices(part) for part in spec) if isinstance(spec, list | tuple) else spec
+
+
+def _adapter(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    # peft holds a pair as two ModuleDicts (ParameterDicts for embeddings) of one layer.
+    names = {name for name, _ in site.owners[:2]} | {site.key}
+    for pair in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+        if names & set(pair) and any(all(hasattr(m, part) for part in pair) for _, m in site.owners[:3]):
+            # Orthogonal factors do not make an orthogonal product, which is what Muon is about.
+            kind: Kind = "matrices" if len(site.shape) > 1 else "vectors"
+            return _adamw(kind, "factor of a LoRA pair: Muon's update is meant for their product", _default(site.shape))
+    return None
+
+
+def _output(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    if len(site.shape) < 2:
+        return None
+    how = next((outputs[id(m)] for _, m in site.owners if id(m) in outputs), None)
+    if how is None:
+        return None
+    matrices: Matrices | None = "flatten" if isinstance(site.module, _ConvNd) else _default(site.shape)
+    return _adamw("head", f"output layer: {how}", matrices)
+
+
+def _embedding(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    module = site.module
+    table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if table or (_is_matrix(site.shape) and any("Embed" in n for n in class_names(module)) and not _features(module)):
+        return _adamw("embeddings", f"embedding ({_class(module)})", _default(site.shape))
+    return None
+
+
+def _is_matrix(shape: tuple[int, ...]) -> bool:
+    return sum(size > 1 for size in shape) > 1
+
+
+def _vector(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    module, shape = site.module, site.shape
+    norm = isinstance(module, nn.LayerNorm | nn.GroupNorm | _NormBase) or any(
+        _NORM.search(name) for name in class_names(module)
+    )
+    if norm:
+        return _adamw("vectors", f"norm ({_class(module)})", None)
+    if len(shape) < 2:
+        return _adamw("vectors", "bias" if "bias" in site.key else "vector", None)
+    if not _is_matrix(shape):
+        return _adamw("vectors", f"vector: only one dim of {shape} is larger than 1", None)
+    return None
+
+
+def _parametrised(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    if any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
+        reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
+        return _adamw("matrices", reason, "flatten" if len(site.shape) > 3 else _default(site.shape))
+    return None
+
+
+def _torch_fused(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    module, (rows, *_) = site.module, site.shape
+    if isinstance(module, nn.MultiheadAttention) and len(site.shape) == 2:
+        if site.key == "in_proj_weight":
+            return _muon("attention: q, k, v", ("rows", rows // 3, rows // 3, rows // 3))
+        return _muon(f"attention: {site.key.split('_')[0]}", "whole")
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and site.key.startswith("weight_"):
+        hidden = module.hidden_size
+        if site.key.startswith("weight_hr") or rows == hidden:
+            return _muon("recurrent weight", "whole")
+        return _muon(f"recurrent weights: {rows // hidden} gates", ("rows", *[hidden] * (rows // hidden)))
+    return None
+
+
+def _experts(module: nn.Module) -> set[int]:
+    counts = (getattr(module, name, None) for name in _EXPERT_COUNTS)
+    return {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
+
+
+def _expert(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    module, shape = site.module, site.shape
+    if isinstance(module, _ConvNd):
+        return None
+    if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
+        return None
+    if len(shape) == 3:
+        matrices, reason = expert_order(module, site.key, shape)
+        return _muon(reason, matrices)
+    stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
+    if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
+        return _adamw("vectors", "biases of experts, one each", "whole")
+    return None
+
+
+def _router(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    if len(site.shape) != 2:
+        return None
+    around = [module for _, module in site.owners[:2]]
+    named = next((m for m in around if any(_ROUTER.search(name) for name in class_names(m))), None)
+    if named is not None:
+        return _adamw("matrices", f"router of experts ({_class(named)})", "whole")
+    if isinstance(site.module, nn.Linear) and any(site.module.out_features in _experts(m) for m in around):
+        return _adamw("matrices", f"router: one output for each expert of {_class(around[-1])}", "whole")
+    return None
+
+
+def _convolution(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    module = site.module
+    if not isinstance(module, _ConvNd):
+        return None
+    if module.groups > 1:
+        what = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
+        return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", "flatten")
+    if isinstance(module, _ConvTransposeNd):
+        return _adamw("matrices", "transposed convolution, stored in × out × kernel", "flatten")
+    if module.in_channels <= 4 or module.in_channels in _configured(site, _INPUT_CHANNELS):
+        return _adamw("embeddings", f"input layer: convolution of {module.in_channels} input channels", "flatten")
+    return _muon("convolution", "flatten")
+
+
+def _configured(site: Site, names: tuple[str, ...]) -> set[int]:
+    """The values of these settings in the nearest `config` around `site`."""
+    for _, module in site.owners:
+        if (config := getattr(module, "config", None)) is not None:
+            return {value for name in names if isinstance(value := getattr(config, name, None), int)}
+    return set()
+
+
+def _features(module: nn.Module) -> tuple[int, int] | None:
+    """(out, in) of a linear layer of any library, by the attributes that state them."""
+    if "Conv1D" in class_names(module) and isinstance(out := getattr(module, "nf", None), int):
+        weight = module._parameters.get("weight")
+        shape = global_shape(weight) if weight is not None else ()
+        return (out, shape[0]) if len(shape) == 2 and shape[1] == out else None
+    for names in (("out_features", "in_features"), ("output_size", "input_size")):
+        out, into = (getattr(module, name, None) for name in names)
+        if isinstance(out, int) and isinstance(into, int):
+            return out, into
+    return None
+
+
+def _linear(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    module, shape, features = site.module, site.shape, _features(site.module)
+    if features is None or site.key != "weight" or len(shape) != 2:
+        return None
+    out, into = features
+    transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
+    if not transposed and shape != (out, into):
+        return None
+    if into in _patches(site) and any(_PATCHES.search(name) for _, m in site.owners[:2] for name in class_names(m)):
+        return _adamw("embeddings", "input layer: linear map of pixel patches", "whole")
+    matrices: Matrices = "whole"
+    reason = "linear"
+    attribute, owner = (site.owners[0][0], site.owners[1][1]) if len(site.owners) > 1 else ("", module)
+    if (order := fused_order(owner, attribute, out)) is not None:
+        matrices, parts = order
+        reason = f"linear, fused: {parts} ({_class(owner)})"
+    elif LOOKS_FUSED.search(attribute) and out > into:
+        reason = f"linear; {attribute!r} may be fused, but how {_class(owner)} stores it is not known: one matrix"
+    if transposed:
+        matrices, reason = ("transposed", matrices), f"{reason}, stored in × out"
+    return _muon(reason, matrices)
+
+
+def _patches(site: Site) -> set[int]:
+    """Sizes of one flattened image or video patch under the nearest `config`."""
+    sizes = _configured(site, ("patch_size",))
+    channels, times = _configured(site, ("num_channels", "in_channels")), _configured(site, ("temporal_patch_size",))
+    return {c * p * p * t for c in channels for p in sizes for t in {1} | times}
+
+
+def _known_parameter(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    names = class_names(site.module, "transformers")
+    if any(name.endswith("MultiModalProjector") for name in names) and site.key == "mm_input_projection_weight":
+        return _muon("projection, stored in × out", ("transposed", "whole"))
+    if "DbrxExpertGLU" in names and len(site.shape) == 2:
+        (count,) = _experts(site.module)
+        down = site.key == "w2"  # used in × out
+        matrices: Matrices = ("transposed", ("heads", count, 1)) if down else ("heads", count, 0)
+        return _muon("experts, one matrix each" + (", stored in × out" if down else ""), matrices)
+    return None
+
+
+def _unknown(site: Site) -> Role:
+    where, shape = _class(site.module), site.shape
+    if len(shape) == 2 and not _NOT_A_MATRIX.search(site.key):
+        reason = f"a parameter of {where}, which is not known: taken as one matrix, out × in"
+        return _muon(reason, "whole")
+    if len(shape) == 2:
+        return _adamw("embeddings", f"a parameter of {where}; going by its name, a table and no matrix", "whole")
+    if shape[0] == 1:
+        return _adamw("embeddings", f"a table of {where}: a leading dim of 1", _default(shape))
+    reason = f"a parameter of {where}, which is not known: {len(shape)} dims do not tell which are matrices"
+    return _adamw("matrices", reason, _default(shape))

@@ -1,0 +1,327 @@
+"""split_params: every trainable parameter of a model in exactly one param group, each with a reason."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from muonmesh.errors import explain_error
+from muonmesh.groups.fused import Matrices, global_shape
+from muonmesh.groups.roles import (
+    Role,
+    Site,
+    as_matrices,
+    declarations,
+    declared_by,
+    output_layers,
+    role,
+    sites,
+)
+
+_RESERVED = {"params", "param_names", "name", "reasons"}
+_NAMES = {
+    ("muon", "matrices"): "muon",
+    ("adamw", "embeddings"): "adamw.embeddings",
+    ("adamw", "head"): "adamw.head",
+    ("adamw", "matrices"): "adamw.matrices",
+    ("adamw", "vectors"): "adamw.vectors",
+}
+# Of the roles of a parameter shared under several names, the first of these counts.
+_PRECEDENCE = ("embeddings", "head", "vectors", "matrices")
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Param groups for `muonmesh.Muon` (or any `torch.optim.Optimizer`), Muon's first; `print` shows a table.
+
+    Each group is a plain dict:
+        "params": the parameters, in the model's order.
+        "param_names": their canonical names.
+        "name": unique; "muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors", and the same
+            with the settings behind it for groups that an override made, such as "muon[lr=0.01]".
+        "algorithm": "muon" or "adamw".
+        "matrices": in Muon's groups only, what each parameter consists of; plain nested tuples.
+        "reasons": why each parameter is here.
+        and the settings, such as "lr" or "weight_decay".
+
+    Attributes:
+        frozen: the parameters left out, by canonical name, with the reason.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, frozen: dict[str, str]) -> None:
+        super().__init__(groups)
+        self.frozen = frozen
+
+    def __str__(self) -> str:
+        lines: dict[tuple[str, ...], int] = {}  # layers that differ in their number only share a line
+        for group in self:
+            for i, name in enumerate(group["param_names"]):
+                matrices = group["matrices"][i] if "matrices" in group else "-"
+                shape = "×".join(map(str, global_shape(group["params"][i]))) or "scalar"
+                row = (_starred(name), shape, group["name"], _written(matrices), group["reasons"][i])
+                lines[row] = lines.get(row, 0) + 1
+        rows: list[tuple[str, ...]] = [("parameter", "count", "shape", "group", "matrices", "reason")]
+        rows += [(row[0], str(count), *row[1:]) for row, count in lines.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        text = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
+        for group in self:
+            elements = sum(_elements(p) for p in group["params"])
+            settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
+            shown = "".join(f", {k}={v!r}" for k, v in settings.items())
+            text.append(f"{group['name']}: {len(group['params'])} tensors, {elements:,} elements{shown}")
+        frozen: dict[tuple[str, str], int] = {}
+        for name, reason in self.frozen.items():
+            frozen[_starred(name), reason] = frozen.get((_starred(name), reason), 0) + 1
+        text += [f"left out: {name} ({count}): {reason}" for (name, reason), count in frozen.items()]
+        return "\n".join(text)
+
+
+def _starred(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _written(matrices: Any) -> str:
+    return matrices if isinstance(matrices, str) else repr(matrices)
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    count = 1
+    for size in global_shape(parameter):
+        count *= size
+    return count
+
+
+@dataclass
+class _Entry:
+    """One trainable parameter: all its names, its role, and what overrides said.
+
+    `differing` are other splits that its other names would give it.
+    """
+
+    parameter: nn.Parameter
+    names: list[str]
+    role: Role
+    differing: list[Matrices | None]
+    settings: dict[str, Any] = field(default_factory=dict)
+    overridden_by: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The canonical name: the first under which the model holds it."""
+        return self.names[0]
+
+
+def split_params(
+    model: nn.Module,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> ParamGroups:
+    """Sort the trainable parameters of `model` into param groups for Muon and AdamW.
+
+    Args:
+        model: any module, whether or not it is on the meta device, sharded by `fully_shard`, or wrapped in
+            DistributedDataParallel, torch.compile or activation checkpointing.
+        muon: settings for all groups of Muon, such as `{"lr": 0.02}`.
+        adamw: settings for all groups of AdamW. Norms, biases and other vectors keep weight decay 0 whatever is said
+            here; only an override that names them changes it.
+        overrides: canonical name or regular expression → "muon", "adamw", or a dict of settings that may hold
+            "algorithm" and "matrices". A key that is a parameter's exact name means that parameter only; any other is
+            searched for in the names (`re.search`). Exact names win over expressions, later expressions over earlier
+            ones, setting by setting.
+
+    Returns:
+        The groups, Muon's first, each parameter in exactly one; `print(groups)` shows all of it.
+
+    Raises:
+        TypeError: `model` is no module, or settings or overrides are not of the types above.
+        ValueError: an override matches nothing, or asks for what a parameter cannot be; nothing is trainable; a
+            weight was flattened by a wrapper, so its shape says nothing.
+
+    The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
+    (https://kellerjordan.github.io/posts/muon/).
+    """
+    _check_module(model)
+    base = {"muon": _settings("muon", muon), "adamw": _settings("adamw", adamw)}
+    entries, frozen = _entries(model)
+    _override(entries, frozen, overrides)
+    for entry in entries:
+        _check_possible(entry)
+    groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES.values()}
+    for entry in entries:
+        algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
+        matrices = entry.settings.pop("matrices", entry.role.matrices)
+        kind = "matrices" if algorithm == "muon" else entry.role.kind
+        name = _NAMES[algorithm, kind]
+        settings = {**base[algorithm], **({"weight_decay": 0.0} if kind == "vectors" else {}), **entry.settings}
+        if entry.settings:
+            name += "[" + ",".join(f"{k}={v!r}" for k, v in sorted(entry.settings.items())) + "]"
+        group = groups.setdefault(name, {})
+        if not group:
+            group.update(params=[], param_names=[], name=name, algorithm=algorithm)
+            group.update({"matrices": []} if algorithm == "muon" else {}, reasons=[], **settings)
+        group["params"].append(entry.parameter)
+        group["param_names"].append(entry.name)
+        group["reasons"].append(_reason(entry, algorithm))
+        if algorithm == "muon":
+            group["matrices"].append(as_matrices(matrices))
+    filled = [group for group in groups.values() if group]
+    return ParamGroups(sorted(filled, key=_order), frozen=frozen)
+
+
+def _order(group: dict[str, Any]) -> int:
+    return list(_NAMES.values()).index(group["name"].partition("[")[0])
+
+
+def _reason(entry: _Entry, algorithm: str) -> str:
+    reason = entry.role.reason
+    if entry.overridden_by:
+        keys = ", ".join(map(repr, dict.fromkeys(entry.overridden_by)))
+        reason = f"override {keys} (by default {entry.role.algorithm}: {reason})"
+    if len(entry.names) > 1:
+        reason += f"; shared with {', '.join(entry.names[1:])}"
+    return reason
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        found = f"a {type(model).__name__}"
+        raise TypeError(explain_error("split_params", found, "a torch.nn.Module", "Pass the model"))
+
+
+def _settings(algorithm: str, given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        write = f'Write {algorithm}={{"lr": ...}}'
+        raise TypeError(explain_error("split_params", f"{algorithm}={given!r}", "settings by name", write))
+    for key in given:
+        if not isinstance(key, str) or key in _RESERVED | {"algorithm", "matrices"}:
+            found = f"{key!r} in {algorithm}=, which is decided parameter by parameter"
+            write = "Write it in overrides={...} where a parameter is meant"
+            raise ValueError(explain_error("split_params", found, 'settings of whole groups such as "lr"', write))
+    return dict(given)
+
+
+def _entries(model: nn.Module) -> tuple[list[_Entry], dict[str, str]]:
+    """All trainable parameters once each, in the order of their first names, and the frozen ones."""
+    outputs = output_layers(model)
+    shared: dict[int, list[Site]] = {}
+    frozen: dict[str, str] = {}
+    all_sites = list(sites(model))
+    _check_declarations(all_sites)
+    for site in all_sites:
+        if site.parameter.requires_grad:
+            shared.setdefault(id(site.parameter), []).append(site)
+        else:
+            frozen[site.name] = "frozen: requires_grad is False"
+    if not shared:
+        found = f"{len(frozen)} parameters, none with requires_grad"
+        raise ValueError(explain_error(type(model).__name__, found, "at least one to train", "Call requires_grad_()"))
+    entries = []
+    for group in shared.values():
+        roles = [role(site, outputs) for site in group]
+        roles.sort(key=lambda r: _PRECEDENCE.index(r.kind))
+        differing = list(dict.fromkeys(r.matrices for r in roles)) if roles[0].algorithm == "muon" else []
+        entries.append(_Entry(group[0].parameter, [site.name for site in group], roles[0], differing[1:]))
+    return entries, frozen
+
+
+def _check_declarations(all_sites: list[Site]) -> None:
+    used = {(id(module), key) for site in all_sites for module, key in declarations(site)}
+    for module in {id(m): m for site in all_sites for _, m in site.owners}.values():
+        for key in declared_by(module):
+            if (id(module), key) not in used:
+                found = f"{key!r} in its muonmesh_matrices, which names no parameter of it"
+                needed = "a name as in its named_parameters()"
+                raise ValueError(explain_error(type(module).__name__, found, needed, "Correct or remove it"))
+
+
+def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> None:
+    """Put what `overrides` says into the entries, expressions first, exact names last."""
+    if overrides is None:
+        return
+    if not isinstance(overrides, Mapping):
+        needed, write = "a mapping from names or regular expressions", 'Write overrides={"lm_head.weight": "muon"}'
+        raise TypeError(explain_error("split_params", f"overrides={overrides!r}", needed, write))
+    by_name = {name: entry for entry in entries for name in entry.names}
+    exact = [key for key in overrides if key in by_name]
+    for key in [*(k for k in overrides if k not in by_name), *exact]:
+        said = _said(key, overrides[key])
+        found = [by_name[key]] if key in by_name else _search(key, entries, list(by_name), frozen)
+        for entry in found:
+            entry.settings.update(said)
+            if "algorithm" in said or "matrices" in said:
+                entry.overridden_by.append(key)
+
+
+def _said(key: Any, value: Any) -> dict[str, Any]:
+    """One override as settings."""
+    where = f"overrides[{key!r}]"
+    if not isinstance(key, str):
+        raise TypeError(explain_error(where, "a key that is no string", "one", "Write a name or a regular expression"))
+    said = {"algorithm": value} if isinstance(value, str) else value
+    if not isinstance(said, Mapping):
+        write = f'Write {{{key!r}: {{"lr": ...}}}}'
+        raise TypeError(explain_error(where, repr(value), '"muon", "adamw" or a dict of settings', write))
+    if said.get("algorithm", "muon") not in ("muon", "adamw"):
+        found = f"the algorithm {said['algorithm']!r}"
+        raise ValueError(explain_error(where, found, '"muon" or "adamw"', f'Write {{{key!r}: "adamw"}}'))
+    for name in said:
+        if not isinstance(name, str) or name in _RESERVED:
+            needed = '"algorithm", "matrices" or settings such as "lr": the rest is split_params\'s own'
+            raise ValueError(explain_error(where, repr(name), needed, "Remove it"))
+    return dict(said)
+
+
+def _search(key: str, entries: list[_Entry], names: list[str], frozen: dict[str, str]) -> list[_Entry]:
+    where = f"overrides[{key!r}]"
+    try:
+        pattern = re.compile(key)
+    except re.error as error:
+        found = f"no parameter's name and no regular expression ({error})"
+        raise ValueError(explain_error(where, found, "either", "Use re.escape on what is meant literally")) from None
+    matched = [entry for entry in entries if any(pattern.search(name) for name in entry.names)]
+    if matched:
+        return matched
+    if any(pattern.search(name) for name in frozen):
+        write = "Remove the override, or call requires_grad_() before"
+        raise ValueError(explain_error(where, "frozen parameters only", "one that is trained", write))
+    close = difflib.get_close_matches(key.replace("\\", ""), names, n=3, cutoff=0.4)
+    needed = "a parameter's name, or an expression that re.search finds in one"
+    write = f"Write one of: {', '.join(close)}" if close else f"The first parameter is {names[0]}"
+    raise ValueError(explain_error(where, "no parameter that matches", needed, write))
+
+
+def _check_possible(entry: _Entry) -> None:
+    """Muon needs two dims and a way to see matrices in them; AdamW takes no matrices."""
+    algorithm = entry.settings.get("algorithm", entry.role.algorithm)
+    keys = ", ".join(map(repr, entry.overridden_by))
+    shape = global_shape(entry.parameter)
+    if algorithm == "adamw":
+        if "matrices" in entry.settings:
+            found = f'"matrices" from override {keys} for a parameter of AdamW ({entry.role.reason})'
+            write = f'Write {{"algorithm": "muon", "matrices": {entry.settings["matrices"]!r}}}'
+            raise ValueError(explain_error(entry.name, found, "Muon for that", write))
+        return
+    if len(shape) < 2:
+        found, needed = f"Muon from override {keys} for shape {shape}", "two or more dims: a vector has no matrix"
+        write = f'Write {{{entry.name!r}: "adamw"}}, or an expression that leaves it out'
+        raise ValueError(explain_error(entry.name, found, needed, write))
+    if entry.differing and "matrices" not in entry.settings:
+        stored = f"{entry.role.matrices!r} and {entry.differing[0]!r}"
+        found = f"one parameter shared by {', '.join(entry.names)}, whose modules store it differently, as {stored}"
+        write = f'overrides={{{entry.name!r}: {{"algorithm": "muon", "matrices": {entry.role.matrices!r}}}}}'
+        raise ValueError(explain_error(entry.name, found, "one meaning", f"Write {write}"))
+    if entry.settings.get("matrices", entry.role.matrices) is None:
+        default = {2: "whole", 3: "stack"}.get(len(shape))
+        if default is None:
+            found, needed = f"Muon from override {keys} for shape {shape}", "what its matrices are"
+            write = 'Write {"algorithm": "muon", "matrices": "flatten"} for one matrix, out × the rest'
+            raise ValueError(explain_error(entry.name, found, needed, write))
+        entry.settings["matrices"] = default
