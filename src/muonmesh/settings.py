@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -19,6 +20,37 @@ ProcessGroup = Literal["world", "local"] | dist.ProcessGroup | None
 LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
 """Stands for a ProcessGroup, which cannot be pickled, in an unpickled optimizer."""
 
+_GROUP_KEYS = (
+    "lr",
+    "momentum",
+    "nesterov",
+    "weight_decay",
+    "scale_mode",
+    "extra_scale_factor",
+    "ns_coefficients",
+    "ns_steps",
+    "ns_method",
+    "adamw_betas",
+    "adamw_eps",
+    "algorithm",
+    "matrices",
+    "params",
+    "param_names",
+    "name",
+    "reasons",
+    "use_muon",
+)
+_OTHER_NAMES = {
+    "betas": "adamw_betas",
+    "eps": "adamw_eps",
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "steps": "ns_steps",
+    "coefficients": "ns_coefficients",
+    "method": "ns_method",
+}
+_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_lr", "initial_momentum", "max_momentum", "base_momentum")
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
 
 
@@ -106,9 +138,13 @@ def check_group(where: str, group: Mapping[str, Any]) -> None:
     betas = group["adamw_betas"]
     fits = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
     _check(fits, f"{where}: adamw_betas", betas, "two numbers in [0, 1)")
-    for key, ours in (("betas", "adamw_betas"), ("eps", "adamw_eps")):
-        if key in group:
-            raise ValueError(f"{where}: found the key {key!r}; needed {ours!r}. Rename it")
+    for key in group:
+        # Frameworks put keys of their own into groups, so only what looks like one of ours misspelt is refused.
+        if key in _GROUP_KEYS or key in _SCHEDULERS:
+            continue
+        meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(key, _GROUP_KEYS, 1, 0.8)), None)
+        if meant is not None:
+            raise ValueError(f"{where}: found the key {key!r}; needed {meant!r}. Rename it")
     update_scale(1, 1, group["scale_mode"])
     coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
     _check(

@@ -594,6 +594,8 @@ def weight() -> nn.Parameter:
         (lambda: mm.Muon([{"params": [weight()], "matrices": "whole"}]), ValueError, "one entry per parameter"),
         (lambda: mm.Muon([{"params": [weight()], "algorithm": "sgd"}]), ValueError, '"muon" or "adamw"'),
         (lambda: mm.Muon([{"params": [weight()], "betas": (0.9, 0.99)}]), ValueError, "adamw_betas"),
+        (lambda: mm.Muon([{"params": [weight()], "learning_rate": 0.1}]), ValueError, "needed 'lr'"),
+        (lambda: mm.Muon([{"params": [weight()], "momentun": 0.1}]), ValueError, "needed 'momentum'"),
         (lambda: mm.Muon([weight()], lr=-1.0), ValueError, "lr: found -1.0"),
         (lambda: mm.Muon([weight()], lr=float("nan")), ValueError, "lr: found nan"),
         (lambda: mm.Muon([weight()], momentum=1.0), ValueError, "momentum: found 1.0"),
@@ -617,6 +619,11 @@ def weight() -> nn.Parameter:
 def test_bad_settings_say_what_to_write(build: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build()
+
+
+def test_keys_of_frameworks_and_schedulers_are_left_alone() -> None:
+    group = {"params": [weight()], "initial_lr": 0.1, "wd_mult": 1.0, "is_expert_parallel": False, "max_momentum": 0.9}
+    assert mm.Muon([group], lr=0.1).param_groups[0]["wd_mult"] == 1.0
 
 
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:

@@ -1,1 +1,23 @@
-"""."""
+"""The command line: ``muonmesh train``. Needs the extra ``train``; the optimizer itself never imports it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+# What the extra brings beside torch. `pip install muonmesh` alone has none of it.
+REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "safetensors")
+
+
+def main() -> None:
+    """Entry point of the ``muonmesh`` script; exits with 2 and a remedy where the extra is missing."""
+    missing = [name for name in REQUIRED if find_spec(name) is None]
+    if missing:
+        print(
+            f"muonmesh: the command line needs {', '.join(missing)}. Write: pip install 'muonmesh[train]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    from muonmesh.cli.app import app
+
+    app()

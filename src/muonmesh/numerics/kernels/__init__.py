@@ -1,1 +1,57 @@
-"""."""
+"""The matrix products of Newton–Schulz: a table of four, chosen for the hardware by `select`."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from muonmesh.numerics.kernels.blocked import BLOCKED
+from muonmesh.numerics.kernels.dense import dense
+from muonmesh.numerics.kernels.table import Matmuls
+
+KernelName: TypeAlias = Literal["auto", "torch"]
+"""Who multiplies: "auto" is the fastest on the device, "torch" needs nothing but torch."""
+
+__all__ = ["KernelName", "Matmuls", "select"]
+
+# From here on column blocks save more than they cost [measured].
+_BLOCKED_FROM_ROWS = 384
+# Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN but a loop of its own, which adds in
+# another order; larger bf16 products have the same bits alone and in a batch.
+_BATCHED_FROM_ROWS = 17
+# X of one batch together: large enough to keep every core busy, small enough for their caches.
+_CPU_BYTES_AT_ONCE = 3 << 20
+_DEVICE_BYTES_AT_ONCE = 1 << 30
+
+
+def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, rows: int, cols: int) -> Matmuls:
+    """Choose the products for matrices of one shape; the only function that looks at the hardware.
+
+    On the CPU a matrix is multiplied in the same way whatever comes with it: in fp32 and fp64 alone, because the
+    bits of a batched product differ there, in bf16 with others of its shape.
+
+    Args:
+        kernels: "auto", or the name of one implementation.
+        device: Where the matrices are.
+        dtype: The compute dtype.
+        rows: Rows of one matrix, the smaller side.
+        cols: Columns of one matrix.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: `kernels` is unknown.
+    """
+    if kernels not in get_args(KernelName):
+        known = ", ".join(repr(name) for name in get_args(KernelName))
+        raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto".')
+    matrix_bytes = rows * cols * dtype.itemsize
+    if device.type != "cpu":
+        return dense(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), batched_reductions=True)
+    if rows >= _BLOCKED_FROM_ROWS:
+        return BLOCKED
+    batched = dtype == torch.bfloat16 and rows >= _BATCHED_FROM_ROWS
+    at_once = max(1, _CPU_BYTES_AT_ONCE // matrix_bytes) if batched else 1
+    return dense(at_once=at_once, batched_reductions=False)
