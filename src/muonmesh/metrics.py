@@ -36,8 +36,9 @@ def measure(
                     local = local_of(value.detach())
                     totals[number, figure, 0] += local.double().square().sum() / copies
                     totals[number, figure, 1] += local.numel() / copies
-        if sums is not None and number in sums.update:
-            totals[number, 3, 0] = sums.update[number]
+        update = sums.of(number) if sums is not None else None
+        if update is not None:
+            totals[number, 3, 0] = update
             totals[number, 3, 1] = totals[number, 2, 1]
     figures: dict[str, float] = {}
     for group, rows in zip(groups, exchange.reduce_sums(totals).tolist(), strict=True):

@@ -16,6 +16,7 @@ from muonmesh.comm.storage import this_rank
 from muonmesh.errors import PlanError
 from muonmesh.layout import Plan, Routes
 from muonmesh.layout.plan import Leg
+from muonmesh.numerics.threads import run_all
 
 _ALIGNMENT = 64
 """Bytes. A matrix product's bits depend on the address of its operands modulo this (fp32, CPU)."""
@@ -34,8 +35,11 @@ class Work(Protocol):
     def read(self, leg: Leg) -> Tensor:
         """Return the values of a leg's elements, any dtype, of the shape of its piece."""
 
-    def orthogonalize(self, batch: Tensor, assignment: int) -> Tensor:
-        """Return the orthogonalised batch (b, rows, cols), matrices of the settings of ``assignment``."""
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, int]]) -> Sequence[Sequence[Tensor]]:
+        """Return the orthogonalised matrices (rows, cols) of each batch (b, rows, cols).
+
+        With each batch comes the number of an assignment whose settings all of its matrices share.
+        """
 
     def write(self, leg: Leg, update: Tensor) -> None:
         """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
@@ -70,7 +74,6 @@ class _Stage:
 
     parameters: tuple[int, ...]  # first read in this bucket
     batches: tuple[_Batch, ...]
-    slots: dict[int, tuple[int, int]]  # assignment → (batch, index in it)
     gather: Routes
     scatter: Routes
     gathers: bool
@@ -100,7 +103,7 @@ class _Transfer:
     work: dist.Work | None = None
     send: Tensor | None = None
     received: tuple[Tensor, ...] = ()
-    results: list[Tensor] = field(default_factory=list)
+    results: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Exchange:
@@ -172,10 +175,7 @@ class Exchange:
             fresh = tuple(p for p in parameters if p not in read)
             read.update(fresh)
             batches = self._batches(bucket)
-            slots = {
-                assignment: (b, i) for b, batch in enumerate(batches) for i, assignment in enumerate(batch.assignments)
-            }
-            stages.append(_Stage(fresh, batches, slots, gather, scatter, plan.gathers(number), plan.scatters(number)))
+            stages.append(_Stage(fresh, batches, gather, scatter, plan.gathers(number), plan.scatters(number)))
         return stages
 
     def _batches(self, bucket: Sequence[int]) -> tuple[_Batch, ...]:
@@ -195,47 +195,46 @@ class Exchange:
         """Read this rank's pieces into the send buffer and start moving them; own pieces go straight home."""
         stage = self._stages[number]
         work.prepare(stage.parameters)
-        matrices = self._assembled(number)
-        for leg in stage.gather.held.get(self.rank, ()):
-            self._place(leg, matrices, stage.slots).copy_(work.read(leg))
+        matrices = self._matrices(number)
+        copies = [(leg, _place(leg, matrices)) for leg in stage.gather.held.get(self.rank, ())]
         if not stage.gathers:
+            self._read(copies, work)
             return _Transfer()
         slot = number % 2
         send, sent = self._segments(f"gather.send.{slot}", stage.gather.held)
-        for peer, legs in stage.gather.held.items():
-            if peer != self.rank:
-                for leg in legs:
-                    _wire(sent[self.peers.index(peer)], leg).copy_(work.read(leg))
+        copies += [(leg, _wire(sent[peer], leg)) for peer, leg in self._travelling(stage.gather.held)]
+        self._read(copies, work)
         receive, received = self._segments(f"gather.receive.{slot}", stage.gather.owned)
         return self._start(send, sent, receive, received)
 
-    def _compute(self, number: int, transfer: _Transfer, work: Work) -> list[Tensor]:
-        """Assemble this rank's matrices from what arrived and orthogonalise them, batch by batch."""
+    def _compute(self, number: int, transfer: _Transfer, work: Work) -> dict[int, Tensor]:
+        """Assemble this rank's matrices from what arrived and orthogonalise them; return them by assignment."""
         stage = self._stages[number]
-        matrices = self._assembled(number)
+        matrices = self._matrices(number)
         self._finish(transfer)
-        for peer, legs in stage.gather.owned.items():
-            if peer != self.rank:
-                for leg in legs:
-                    piece = _wire(transfer.received[self.peers.index(peer)], leg)
-                    self._place(leg, matrices, stage.slots).copy_(piece)
-        results = []
-        for batch, buffer in zip(stage.batches, matrices, strict=True):
-            results.append(work.orthogonalize(buffer, batch.assignments[0]))
-            self.counts.orthogonalized += len(batch.assignments)
+        self._copy(
+            [
+                (_place(leg, matrices), _wire(transfer.received[peer], leg))
+                for peer, leg in self._travelling(stage.gather.owned)
+            ]
+        )
+        batches = [(buffer, batch.assignments[0]) for batch, buffer in self._assembled(number)]
+        results: dict[int, Tensor] = {}
+        for batch, orthogonal in zip(stage.batches, work.orthogonalize(batches), strict=True):
+            results.update(zip(batch.assignments, orthogonal, strict=True))
+        self.counts.orthogonalized += len(results)
         return results
 
-    def _scatter(self, number: int, results: list[Tensor]) -> _Transfer:
+    def _scatter(self, number: int, results: dict[int, Tensor]) -> _Transfer:
         """Start moving the results to every holder."""
         stage = self._stages[number]
         if not stage.scatters:
             return _Transfer(results=results)
         slot = number % 2
         send, sent = self._segments(f"scatter.send.{slot}", stage.scatter.owned)
-        for peer, legs in stage.scatter.owned.items():
-            if peer != self.rank:
-                for leg in legs:
-                    _wire(sent[self.peers.index(peer)], leg).copy_(self._place(leg, results, stage.slots))
+        self._copy(
+            [(_wire(sent[peer], leg), _place(leg, results)) for peer, leg in self._travelling(stage.scatter.owned)]
+        )
         receive, received = self._segments(f"scatter.receive.{slot}", stage.scatter.held)
         transfer = self._start(send, sent, receive, received)
         transfer.results = results
@@ -244,34 +243,51 @@ class Exchange:
     def _receive(self, number: int, transfer: _Transfer, work: Work) -> None:
         """Apply what stayed here while the rest travels, then what arrived."""
         stage = self._stages[number]
-        for leg in stage.scatter.held.get(self.rank, ()):
-            work.write(leg, self._place(leg, transfer.results, stage.slots).contiguous())
+        staying = [(leg, _place(leg, transfer.results)) for leg in stage.scatter.held.get(self.rank, ())]
+        self._write(staying, work)
         self._finish(transfer)
-        for peer, legs in stage.scatter.held.items():
-            if peer != self.rank:
-                for leg in legs:
-                    work.write(leg, _wire(transfer.received[self.peers.index(peer)], leg))
-        transfer.results = []
+        arrived = self._travelling(stage.scatter.held)
+        self._write([(leg, _wire(transfer.received[peer], leg)) for peer, leg in arrived], work)
+        transfer.results = {}
 
-    def _assembled(self, number: int) -> list[Tensor]:
-        """Return the aligned (b, rows, cols) buffers of a bucket's batches on this rank."""
+    def _read(self, copies: Sequence[tuple[Leg, Tensor]], work: Work) -> None:
+        run_all(
+            [lambda leg=leg, to=to: to.copy_(work.read(leg)) for leg, to in copies],  # type: ignore[misc]
+            device=self._buffers.device,
+        )
+
+    def _copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        run_all([lambda to=to, of=of: to.copy_(of) for to, of in copies], device=self._buffers.device)  # type: ignore[misc]
+
+    def _write(self, updates: Sequence[tuple[Leg, Tensor]], work: Work) -> None:
+        run_all(
+            [lambda leg=leg, update=update: work.write(leg, update.contiguous()) for leg, update in updates],  # type: ignore[misc]
+            device=self._buffers.device,
+        )
+
+    def _travelling(self, legs: dict[int, tuple[Leg, ...]]) -> list[tuple[int, Leg]]:
+        """Return the legs that leave or reach this rank, each with the position of its peer in the group."""
+        return [(self.peers.index(peer), leg) for peer, some in legs.items() if peer != self.rank for leg in some]
+
+    def _assembled(self, number: int) -> list[tuple[_Batch, Tensor]]:
+        """Return a bucket's batches on this rank with their aligned (b, rows, cols) buffers."""
         batches = self._stages[number].batches
         buffer = self._buffers.take(f"matrices.{number % 2}", sum(len(b.assignments) * b.pitch for b in batches))
         views, start = [], 0
         for batch in batches:
             count, (rows, cols) = len(batch.assignments), batch.shape
-            views.append(
-                buffer.as_strided((count, rows, cols), (batch.pitch, cols, 1), buffer.storage_offset() + start)
-            )
+            strides = (batch.pitch, cols, 1)
+            views.append((batch, buffer.as_strided((count, rows, cols), strides, buffer.storage_offset() + start)))
             start += count * batch.pitch
         return views
 
-    def _place(self, leg: Leg, matrices: Sequence[Tensor], slots: dict[int, tuple[int, int]]) -> Tensor:
-        """Return a leg's elements within its assembled matrix."""
-        batch, index = slots[leg.assignment]
-        matrix = matrices[batch][index]
-        piece = leg.piece
-        return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
+    def _matrices(self, number: int) -> dict[int, Tensor]:
+        """Return the buffers of a bucket's matrices on this rank by assignment."""
+        return {
+            assignment: matrix
+            for batch, buffer in self._assembled(number)
+            for assignment, matrix in zip(batch.assignments, buffer.unbind(), strict=True)
+        }
 
     def _segments(self, role: str, legs: dict[int, tuple[Leg, ...]]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return a wire buffer and its segment for each peer; this rank's own segment is empty."""
@@ -302,6 +318,12 @@ class Exchange:
             transfer.work.wait()
             self.counts.seconds_waiting += time.perf_counter() - started
             transfer.work = transfer.send = None
+
+
+def _place(leg: Leg, matrices: dict[int, Tensor]) -> Tensor:
+    """Return a leg's elements within its whole matrix."""
+    matrix, piece = matrices[leg.assignment], leg.piece
+    return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
 
 
 def _wire(segment: Tensor, leg: Leg) -> Tensor:

@@ -16,8 +16,9 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode
 
-_CACHED = 1 << 16
-"""Elements a CPU works on at a time, so that the operations of one rule find them in its cache."""
+_CACHED = 1 << 15
+"""Elements a CPU works on at a time, so that the operations of one rule find them in its cache. torch uses one thread
+for so few; parameters are spread over threads instead (`muonmesh.numerics.threads`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,169 @@
+"""The published coefficient sets of the Newton–Schulz iteration, each with its source beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle, islice, repeat
+from math import isfinite
+from typing import Literal, TypeAlias, get_args
+
+CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol"]
+"""The published sets, by the names their authors or first users gave them."""
+
+Polynomial: TypeAlias = tuple[float, ...]
+"""(a, b, c, ...) is the odd polynomial a·x + b·x³ + c·x⁵ + ..."""
+
+Coefficients: TypeAlias = CoefficientName | Sequence[Sequence[float]]
+"""A published set by name, or one odd polynomial a step; a sequence of one's own repeats its last polynomial."""
+
+
+@dataclass(frozen=True)
+class CoefficientSet:
+    """A published set: its polynomials, what follows the last one, and what the input needs before the first.
+
+    Attributes:
+        polynomials: One odd polynomial a step.
+        past_end: "cycle" starts again with the first polynomial, "repeat_last" goes on with the last one.
+        preconditioner: "aol" rescales the rows before the first step (Turbo-Muon); the polar factor is then
+            that of the rescaled matrix.
+    """
+
+    polynomials: tuple[Polynomial, ...]
+    past_end: Literal["cycle", "repeat_last"]
+    preconditioner: Literal["none", "aol"] = "none"
+
+
+_JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
+
+# The Polar Express, arXiv 2505.16932, listing 1: degree 5, lower bound 1e-3 on the singular values.
+_POLAR_EXPRESS: tuple[Polynomial, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+_POLAR_EXPRESS_LIMIT: Polynomial = (1.875, -1.25, 0.375)
+
+
+def _with_safety_factor(polynomial: Polynomial, factor: float) -> Polynomial:
+    """Return p(x / factor): rounding may push a singular value above 1, where an unsafe p would diverge."""
+    return tuple(value / factor ** (2 * k + 1) for k, value in enumerate(polynomial))
+
+
+COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
+    # K. Jordan, kellerjordan.github.io/posts/muon: steep at 0, never converges; 0.68 to 1.13 by design.
+    "simple": CoefficientSet((_JORDAN,), "cycle"),
+    # YouJiacheng, gist 393c90cbdc23b09d5688815ba382288b: five polynomials optimised together.
+    "quintic": CoefficientSet(
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        "cycle",
+    ),
+    # arXiv 2505.16932: every polynomial but the limit is taken at x / 1.01, as the paper's listing does.
+    "polar_express": CoefficientSet(
+        (*(_with_safety_factor(polynomial, 1.01) for polynomial in _POLAR_EXPRESS), _POLAR_EXPRESS_LIMIT),
+        "repeat_last",
+    ),
+    # CANS, arXiv 2506.10935: Chebyshev-optimal polynomials found by Remez' algorithm.
+    "cans": CoefficientSet(
+        (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        "repeat_last",
+    ),
+    # DeepSeek-V4's hybrid: eight fast steps of Jordan's polynomial, then two that converge to 1; made for 10 steps.
+    "deepseekv4": CoefficientSet((*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last"),
+    # Turbo-Muon, arXiv 2512.04632 (github.com/thib-s/flash-newton-schulz): fitted to rows rescaled by AOL
+    # (arXiv 2208.03160) and made for 4 steps. Without the rescaling these polynomials flip the sign of a top
+    # singular direction.
+    "aol": CoefficientSet(
+        (
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+        "repeat_last",
+        preconditioner="aol",
+    ),
+}
+
+
+def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
+    """Look up a published set by name, or check and wrap a sequence of polynomials.
+
+    Args:
+        coefficients: A published name, or one tuple (a, b, ...) a step; tuples may differ in length.
+
+    Returns:
+        The set with plain float tuples.
+
+    Raises:
+        ValueError: The name is unknown, the sequence is empty, a polynomial has fewer than two coefficients, or
+            a coefficient is not finite.
+        TypeError: `coefficients` is neither a name nor a sequence of sequences of numbers.
+    """
+    if isinstance(coefficients, str):
+        if coefficients not in COEFFICIENT_SETS:
+            known = ", ".join(repr(name) for name in get_args(CoefficientName))
+            raise ValueError(
+                f"coefficients: found {coefficients!r}; needed one of {known} or a sequence of polynomials. "
+                'Write coefficients="polar_express".'
+            )
+        return COEFFICIENT_SETS[coefficients]
+    try:
+        polynomials = tuple(tuple(float(value) for value in polynomial) for polynomial in coefficients)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"coefficients: found {coefficients!r}; needed a published name or one tuple of numbers a step. "
+            "Write coefficients=[(3.4445, -4.7750, 2.0315)]."
+        ) from error
+    if not polynomials:
+        raise ValueError(
+            "coefficients: found an empty sequence; needed at least one polynomial. "
+            "Write coefficients=[(3.4445, -4.7750, 2.0315)]."
+        )
+    for polynomial in polynomials:
+        if len(polynomial) < 2 or not all(isfinite(value) for value in polynomial):
+            raise ValueError(
+                f"coefficients: found the polynomial {polynomial}; needed two or more finite numbers "
+                "(a, b, ...), the factors of x, x³, ... Write for example (1.5, -0.5)."
+            )
+    return CoefficientSet(polynomials, "repeat_last")
+
+
+def coefficient_schedule(coefficients: Coefficients, steps: int) -> tuple[Polynomial, ...]:
+    """Return the polynomial of every step, past the end of the set by the set's own rule.
+
+    Args:
+        coefficients: A published name or a sequence of polynomials.
+        steps: Number of iterations, at least 1.
+
+    Returns:
+        `steps` tuples (a, b, ...), the odd polynomials a·x + b·x³ + ...
+
+    Raises:
+        ValueError: As `coefficient_set`, or `steps` is smaller than 1.
+        TypeError: As `coefficient_set`, or `steps` is not an int.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps: found {steps!r} ({type(steps).__name__}); needed an int. Write steps=5.")
+    if steps < 1:
+        raise ValueError(f"steps: found {steps}; needed at least 1. Write steps=5.")
+    chosen = coefficient_set(coefficients)
+    polynomials = chosen.polynomials
+    endless = cycle(polynomials) if chosen.past_end == "cycle" else chain(polynomials, repeat(polynomials[-1]))
+    return tuple(islice(endless, steps))

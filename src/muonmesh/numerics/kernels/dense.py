@@ -1,0 +1,43 @@
+"""Plain torch: one batched product per entry, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.kernels.table import Matmuls
+
+
+def gram(x: Tensor, out: Tensor) -> Tensor:
+    """X Xᵀ."""
+    return torch.bmm(x, x.mT, out=out)
+
+
+def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
+    """b·A + c·A²."""
+    return torch.baddbmm(a, a, a, beta=b, alpha=c, out=out)
+
+
+def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
+    """factor·C + A B."""
+    return torch.baddbmm(c, a, b, beta=factor, out=out)
+
+
+def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor) -> Tensor:
+    """a·X + B X."""
+    if isinstance(a, Tensor):
+        torch.mul(x, a, out=out)
+        return torch.baddbmm(out, b, x, out=out)
+    return torch.baddbmm(x, b, x, beta=a, out=out)
+
+
+def dense(*, at_once: int, batched_reductions: bool) -> Matmuls:
+    """The table for batches of at most `at_once` matrices."""
+    return Matmuls(
+        gram=gram,
+        polynomial=polynomial,
+        product=product,
+        apply=apply,
+        at_once=at_once,
+        batched_reductions=batched_reductions,
+    )

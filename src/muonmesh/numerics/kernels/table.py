@@ -1,0 +1,32 @@
+"""The table of matrix products that the iteration is written in; one row of it per kind of hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Matmuls:
+    """Four products on batches of matrices, the only place where Newton–Schulz spends its time.
+
+    X has shape (batch, rows, cols); A, B and C have shape (batch, rows, rows) and are symmetric. `out` is
+    contiguous, shares no memory with an operand, and is returned.
+
+    Attributes:
+        gram: `gram(X, out)`: X Xᵀ.
+        polynomial: `polynomial(A, b, c, out)`: b·A + c·A².
+        product: `product(A, B, C, c, out)`: c·C + A B, for A and B that commute, so the result is symmetric.
+        apply: `apply(X, B, a, out)`: a·X + B X; `a` is a number or one number a matrix, shape (batch, 1, 1).
+        at_once: How many matrices of this shape one call should be given at most.
+        batched_reductions: Whether one reduction may serve several matrices; not on a CPU, for the sake of the bits.
+    """
+
+    gram: Callable[[Tensor, Tensor], Tensor]
+    polynomial: Callable[[Tensor, float, float, Tensor], Tensor]
+    product: Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
+    apply: Callable[[Tensor, Tensor, float | Tensor, Tensor], Tensor]
+    at_once: int
+    batched_reductions: bool

@@ -1,0 +1,54 @@
+"""How large one update is: the factor between an orthogonal direction and the change of the weights."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Literal, TypeAlias, get_args
+
+ScaleMode: TypeAlias = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
+"""`shape_scaling` is an alias of `original`."""
+
+
+def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:
+    """Return the factor that an orthogonalised update is multiplied by.
+
+    An orthogonal rows × cols matrix has spectral norm 1 and RMS 1/√max(rows, cols); the learning rate is the
+    spectral norm of one step divided by this factor.
+
+    Args:
+        rows: Output features of the whole matrix, never of a shard.
+        cols: Input features of the whole matrix, never of a shard.
+        mode: One of
+            "original", alias "shape_scaling": √max(1, rows/cols) (K. Jordan, torch.optim.Muon);
+            "match_rms_adamw": 0.2·√max(rows, cols), an RMS of 0.2 as AdamW's updates have (Moonlight,
+            arXiv 2502.16982), so one learning rate serves both;
+            "spectral": √max(rows, cols), an RMS of 1 (Transformer Engine);
+            "unit_rms_norm": √(rows/cols), RMS-to-RMS operator norm 1 (Scion, arXiv 2502.07529; dion);
+            "none": 1.
+
+    Returns:
+        The factor, a finite number above 0.
+
+    Raises:
+        ValueError: `mode` is unknown, or `rows` or `cols` is smaller than 1.
+        TypeError: `rows` or `cols` is not an int.
+    """
+    for name, size in (("rows", rows), ("cols", cols)):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name}: found {size!r} ({type(size).__name__}); needed an int. Pass matrix.shape.")
+        if size < 1:
+            raise ValueError(f"{name}: found {size}; needed at least 1: an empty matrix has no update. Skip it.")
+    if mode not in get_args(ScaleMode):
+        known = ", ".join(repr(name) for name in get_args(ScaleMode))
+        raise ValueError(f'mode: found {mode!r}; needed one of {known}. Write mode="match_rms_adamw".')
+    match mode:
+        case "original" | "shape_scaling":
+            return sqrt(max(1.0, rows / cols))
+        case "match_rms_adamw":
+            return 0.2 * sqrt(max(rows, cols))
+        case "spectral":
+            return sqrt(max(rows, cols))
+        case "unit_rms_norm":
+            return sqrt(rows / cols)
+        case "none":
+            return 1.0

@@ -1,0 +1,64 @@
+"""Threads: one item of work each, rather than all threads on one operation after the other.
+
+A CPU operation that is spread over threads ends at a barrier; hundreds of short ones a step wait for the slowest thread
+each time, and where other programs use the cores too, for the scheduler. Whole matrices are independent of each other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, threads, pool
+
+
+def run_all(tasks: Sequence[Callable[[], None]], *, device: torch.device) -> None:
+    """Run independent tasks, the longest first in the list, on as many threads as torch has.
+
+    Each task runs with one thread of its own, so its bits must not depend on the number of threads: elementwise
+    operations and bf16 products. A number of tasks that the threads do not divide leaves some for all threads at the
+    end. On other devices the tasks are issued one after the other.
+
+    Raises:
+        Exception: the first one that a task raised.
+    """
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    shared = len(tasks) - len(tasks) % threads if threads > 1 else 0
+    if shared:
+        list(  # consumed, so that errors are raised here
+            _threads(threads).map(_run, tasks[:shared])
+        )
+    for task in tasks[shared:]:
+        task()
+
+
+def _run(task: Callable[[], None]) -> None:
+    with torch.no_grad():
+        task()
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Return the pool, made anew in a forked process and when torch's number of threads has changed."""
+    global _pool
+    if _pool is None or _pool[:2] != (os.getpid(), count):
+        if _pool is not None and _pool[0] == os.getpid():
+            _pool[2].shutdown()
+        started = threading.Barrier(count + 1)
+
+        def alone() -> None:
+            torch.set_num_threads(1)
+            torch.get_num_threads()  # a thread takes the number set last at its first question, so ask now
+            started.wait()
+
+        pool = ThreadPoolExecutor(count, thread_name_prefix="muonmesh")
+        for _ in range(count):
+            pool.submit(alone)  # each waits for the others, so each runs on a thread of its own
+        started.wait()
+        # The number is kept per thread, but threads that start later take the one set last.
+        torch.set_num_threads(count)
+        _pool = os.getpid(), count, pool
+    return _pool[2]

@@ -1,0 +1,121 @@
+"""The benchmark's own promises: every contender runs, and whoever does not orthogonalise gets no figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of benchmarks/, where scripts import each other by their bare names."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if "benchmarks" in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+class Pieces(torch.optim.Muon):
+    """What a Muon does that takes each rank's shard for the matrix: here, the upper and the lower half."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], pieces: int) -> None:
+        views = []
+        for parameter in parameters:
+            assert parameter.grad is not None
+            for view, grad in zip(parameter.data.chunk(pieces), parameter.grad.chunk(pieces), strict=True):
+                views.append(torch.nn.Parameter(view))
+                views[-1].grad = grad
+        super().__init__(views, lr=1e-3, adjust_lr_fn="match_rms_adamw")
+
+
+def judged(script: Callable[[str], ModuleType], build: Any) -> Any:
+    torch.manual_seed(0)
+    workload = script("workload")
+    layout = workload.LAYOUTS["one"]
+    matrices = workload.Workload(((96, 192), (96, 96), (192, 96)), 1, layout)
+    matrices.refresh_gradients()
+    contender = script("contenders").Contender("something", True, build)
+    return script("judge").judged(contender, build(matrices.parameters, layout), [1.0], matrices)
+
+
+def test_a_whole_matrix_passes(script: Callable[[str], ModuleType]) -> None:
+    result = judged(script, lambda parameters, layout: Pieces(parameters, 1))
+    assert result.problem == ""
+    assert list(result.milliseconds) == [1.0]
+    low, high = result.singular_values
+    assert 0.6 < low < 1.0 < high < 1.4
+
+
+@pytest.mark.parametrize("name", ["halves", "quarters", "sgd", "adamw", "nothing"])
+def test_what_is_not_orthogonal_gets_no_figures(script: Callable[[str], ModuleType], name: str) -> None:
+    build = {
+        "halves": lambda parameters, layout: Pieces(parameters, 2),
+        "quarters": lambda parameters, layout: Pieces(parameters, 4),
+        "sgd": lambda parameters, layout: torch.optim.SGD(parameters, lr=1.0),
+        "adamw": lambda parameters, layout: torch.optim.AdamW(parameters),
+        "nothing": lambda parameters, layout: torch.optim.SGD(parameters, lr=0.0),
+    }[name]
+    result = judged(script, build)
+    assert result.problem == "the update is not orthogonal"
+    assert list(result.milliseconds) == []
+
+
+@pytest.mark.slow
+def test_the_command_measures_every_layout_it_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    command = [sys.executable, "benchmarks/step.py", "--shapes", "64x96,96x64", "--layers", "1"]
+    command += ["--rounds", "2", "--layouts", "one", "ddp2", "fsdp2", "--json", str(file)]
+    run = subprocess.run(command, cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    written = json.loads(file.read_text())
+    assert list(written["tables"]) == ["one", "ddp2", "fsdp2"]
+    for table in written["tables"].values():
+        figures = table["contenders"]
+        assert list(figures) == ["muonmesh", "torch.optim.Muon", "AdamW fused", "AdamW foreach"]
+        assert figures["muonmesh"]["ratio"] == 1.0
+        for name, figure in figures.items():
+            assert figure["problem"] == ""
+            assert len(figure["milliseconds"]) == 2
+            assert min(figure["milliseconds"]) > 0.0
+            assert (figure["singular_values"] is None) == name.startswith("AdamW")
+    assert str(tmp_path) not in file.read_text()
+    assert "torch.optim.Muon" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--peer", "nobody=."], "needed one of dion, keller"),
+        (["--peer", "dion=."], "needed a checkout of microsoft/dion"),
+        (["--ours", "fp32"], "needed a label and settings"),
+        (["--shapes", "12"], "needed rows x cols"),
+        (["--rounds", "0"], "needed at least 1"),
+        (["--layouts", "ddp3"], "invalid choice: 'ddp3'"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    script: Callable[[str], ModuleType],
+    arguments: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["step.py", *arguments])
+    with pytest.raises(SystemExit) as left:
+        script("step").main()
+    assert left.value.code == 2
+    assert text in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""The published coefficient sets: their values, what follows their end, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientName, coefficient_schedule
+
+JORDAN = (3.4445, -4.7750, 2.0315)
+# As other implementations print it: the paper's polynomials at x / 1.01, to four decimals; the last is the limit.
+POLAR_EXPRESS = [
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
+]
+
+
+def test_polar_express_is_the_paper_s_with_its_safety_factor() -> None:
+    schedule = coefficient_schedule("polar_express", 8)
+    assert [tuple(round(value, 4) for value in polynomial) for polynomial in schedule] == POLAR_EXPRESS
+    # arXiv 2505.16932, listing 1, in full: a, b and c of the first step divided by 1.01, 1.01³ and 1.01⁵.
+    assert schedule[0] == pytest.approx(
+        (8.28721201814563 / 1.01, -23.595886519098837 / 1.030301, 17.300387312530933 / 1.0510100501), rel=1e-14
+    )
+    assert schedule[7] == (1.875, -1.25, 0.375)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "after"),
+    [
+        ("simple", 1, 0),
+        ("quintic", 5, 0),
+        ("polar_express", 8, 7),
+        ("cans", 5, 4),
+        ("deepseekv4", 10, 9),
+        ("aol", 4, 3),
+    ],
+)
+def test_past_the_end(name: CoefficientName, length: int, after: int) -> None:
+    published = coefficient_schedule(name, length)
+    assert coefficient_schedule(name, max(1, length - 1)) == published[: max(1, length - 1)]
+    longer = coefficient_schedule(name, length + 2)
+    assert longer[:length] == published
+    following = (published * 3)[length : length + 2] if after == 0 else (published[after],) * 2
+    assert longer[length:] == following
+
+
+def test_deepseekv4_is_eight_steps_of_jordan_s_and_two_that_converge() -> None:
+    assert coefficient_schedule("deepseekv4", 10) == (JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2
+    assert coefficient_schedule("simple", 3) == (JORDAN,) * 3
+
+
+def test_only_aol_asks_for_a_preconditioner() -> None:
+    assert {name for name, chosen in COEFFICIENT_SETS.items() if chosen.preconditioner == "aol"} == {"aol"}
+
+
+@pytest.mark.parametrize("name", sorted(COEFFICIENT_SETS))
+def test_every_set_grows_small_singular_values_and_stays_bounded(name: CoefficientName) -> None:
+    sigma = torch.linspace(0, 1, 100_001, dtype=torch.float64)[1:]
+    for a, b, c in coefficient_schedule(name, max(4, len(COEFFICIENT_SETS[name].polynomials))):
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    assert sigma[:10].min() > 50e-5  # 1e-5 … 1e-4 became at least fifty times larger
+    # Made for singular values of 1 only after AOL's rescaling, where the largest is below 1.
+    assert sigma.max() < 1.3
+    if name != "aol":
+        assert sigma.min() > 0
+
+
+def test_a_sequence_of_one_s_own_may_mix_lengths_and_repeats_its_last() -> None:
+    own = [[1.5, -0.5], (2.0, -1.5, 0.5), (2.1, -1.8, 1.0, -0.3)]
+    assert coefficient_schedule(own, 5) == ((1.5, -0.5), (2.0, -1.5, 0.5), *((2.1, -1.8, 1.0, -0.3),) * 3)
+    assert coefficient_schedule(own, 1) == ((1.5, -0.5),)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "steps", "error", "says"),
+    [
+        ("polar", 5, ValueError, "found 'polar'; needed one of 'simple'"),
+        ([], 5, ValueError, "empty sequence"),
+        ([(1.5,)], 5, ValueError, r"\(1\.5,\); needed two or more"),
+        ([(1.5, float("nan"))], 5, ValueError, "finite"),
+        ([(1.5, "b")], 5, TypeError, "one tuple of numbers a step"),
+        ((3.4445, -4.7750, 2.0315), 5, TypeError, "one tuple of numbers a step"),
+        (5, 5, TypeError, "published name"),
+        ("simple", 0, ValueError, "steps: found 0; needed at least 1"),
+        ("simple", -3, ValueError, "steps: found -3"),
+        ("simple", 2.0, TypeError, r"steps: found 2\.0 \(float\)"),
+        ("simple", True, TypeError, r"steps: found True \(bool\)"),
+    ],
+)
+def test_what_is_refused(coefficients: Any, steps: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        coefficient_schedule(coefficients, steps)

@@ -1,0 +1,112 @@
+"""The matrix products: each against fp64, the symmetric ones exactly symmetric, none writing its operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from muonmesh.numerics import kernels
+from muonmesh.numerics.kernels import Matmuls
+from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
+from muonmesh.numerics.kernels.dense import dense
+
+CPU = torch.device("cpu")
+EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
+TABLES = {
+    "blocked": (BLOCKED, 1),
+    "dense": (dense(at_once=3, batched_reductions=False), 3),
+}
+
+
+def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """X, and A and B that commute because both are polynomials of one symmetric matrix, exactly symmetric."""
+    torch.manual_seed(rows + cols)
+    x = torch.randn(batch, rows, cols, dtype=torch.float64) / cols**0.5
+    s = torch.randn(batch, rows, rows, dtype=torch.float64)
+    s = (s + s.mT) / rows**0.5 / 2
+    a, b = (s + s @ s).to(dtype), (2 * s - s @ s).to(dtype)
+    return x.to(dtype), a.triu() + a.triu(1).mT, b.triu() + b.triu(1).mT
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 50), (BLOCK, BLOCK), (BLOCK + 1, 200), (400, 411)])
+@pytest.mark.parametrize("table", TABLES)
+def test_products_against_fp64(table: str, rows: int, cols: int, dtype: torch.dtype) -> None:
+    matmuls, batch = TABLES[table]
+    x, a, b = operands(rows, cols, batch, dtype)
+    before = [t.clone() for t in (x, a, b)]
+    xd, ad, bd = (t.double() for t in (x, a, b))
+    square, long = torch.full_like(a, torch.nan), torch.full_like(x, torch.nan)
+    per_matrix = torch.linspace(0.5, 2.0, batch)[:, None, None]
+
+    def close(result: Tensor, expected: Tensor) -> None:
+        # One rounding of the result, and those of sums in at least fp32; relative to the largest entry.
+        sums = 2 * cols**0.5 * max(EPS[dtype] if dtype != torch.bfloat16 else 0, 2**-52)
+        tolerance = (2 * EPS[dtype] + sums) * float(expected.abs().max())
+        assert float((result.double() - expected).abs().max()) <= tolerance
+
+    close(matmuls.gram(x, square), xd @ xd.mT)
+    close(matmuls.polynomial(a, -2.5, 1.25, square), -2.5 * ad + 1.25 * ad @ ad)
+    close(matmuls.product(a, b, b, 0.75, square), 0.75 * bd + ad @ bd)
+    close(matmuls.apply(x, a, 1.5, long), 1.5 * xd + ad @ xd)
+    close(matmuls.apply(x, a, per_matrix, long), per_matrix.double() * xd + ad @ xd)
+    assert all(torch.equal(t, was) for t, was in zip((x, a, b), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("rows", [BLOCK, BLOCK + 7, 3 * BLOCK])
+def test_blocked_results_are_exactly_symmetric(rows: int, dtype: torch.dtype) -> None:
+    x, a, b = operands(rows, 2 * rows, 1, dtype)
+    for result in (
+        BLOCKED.gram(x, torch.empty_like(a)),
+        BLOCKED.polynomial(a, -2.0, 3.0, torch.empty_like(a)),
+        BLOCKED.product(a, b, b, 2.0, torch.empty_like(a)),
+    ):
+        assert torch.equal(result, result.mT)
+
+
+def test_blocked_multiplies_little_more_than_half() -> None:
+    counted = 0
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal counted
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                left, right = args[-2:]
+                counted += left.shape[0] * left.shape[1] * right.shape[1]
+            return func(*args, **(kwargs or {}))
+
+    rows = 6 * BLOCK
+    x = torch.randn(1, rows, 100)
+    with Count():
+        BLOCKED.gram(x, torch.empty(1, rows, rows))
+    assert counted / (rows * rows * 100) == pytest.approx((1 + 1 / 6) / 2)
+
+
+def chosen(rows: int, cols: int, dtype: torch.dtype, device: torch.device = CPU) -> Matmuls:
+    return kernels.select("auto", device=device, dtype=dtype, rows=rows, cols=cols)
+
+
+def test_select() -> None:
+    assert chosen(768, 768, torch.bfloat16) is BLOCKED
+    assert chosen(768, 3072, torch.float32) is BLOCKED
+    assert kernels.select("torch", device=CPU, dtype=torch.bfloat16, rows=768, cols=768) is BLOCKED
+    small = chosen(128, 128, torch.bfloat16)
+    assert small.at_once > 50
+    assert not small.batched_reductions
+    # fp32 and fp64 products, and bf16 products small enough for torch's own loop, have other bits in a batch.
+    assert chosen(128, 128, torch.float32).at_once == 1
+    assert chosen(128, 128, torch.float64).at_once == 1
+    assert chosen(16, 4096, torch.bfloat16).at_once == 1
+    # Elsewhere than on a CPU same-shaped matrices go together.
+    meta = chosen(1024, 4096, torch.bfloat16, torch.device("meta"))
+    assert meta.at_once > 50
+    assert meta.batched_reductions
+
+
+def test_select_refuses_unknown_kernels() -> None:
+    with pytest.raises(ValueError, match="kernels: found 'cuda'; needed one of 'auto', 'torch'"):
+        kernels.select("cuda", device=CPU, dtype=torch.float32, rows=4, cols=4)  # type: ignore[arg-type]
