@@ -1,0 +1,374 @@
+"""App: the commands and their options, and what happens before and after the ranks run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from muonmesh.cli.settings import (
+    Dtype,
+    OptimizerChoice,
+    Parallel,
+    ScheduleName,
+    Settings,
+    load_config,
+    load_settings,
+)
+
+if TYPE_CHECKING:
+    from muonmesh.cli.corpus import Corpus
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Muon for PyTorch that computes the same update whatever holds the matrix.",
+)
+
+WHAT = "What to learn"
+HOW = "How to learn"
+WHERE = "Where to run"
+OUTPUT = "What to keep"
+KEPT_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
+
+
+@app.callback()
+def _muonmesh() -> None:
+    """Keep ``train`` a command of its own, though it is the only one."""
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Files, folders or globs of text; repeatable. Default: the Python standard library.",
+            rich_help_panel=WHAT,
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A preset (nano, small, medium, large, xl), a transformers config.json, or a model type (gpt2).",
+            rich_help_panel=WHAT,
+        ),
+    ] = Settings.model,
+    vocab: Annotated[
+        int, typer.Option(help="Size of the tokenizer that is trained.", rich_help_panel=WHAT)
+    ] = Settings.vocab,
+    seq: Annotated[int, typer.Option(help="Tokens in a sequence.", rich_help_panel=WHAT)] = Settings.seq,
+    optimizer: Annotated[
+        OptimizerChoice, typer.Option(help="Both: one after the other, from the same weights.", rich_help_panel=HOW)
+    ] = Settings.optimizer,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", rich_help_panel=HOW)] = Settings.steps,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Sequences in a step, over all ranks. Default: 16, or the next number the ranks can share.",
+            rich_help_panel=HOW,
+            show_default=False,
+        ),
+    ] = None,
+    grad_accum: Annotated[
+        int, typer.Option(help="Forward and backward passes in a step.", rich_help_panel=HOW)
+    ] = Settings.grad_accum,
+    lr: Annotated[
+        float, typer.Option(help="Peak learning rate of Muon, both halves.", rich_help_panel=HOW)
+    ] = Settings.lr,
+    adamw_lr: Annotated[
+        float, typer.Option(help="Peak learning rate of the AdamW training.", rich_help_panel=HOW)
+    ] = Settings.adamw_lr,
+    schedule: Annotated[
+        ScheduleName,
+        typer.Option(help="After warmup; wsd is constant until its last fifth.", rich_help_panel=HOW),
+    ] = Settings.schedule,
+    warmup: Annotated[
+        int | None,
+        typer.Option(help="Steps of linear warmup. Default: a tenth.", rich_help_panel=HOW, show_default=False),
+    ] = None,
+    weight_decay: Annotated[
+        float, typer.Option(help="Decoupled; vectors are never decayed.", rich_help_panel=HOW)
+    ] = Settings.weight_decay,
+    clip: Annotated[
+        float, typer.Option(help="Largest gradient norm, of what AdamW updates; 0 never clips.", rich_help_panel=HOW)
+    ] = Settings.clip,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.", rich_help_panel=HOW)] = Settings.seed,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Processes. Default: one a GPU, or 2 on a CPU.", rich_help_panel=WHERE, show_default=False),
+    ] = None,
+    parallel: Annotated[
+        Parallel, typer.Option(help="FSDP2 shards every layer; DDP replicates.", rich_help_panel=WHERE)
+    ] = Settings.parallel,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Auto: the GPUs where there are any.", rich_help_panel=WHERE)
+    ] = "auto",
+    dtype: Annotated[
+        Literal["auto", Dtype],
+        typer.Option(
+            help="Of forward and backward; weights are fp32. Auto: bf16 where it is native.", rich_help_panel=WHERE
+        ),
+    ] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the run. Default: runs/MODEL-DATE.", rich_help_panel=OUTPUT, show_default=False
+        ),
+    ] = None,
+    eval_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between two validations. Default: a twentieth.", rich_help_panel=OUTPUT, show_default=False
+        ),
+    ] = None,
+    eval_sequences: Annotated[
+        int, typer.Option(help="Held-out sequences in a validation.", rich_help_panel=OUTPUT)
+    ] = Settings.eval_sequences,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(help="Steps between two checkpoints; 0: at the end and on Ctrl-C only.", rich_help_panel=OUTPUT),
+    ] = Settings.checkpoint_every,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a run to go on with, as if it had never stopped. Its settings are kept; only --ranks "
+            "and --parallel may change.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    save_momentum: Annotated[
+        str | None,
+        typer.Option(
+            help="Also write Muon's final momentum matrices to this safetensors file.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train a language model with Muon, with AdamW, or with both from the same start, and compare them.
+
+    Without options: a small Llama learns the sources of the Python standard library.
+
+    Two ranks (or every GPU) under FSDP2 train it with Muon, then again with AdamW.
+
+    Ctrl-C stops after the current step and leaves a checkpoint.
+    """
+    given = {
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    try:
+        if resume is not None:
+            run, settings = resume, _resumed(resume, given, ranks=ranks, parallel=parallel)
+        else:
+            settings = _new(
+                data=tuple(data or ()),
+                model=model,
+                vocab=vocab,
+                seq=seq,
+                optimizer=optimizer,
+                steps=steps,
+                batch=batch,
+                grad_accum=grad_accum,
+                lr=lr,
+                adamw_lr=adamw_lr,
+                schedule=schedule,
+                warmup=warmup,
+                weight_decay=weight_decay,
+                clip=clip,
+                seed=seed,
+                ranks=ranks,
+                parallel=parallel,
+                device=device,
+                dtype=dtype,
+                out=out,
+                eval_every=eval_every,
+                eval_sequences=eval_sequences,
+                checkpoint_every=checkpoint_every,
+                save_momentum=save_momentum,
+            )
+            run = settings.directory
+        _prepare(run, settings, resuming=resume is not None)
+    except ValueError as error:
+        raise SystemExit(_complain(str(error), code=2)) from error
+    raise SystemExit(_run(run, settings))
+
+
+def _new(
+    *,
+    model: str,
+    batch: int | None,
+    grad_accum: int,
+    steps: int,
+    warmup: int | None,
+    eval_every: int | None,
+    ranks: int | None,
+    device: Literal["auto", "cpu", "cuda"],
+    dtype: Literal["auto", "bf16", "fp32"],
+    out: Path | None,
+    **rest: Any,
+) -> Settings:
+    """Settings with everything resolved that was left to the machine."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device == "cuda" and not gpus:
+        raise ValueError("--device cuda: found no GPU. Write: --device cpu")
+    if ranks is None:
+        ranks = gpus if device == "cuda" else 2
+    if device == "cuda" and ranks > gpus:
+        raise ValueError(f"--ranks {ranks}: found {gpus} GPUs, and each rank needs one. Write: --ranks {gpus}")
+    if dtype == "auto":
+        dtype = "bf16" if _has_bf16(device) else "fp32"
+    if batch is None:
+        parts = max(1, ranks * grad_accum)
+        batch = -(-Settings.batch // parts) * parts
+    if out is None:
+        out = Path("runs") / f"{Path(model).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Settings(
+        out=str(out),
+        model=model,
+        batch=batch,
+        grad_accum=grad_accum,
+        steps=steps,
+        warmup=steps // 10 if warmup is None else warmup,
+        eval_every=max(1, steps // 20) if eval_every is None else eval_every,
+        ranks=ranks,
+        device=device,
+        dtype=dtype,
+        **rest,
+    )
+
+
+def _resumed(run: Path, given: set[str], *, ranks: int | None, parallel: Parallel) -> Settings:
+    from muonmesh.cli.settings import option
+
+    refused = sorted(option(name) for name in given - KEPT_ON_RESUME - {"resume"})
+    if refused:
+        raise ValueError(
+            f"--resume {run}: goes on with the settings of that run; found {', '.join(refused)} beside it. "
+            "Leave them out, or start a new run."
+        )
+    changes: dict[str, Any] = {"out": str(run)}
+    if "ranks" in given:
+        changes["ranks"] = ranks
+    if "parallel" in given:
+        changes["parallel"] = parallel
+    return load_settings(run, **changes)
+
+
+def _prepare(run: Path, settings: Settings, *, resuming: bool) -> None:
+    """Everything that can fail without ranks: the model, the text, the directory."""
+    from rich.console import Console
+
+    from muonmesh.cli.corpus import load_corpus_of, prepare_corpus, save_corpus_of
+    from muonmesh.cli.model import check_model
+
+    console = Console(highlight=False)
+    if not resuming and run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
+    parameters = check_model(settings.model, vocab=settings.vocab, seq=settings.seq)
+    status = (
+        console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()
+    )
+    with status:
+        corpus = prepare_corpus(settings.data, vocab=settings.vocab, cache=run.parent / ".text")
+    for name, tokens in (("learn from", corpus.train_tokens), ("hold out", corpus.validation_tokens)):
+        if tokens <= settings.seq:
+            raise ValueError(
+                f"--data {corpus.source}: found {tokens} tokens to {name}; needed more than {settings.seq}, the length "
+                "of one sequence. Give more text or a smaller --seq."
+            )
+    if resuming and load_corpus_of(run).digest != corpus.digest:
+        raise ValueError(
+            f"--resume {run}: the text of {corpus.source} has changed since; needed the files it began with."
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    settings.save(load_config(run)["environment"] if resuming else _environment())
+    save_corpus_of(run, corpus)
+    console.print(_headline(settings, parameters, corpus), soft_wrap=True)
+
+
+def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
+    backend = "NCCL" if settings.device == "cuda" else "gloo"
+    return "; ".join(
+        (
+            f"[bold]{settings.model}[/bold], {parameters / 1e6:.1f}M parameters",
+            f"{corpus.source}, {corpus.files} files, {corpus.train_tokens / 1e6:.2f}M tokens to learn from, "
+            f"{corpus.validation_tokens / 1e6:.2f}M held out",
+            f"{settings.steps} steps of {settings.tokens_per_step} tokens",
+            f"{settings.ranks} ranks, {settings.parallel.upper()} over {backend}, {settings.dtype}",
+            f"into {settings.out}",
+        )
+    )
+
+
+def _run(run: Path, settings: Settings) -> int:
+    """Launch the ranks, report, and return the exit code."""
+    from rich.console import Console
+
+    from muonmesh.cli.launch import Interrupted, RankFailed, launch
+    from muonmesh.cli.report import write_report
+
+    stopped = False
+    try:
+        launch(run, ranks=settings.ranks)
+    except RankFailed as error:
+        return _complain(str(error), code=1)
+    except (Interrupted, KeyboardInterrupt):
+        stopped = True
+    report = write_report(run, settings)
+    console = Console(highlight=False)
+    if stopped:
+        console.print(f"Stopped. Go on with: muonmesh train --resume {run}", soft_wrap=True)
+    if report is not None:
+        console.print(f"Report: {report}", soft_wrap=True)
+    return 130 if stopped else 0
+
+
+def _environment() -> dict[str, Any]:
+    import os
+    import platform
+    import shlex
+
+    import torch
+    import transformers
+
+    from muonmesh.cli.launch import usable_cores
+
+    return {
+        "command": shlex.join(["muonmesh", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.machine()}, {usable_cores()} cores",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "cores divided by ranks"),
+    }
+
+
+def _has_bf16(device: str) -> bool:
+    """Whether products in bf16 are faster than in fp32; elsewhere they are emulated and slower."""
+    import torch
+
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
+
+
+def _complain(message: str, *, code: int) -> int:
+    print(f"muonmesh train: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,91 @@
+"""Launch: start the ranks with torchrun's own machinery, and say clearly how they ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from muonmesh.cli.failure import forget_failures, read_failures
+
+WORKER = "muonmesh.cli.worker"
+SECONDS_TO_STOP = 600  # after Ctrl-C, for the step under way and its checkpoint; a second Ctrl-C does not wait
+
+
+class RankFailed(Exception):
+    """A rank ended with an error; the message is that rank's."""
+
+
+class Interrupted(Exception):
+    """The ranks were asked to stop and did."""
+
+
+def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
+    """Run ``python -m worker run`` as ``ranks`` processes on this machine and wait for all of them.
+
+    SIGINT and SIGTERM reach the ranks as SIGINT, once: they finish their step and leave a checkpoint.
+
+    Raises:
+        RankFailed: a rank failed; the others were ended.
+        Interrupted: a signal came.
+    """
+    forget_failures(run)
+    threads = str(max(1, usable_cores() // ranks))
+    os.environ.setdefault("OMP_NUM_THREADS", threads)
+    # The shared store keeps the addresses of dead processes, which hangs or fails gloo after a restart.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_STOP)
+    for name in ("agent.server.api", "multiprocessing.api"):  # what they have to say is said below
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        signals_to_handle="SIGINT",
+    )
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        elastic_launch(config, sys.executable)("-m", worker, str(run))
+    except ChildFailedError as error:
+        raise RankFailed(_explain(run, error)) from error
+    except SignalException as error:
+        failures = read_failures(run)
+        if failures:
+            raise RankFailed(f"rank {failures[0].rank}: {failures[0].kind}: {failures[0].message}") from error
+        raise Interrupted from error
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def _explain(run: Path, error: ChildFailedError) -> str:
+    for rank, failure in sorted(error.failures.items()):
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # SIGTERM is how the launcher ends the others
+            name = signal.Signals(-failure.exitcode).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return f"rank {rank}: ended by {name}{hint}"
+    failures = read_failures(run)
+    if not failures:
+        rank, failure = error.get_first_failure()
+        return f"rank {rank}: ended with exit code {failure.exitcode}; its own output is above"
+    first = failures[0]
+    return f"{first.trace.rstrip()}\n\nrank {first.rank}: {first.kind}: {first.message}"

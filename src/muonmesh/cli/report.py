@@ -1,0 +1,129 @@
+"""Report: the end of a run: a table on the terminal, two pictures, and ``report.html`` that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from muonmesh.cli.plots import FILES, plot_losses
+from muonmesh.cli.settings import Settings, load_config
+from muonmesh.cli.summary import LABELS, Comparison, TrainingSummary, compare, summarise
+
+REPORT_FILE = "report.html"
+METHOD = (
+    "Both trainings start from the same weights, read the same sequences in the same order and follow the same "
+    "schedule. The validation loss is the mean over the same held-out sequences each time. The number of steps is read "
+    "off the validation curve of the better optimizer, at the final loss of the other, between two measurements by a "
+    "straight line. Under a schedule that ends at zero this understates the better one: it is read while its learning "
+    "rate is still high. Time is training time; evaluation and checkpoints are left out of it for both."
+)
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .3rem .8rem; text-align: right; }
+th { border-bottom: 2px solid #999; } td { border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; }
+.lead { font-size: 1.15rem; background: #f3f3f0; padding: .8rem 1rem; border-radius: .4rem; }
+img { max-width: 100%; height: auto; } pre { overflow-x: auto; background: #f6f6f6; padding: .8rem; font-size: .8rem; }
+.note { color: #555; font-size: .9rem; }
+"""
+
+
+def write_report(run: Path, settings: Settings) -> Path | None:
+    """Summarise a run: pictures and ``report.html`` into its directory, a table onto the terminal.
+
+    A run that was stopped is reported as far as it got; one without a finished step is not (None).
+    """
+    summaries = summarise(run)
+    if not summaries:
+        return None
+    comparison = compare(summaries)
+    plot_losses(run, summaries, comparison)
+    path = run / REPORT_FILE
+    path.write_text(_page(run, settings, summaries, comparison))
+    _print(settings, summaries, comparison)
+    return path
+
+
+def _print(settings: Settings, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> None:
+    console = Console(highlight=False)
+    table = Table()
+    headings, rows = _figures(settings, summaries)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    if comparison is not None:
+        console.print(f"[bold]{comparison}[/bold]", soft_wrap=True)
+
+
+def _figures(settings: Settings, summaries: Sequence[TrainingSummary]) -> tuple[list[str], list[list[str]]]:
+    """The table of the report: a row for each figure, a column for each training."""
+    figures: dict[str, Callable[[TrainingSummary], str]] = {
+        "validation loss, last": lambda s: f"{s.final_validation_loss:.3f}",
+        "training loss, last tenth of the steps": lambda s: f"{s.final_train_loss:.3f}",
+        "steps": lambda s: f"{s.last_step}",
+        "tokens": lambda s: f"{s.tokens:,}",
+        "training time": lambda s: f"{s.seconds:.0f} s",
+        "time per step, median": lambda s: f"{s.step_seconds * 1e3:.0f} ms",
+        "tokens per second": lambda s: f"{s.tokens_per_second:,.0f}",
+        "share of forward + backward": lambda s: f"{s.forward_backward:.1%}",
+        "share of the optimizer": lambda s: f"{s.optimizer:.1%}",
+        "share of communication": lambda s: "–" if s.communication is None else f"{s.communication:.1%}",
+        "peak learning rate": lambda s: f"{settings.lr if s.name == 'muon' else settings.adamw_lr:g}",
+    }
+    rows = [[name, *(figure(summary) for summary in summaries)] for name, figure in figures.items()]
+    return ["", *(LABELS[summary.name] for summary in summaries)], rows
+
+
+def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> str:
+    config = load_config(run)
+    environment = config.pop("environment")
+    titles = {"steps": "Loss against steps", "seconds": "Loss against time"}
+    pictures = "".join(
+        f'<h2>{titles[axis]}</h2><img alt="{titles[axis]}" src="data:image/png;base64,{_base64(run / name)}">'
+        for axis, name in FILES.items()
+    )
+    explanation = (run / "explain.txt").read_text()
+    lead = str(comparison) if comparison is not None else _unfinished(settings, summaries)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>muonmesh train: {html.escape(run.name)}</title><style>{STYLE}</style></head><body>
+<h1>muonmesh train: {html.escape(run.name)}</h1>
+<p class="lead">{html.escape(lead)}.</p>
+{_table(*_figures(settings, summaries))}
+<p class="note">{html.escape(METHOD)} Shares are of a step's time on the first rank; communication is what that rank
+waited for, imbalance between the ranks included.</p>
+{pictures}
+<h2>Who orthogonalises what</h2><pre>{html.escape(explanation)}</pre>
+<h2>Where it ran</h2>{_pairs(environment)}
+<h2>Settings</h2>{_pairs(config)}
+</body></html>
+"""
+
+
+def _unfinished(settings: Settings, summaries: Sequence[TrainingSummary]) -> str:
+    losses = ", ".join(f"{LABELS[s.name]} {s.final_validation_loss:.3f} after {s.last_step} steps" for s in summaries)
+    missing = [LABELS[name] for name in settings.optimizers if name not in {s.name for s in summaries}]
+    return f"Validation loss: {losses}" + (f"; not trained yet: {', '.join(missing)}" if missing else "")
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return _table(("", "value"), [(str(name), str(value)) for name, value in values.items()])
+
+
+def _base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode("ascii")

@@ -1,0 +1,34 @@
+"""Tokenizer: a byte-level BPE trained on the text of the run itself, so that nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
+TRAINING_CHARACTERS = 50_000_000  # merges settle long before; more only takes longer
+
+
+def train_tokenizer(texts: Sequence[str], *, vocab: int) -> Tokenizer:
+    """A byte-level BPE with at most ``vocab`` entries; the same texts in the same order give the same tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first(texts, TRAINING_CHARACTERS), trainer)
+    return tokenizer
+
+
+def _first(texts: Sequence[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        if characters <= 0:
+            return
+        yield text[:characters]
+        characters -= len(text)

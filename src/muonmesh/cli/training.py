@@ -1,0 +1,282 @@
+"""Training: one optimizer, one model, from its first step or its last checkpoint to its end. Runs on every rank."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from muonmesh.cli.checkpoints import Checkpoints
+from muonmesh.cli.clock import (
+    CollectiveClock,
+    Moment,
+    StepTimes,
+    moment,
+    seconds_between,
+)
+from muonmesh.cli.corpus import Corpus, Windows
+from muonmesh.cli.metrics import MetricsLog
+from muonmesh.cli.model import build_model, model_config, parallelise
+from muonmesh.cli.optimizers import build_optimizer, clip_gradients, communication_seconds, explain, metrics
+from muonmesh.cli.progress import ProgressLine
+from muonmesh.cli.schedule import learning_rate_factor
+from muonmesh.cli.settings import Optimizer, Settings
+from muonmesh.cli.stop import StopRequest
+
+
+class Training:
+    """A model and an optimizer that learn together.
+
+    Whatever changes from step to step is a function of the seed and the step: the learning rate, the sequences that
+    are read, the random numbers. So two trainings with different optimizers see the same weights and data, and one
+    that resumes goes on as if it had never stopped.
+    """
+
+    def __init__(self, name: Optimizer, settings: Settings, corpus: Corpus, device: torch.device) -> None:
+        self.name, self.settings, self.device = name, settings, device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(settings.seed)
+        config = model_config(settings.model, vocab=corpus.vocab, seq=settings.seq)
+        self.model = parallelise(build_model(config), parallel=settings.parallel, dtype=settings.dtype, device=device)
+        self.optimizer = build_optimizer(name, self.model, settings)
+        self.peak_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
+        validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
+        self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
+        self.checkpoints = Checkpoints(settings.directory / "checkpoints" / name)
+        self.clock = CollectiveClock(self.model)
+        self.start = 0
+        self.seconds = 0.0  # of training, evaluation and checkpoints left out
+        if isinstance(self.model, DistributedDataParallel):
+            self._settle_buckets()
+
+    def restore(self) -> None:
+        """Go to the latest checkpoint, if there is one."""
+        step = self.checkpoints.latest()
+        if step is not None:
+            progress = self.checkpoints.load(step, self.model, self.optimizer)
+            self.start, self.seconds = step, progress["seconds"]
+
+    def run(self, log: MetricsLog | None, stop: StopRequest) -> bool:
+        """Train to the end; False when a stop was asked for, with a checkpoint of the step reached.
+
+        The ranks agree on that step: each step reduces one flag, read one step later so that a GPU is never waited
+        for, and all act on it at the same place.
+        """
+        settings = self.settings
+        with ProgressLine(
+            self.name,
+            steps=settings.steps,
+            start=self.start,
+            tokens_per_step=settings.tokens_per_step,
+            visible=log is not None,
+        ) as line:
+            if self.start == 0:
+                self._validate(0, log, line)
+            in_flight: _StepInFlight | None = None
+            for step in range(self.start + 1, settings.steps + 1):
+                previous, in_flight = in_flight, self._step(step, stop)
+                stopping = previous is not None and self._finish(previous, log, line)
+                validating = step % settings.eval_every == 0 or step == settings.steps
+                saving = step == settings.steps or _divides(settings.checkpoint_every, step) or stopping
+                if validating or saving:
+                    stopping = self._finish(in_flight, log, line) or stopping
+                    in_flight = None
+                if validating:
+                    self._validate(step, log, line)
+                if saving or stopping:
+                    self.checkpoints.save(step, self.model, self.optimizer, {"seconds": self.seconds})
+                if stopping:
+                    return step == settings.steps
+        return True
+
+    def evaluate(self) -> float:
+        """Mean loss over the same held-out sequences each time, shared among the ranks."""
+        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        size = self.settings.micro_batch
+        mine = self.validation_windows[self.rank :: self.world]
+        most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs as many forwards on every rank
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        inner.eval()
+        with torch.no_grad():
+            for first in range(0, most, size):
+                batch = mine[first : first + size]
+                loss = self._loss(inner, batch if len(batch) else self.validation_windows[:1])
+                total += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)]) * len(batch)
+        inner.train()
+        for module in inner.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root stays gathered after a forward without backward; a checkpoint needs shards
+        dist.all_reduce(total)
+        loss_sum, count = total.tolist()
+        return float(loss_sum / count)
+
+    def explain(self) -> str:
+        """Who goes where and why, as text. Called on all ranks."""
+        return explain(self.optimizer)
+
+    def _step(self, step: int, stop: StopRequest) -> _StepInFlight:
+        settings = self.settings
+        factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
+            group["lr"] = peak * factor
+        seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
+        torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
+
+        began = moment(self.device)
+        with self.clock:
+            loss = self._accumulate(step)
+        waited = self.clock.take()
+        computed = moment(self.device)
+        with self.clock:
+            clip_gradients(self.optimizer, self.model, settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        updated = moment(self.device)
+        waited_in_optimizer = self.clock.take() + communication_seconds(self.optimizer)
+        return _StepInFlight(
+            step=step,
+            lr=max(group["lr"] for group in self.optimizer.param_groups),
+            status=_reduced(loss / self.world, stop.requested),
+            moments=(began, computed, updated, moment(self.device)),
+            waited=(waited, waited_in_optimizer),
+        )
+
+    def _accumulate(self, step: int) -> Tensor:
+        """Forward and backward over this rank's share of a step's sequences; its mean loss, 0-d."""
+        settings = self.settings
+        first = (step - 1) * settings.batch
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro in range(settings.grad_accum):
+            last = micro == settings.grad_accum - 1
+            begin = first + (micro * self.world + self.rank) * settings.micro_batch
+            with self._synchronising(last):
+                windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
+                loss = self._loss(self.model, windows) / settings.grad_accum
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _synchronising(self, last: bool) -> AbstractContextManager[None]:
+        """Reduce gradients in the last backward of a step only."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+        elif isinstance(self.model, DistributedDataParallel) and not last:
+            return self.model.no_sync()
+        return nullcontext()
+
+    def _loss(self, model: nn.Module, windows: np.ndarray) -> Tensor:
+        """Mean cross entropy in nats per token, 0-d fp32, of (n, seq + 1) windows."""
+        tokens = torch.from_numpy(windows).to(self.device, non_blocking=True)
+        autocast = self.settings.dtype == "bf16" and self.settings.parallel == "ddp"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _finish(self, flight: _StepInFlight, log: MetricsLog | None, line: ProgressLine) -> bool:
+        """Read a step's results, record them, and say whether any rank asked to stop."""
+        loss, stop_flags = flight.status.read()
+        times = flight.times()
+        self.seconds += times.total
+        if log is not None:
+            log.append(
+                run=self.name,
+                step=flight.step,
+                tokens=flight.step * self.settings.tokens_per_step,
+                seconds=self.seconds,
+                loss=loss,
+                lr=flight.lr,
+                step_seconds=times.total,
+                forward_backward_seconds=times.forward_backward,
+                optimizer_seconds=times.optimizer,
+                communication_seconds=times.communication,
+            )
+        line.step(flight.step, loss, times)
+        return stop_flags > 0
+
+    def _validate(self, step: int, log: MetricsLog | None, line: ProgressLine) -> None:
+        loss = self.evaluate()
+        details = metrics(self.optimizer) if step else {}
+        if log is not None:
+            log.append(
+                run=self.name,
+                step=step,
+                tokens=step * self.settings.tokens_per_step,
+                seconds=self.seconds,
+                validation_loss=loss,
+                **({"optimizer": details} if details else {}),
+            )
+        line.validation(step, loss)
+
+    def _settle_buckets(self) -> None:
+        """Let DDP rearrange its buckets now, by two passes whose gradients are dropped.
+
+        It does so once, after the first backward, into the order in which gradients became ready. Sums over three or
+        more ranks round differently in another bucket, and a resumed run would otherwise go through its first step
+        with buckets that the uninterrupted run had long left behind.
+        """
+        for _ in range(2):
+            self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(frozen=True)
+class _StepInFlight:
+    """A step that the host has issued; a GPU may still be at it."""
+
+    step: int
+    lr: float
+    status: _Reading
+    moments: tuple[Moment, Moment, Moment, Moment]  # began, gradients there, updated, status reduced
+    waited: tuple[float, float]  # host seconds in collectives: before and within the update
+
+    def times(self) -> StepTimes:
+        began, computed, updated, ended = self.moments
+        forward_backward = seconds_between(began, computed)
+        update = seconds_between(computed, updated)
+        total = seconds_between(began, ended)
+        if not isinstance(began, float):  # on a GPU the host's waits say nothing
+            return StepTimes(total=total, forward_backward=forward_backward, optimizer=update, communication=None)
+        before, within = self.waited
+        reduction = seconds_between(updated, ended)
+        return StepTimes(
+            total=total,
+            forward_backward=max(0.0, forward_backward - before),
+            optimizer=max(0.0, update - within),
+            communication=before + within + reduction,
+        )
+
+
+class _Reading:
+    """Numbers on their way to the host; :meth:`read` waits for them and for nothing that was issued later."""
+
+    def __init__(self, values: Tensor) -> None:
+        on_gpu = values.is_cuda
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+        self._host.copy_(values, non_blocking=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
+
+
+def _reduced(loss: Tensor, stop: bool) -> _Reading:
+    status = torch.stack([loss, torch.full_like(loss, float(stop))])
+    dist.all_reduce(status)
+    return _Reading(status)
+
+
+def _divides(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,108 @@
+"""Worker: what each rank runs, as ``python -m muonmesh.cli.worker RUN``. Started by :mod:`muonmesh.cli.launch`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muonmesh.cli.failure import record_failure
+from muonmesh.cli.stop import StopRequest
+
+if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
+    import torch
+
+    from muonmesh.cli.corpus import Corpus
+    from muonmesh.cli.metrics import MetricsLog
+    from muonmesh.cli.settings import Optimizer, Settings
+
+EXPLANATION_FILE = "explain.txt"
+
+
+def work(run: Path) -> None:
+    """Train what the run's settings ask for, going on from its checkpoints where there are any.
+
+    Raises:
+        RuntimeError: the ranks were given different texts.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from muonmesh.cli.corpus import load_corpus_of
+    from muonmesh.cli.metrics import MetricsLog
+    from muonmesh.cli.settings import load_settings
+
+    settings = load_settings(run)
+    corpus = load_corpus_of(run)
+    device = torch.device(settings.device)
+    if settings.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, corpus.digest)
+    if len(set(digests)) > 1:
+        raise RuntimeError(
+            f"the ranks were given different texts: digests {digests}; needed the same files on each host."
+        )
+    stop = StopRequest()
+    log = MetricsLog(run) if dist.get_rank() == 0 else None
+    for name in settings.optimizers:
+        if not _train(name, run, settings, corpus, device, log, stop):
+            break
+        gc.collect()  # sharded models are full of cycles, and the next one needs the room
+    dist.destroy_process_group()
+
+
+def _train(
+    name: Optimizer,
+    run: Path,
+    settings: Settings,
+    corpus: Corpus,
+    device: torch.device,
+    log: MetricsLog | None,
+    stop: StopRequest,
+) -> bool:
+    """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
+    import torch.distributed as dist
+
+    from muonmesh.cli.momentum import save_momentum
+    from muonmesh.cli.training import Training
+
+    training = Training(name, settings, corpus, device)
+    training.restore()
+    explanation = training.explain()
+    if log is not None:
+        log.cut(name, training.start if training.start else -1)
+        with (run / EXPLANATION_FILE).open("w" if name == settings.optimizers[0] else "a") as file:
+            file.write(f"{name}\n\n{explanation}\n\n")
+    dist.barrier()  # no rank may die of the Ctrl-C that another one takes as a wish
+    stop.install()
+    finished = training.run(log, stop)
+    if finished and name == "muon" and settings.save_momentum is not None:
+        save_momentum(Path(settings.save_momentum), training.model, training.optimizer)
+    return finished
+
+
+def main(work: Callable[[Path], None] = work) -> None:
+    """Run ``work`` as one rank. An error is written where the launcher finds it, and ends the process at once.
+
+    At once, because a rank that unwinds slowly keeps its sockets open and leaves the others waiting.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a step to finish, Ctrl-C ends a rank at once
+    run = Path(sys.argv[1])
+    try:
+        work(run)
+    except BaseException as error:
+        record_failure(run, int(os.environ["RANK"]), error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

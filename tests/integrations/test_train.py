@@ -1,0 +1,517 @@
+"""`muonmesh train`: its parts, its errors, and whole runs on two ranks that are stopped, resumed and compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from muonmesh.cli.app import app
+from muonmesh.cli.checkpoints import latest_step
+from muonmesh.cli.corpus import Windows, find_files, prepare_corpus, split_texts, standard_library
+from muonmesh.cli.launch import RankFailed, launch
+from muonmesh.cli.metrics import MetricsLog, read_metrics
+from muonmesh.cli.model import PRESETS, blocks_of, build_model, model_config
+from muonmesh.cli.schedule import learning_rate_factor
+from muonmesh.cli.settings import Settings, load_settings
+from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
+
+COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
+STEPS = 12
+# A whole run in seconds: a narrow model, short sequences, a small tokenizer. Dropout shows whether random numbers
+# resume.
+TINY = ("--steps", STEPS, "--batch", 8, "--seq", 32, "--vocab", 400, "--eval-every", 4, "--eval-sequences", 10)
+
+
+# --- schedule ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
+def test_every_schedule_warms_up_and_never_exceeds_its_peak(name: Any) -> None:
+    factors = [learning_rate_factor(step, name=name, steps=100, warmup=10) for step in range(1, 101)]
+    assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert max(factors) == 1.0
+    assert all(later <= earlier for earlier, later in itertools.pairwise(factors[9:]))
+    assert factors[-1] > 0, "the last step would do nothing"
+
+
+def test_schedules_end_where_they_should() -> None:
+    def last(name: Any) -> float:
+        return learning_rate_factor(1000, name=name, steps=1000, warmup=0)
+
+    assert last("cosine") == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.999)))
+    assert last("linear") == pytest.approx(0.001)
+    assert last("wsd") == pytest.approx(0.005)
+    assert last("constant") == 1.0
+    assert learning_rate_factor(800, name="wsd", steps=1000, warmup=0) == 1.0
+
+
+# --- corpus -----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def documents(count: int) -> dict[str, str]:
+    return {f"{i:03}.txt": f"Document {i} counts to {i * i}.\n" * 30 for i in range(count)}
+
+
+def test_the_same_text_gives_the_same_tokens_wherever_it_lies(tmp_path: Path) -> None:
+    here = write(tmp_path / "here", documents(60))
+    renamed = {f"deep/{99 - int(name[:3])}.md": text for name, text in documents(60).items()}
+    there = write(tmp_path / "there", renamed)
+    one = prepare_corpus([str(here)], vocab=300, cache=tmp_path / "a")
+    other = prepare_corpus([str(there)], vocab=300, cache=tmp_path / "b")
+    assert one.digest == other.digest
+    assert np.array_equal(one.train(), other.train())
+    assert one.train_tokens == len(one.train()) > len(one.validation()) == one.validation_tokens > 0
+    write(there, {"deep/0.md": "something else"})
+    assert prepare_corpus([str(there)], vocab=300, cache=tmp_path / "b").digest != one.digest
+
+
+def test_held_out_files_are_not_learnt_from_even_as_copies(tmp_path: Path) -> None:
+    folder = write(tmp_path / "text", documents(200))
+    write(folder, {f"copy-{name}": text for name, text in documents(200).items()})
+    corpus = prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache")
+    assert corpus.files == 200
+    train, held_out = (
+        set("".join(map(chr, tokens)).split("\0")) - {""} for tokens in (corpus.train(), corpus.validation())
+    )
+    assert len(train) + len(held_out) == 200
+    assert not train & held_out
+    assert 2 <= len(held_out) <= 30, "about one file in twenty"
+
+
+def test_a_single_file_holds_out_its_end() -> None:
+    text = "".join(f"line {i}\n" for i in range(1000))
+    (train,), (held_out,) = split_texts([("0" * 64, text)])
+    assert train + held_out == text
+    assert 0.03 < len(held_out) / len(text) < 0.07
+
+
+def test_find_files_takes_files_folders_and_globs(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a.py": "a", "sub/b.py": "b", "sub/c.md": "c", ".hidden/d.py": "d"})
+    assert {path.name for path in find_files([str(folder)])} == {"a.py", "b.py", "c.md"}
+    assert {path.name for path in find_files([f"{folder}/**/*.py"])} == {"a.py", "b.py"}
+    assert [path.name for path in find_files([str(folder / "sub/c.md")])] == ["c.md"]
+    with pytest.raises(ValueError, match=r"--data .*nothing.*needed a file, a folder or a glob"):
+        find_files([str(folder / "nothing")])
+
+
+def test_the_standard_library_is_there_without_tests_or_installed_packages() -> None:
+    files = standard_library()
+    names = {path.name for path in files}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not any({"site-packages", "test", "tests"} & set(path.parts) for path in files)
+    assert sum(path.stat().st_size for path in files) > 3_000_000
+
+
+def test_windows_read_everything_once_an_epoch_in_an_order_of_the_seed_alone() -> None:
+    tokens = np.arange(1001, dtype=np.uint16)
+    windows = Windows(tokens, length=10, seed=3)
+    epoch = windows.shuffled(range(100))
+    assert epoch.shape == (100, 11)
+    assert sorted(epoch[:, 0].tolist()) == list(range(0, 1000, 10))
+    assert (epoch[:, 1:] - epoch[:, :-1] == 1).all(), "targets are the inputs, one on"
+    assert not np.array_equal(epoch, windows.shuffled(range(100, 200))), "the second epoch has an order of its own"
+    assert np.array_equal(windows.shuffled([42, 142]), Windows(tokens, length=10, seed=3).shuffled([42, 142]))
+    assert not np.array_equal(epoch, Windows(tokens, length=10, seed=4).shuffled(range(100)))
+    assert windows.spread(4)[:, 0].tolist() == [0, 250, 500, 750]
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_a_preset_a_file_or_a_type(tmp_path: Path) -> None:
+    import torch
+
+    with torch.device("meta"):
+        preset = build_model(model_config("nano", vocab=300, seq=32))
+        file = tmp_path / "config.json"
+        file.write_text(
+            json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 50257})
+        )
+        from_file = build_model(model_config(str(file), vocab=300, seq=32))
+        by_type = build_model(model_config("gpt2", vocab=300, seq=32))
+    assert len(blocks_of(preset)) == PRESETS["nano"]["num_hidden_layers"]
+    assert len(blocks_of(from_file)) == 3
+    assert len(blocks_of(by_type)) == 12
+    assert {model.get_input_embeddings().weight.shape[0] for model in (preset, from_file, by_type)} == {300}
+
+
+# --- summary ----------------------------------------------------------------------------------------------------------
+
+
+def summary(name: str, losses: list[float]) -> TrainingSummary:
+    points = tuple(Point(step=10 * i, seconds=5.0 * i, loss=loss) for i, loss in enumerate(losses))
+    return TrainingSummary(
+        name=name,
+        train=points[1:],
+        validation=points,
+        tokens=1000,
+        step_seconds=0.5,
+        tokens_per_second=100.0,
+        forward_backward=0.8,
+        optimizer=0.1,
+        communication=0.1,
+    )
+
+
+def test_the_crossing_is_read_between_two_validations() -> None:
+    curve = summary("muon", [8.0, 4.0, 3.0, 2.5]).validation
+    assert crossing_of(curve, 3.25) == (17.5, 8.75)
+    assert crossing_of(curve, 4.0) == (10.0, 5.0)
+    assert crossing_of(curve, 9.0) == (0.0, 0.0)
+    assert crossing_of(curve, 2.4) is None
+
+
+def test_the_better_optimizer_is_compared_with_the_other_whichever_it_is() -> None:
+    good, poor = [8.0, 4.0, 3.0, 2.5], [8.0, 5.0, 4.0, 3.5]
+    found = compare([summary("muon", good), summary("adamw", poor)])
+    assert found is not None
+    assert (found.faster, found.slower, found.steps, found.of_steps) == ("muon", "adamw", 15.0, 30)
+    assert "Muon reached AdamW's final validation loss of 3.500 after 15 of 30 steps (0.50×)" in str(found)
+    found = compare([summary("muon", poor), summary("adamw", good)])
+    assert found is not None
+    assert (found.faster, found.steps) == ("adamw", 15.0)
+    assert compare([summary("muon", good)]) is None
+    assert compare([summary("muon", good), summary("adamw", poor[:-1])]) is None
+
+
+def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    for run in ("muon", "adamw"):
+        for step in (1, 2, 3):
+            log.append(run=run, step=step, loss=1 / 3)
+    log.cut("adamw", 1)
+    log.append(run="adamw", step=2, loss=0.1)
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"run": "adamw", "st')  # killed in the middle of a line
+    kept = [(r["run"], r["step"], r["loss"]) for r in read_metrics(tmp_path)]
+    assert kept == [("muon", 1, 1 / 3), ("muon", 2, 1 / 3), ("muon", 3, 1 / 3), ("adamw", 1, 1 / 3), ("adamw", 2, 0.1)]
+
+
+def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
+    assert latest_step(tmp_path / "none") is None
+    (tmp_path / "step-00000010").mkdir()
+    (tmp_path / "step-00000020.writing").mkdir()
+    assert latest_step(tmp_path) == 10
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "--lr 0": r"--lr 0.0: needed a positive, finite",
+    "--adamw-lr nan": r"--adamw-lr nan: needed a positive, finite",
+    "--steps 0": r"--steps 0: needed a whole number of at least 1",
+    "--warmup 12 --steps 12": r"--warmup 12: leaves none of the 12 steps. Write: --warmup 1",
+    "--clip -1": r"--clip -1.0: needed zero or more",
+    "--ranks 0": r"--ranks 0: needed a whole number of at least 1",
+    "--batch 3": r"--batch 3: cannot be divided over 2 ranks × 1 micro-steps; .* Write: --batch 4",
+    "--batch 4 --grad-accum 3": r"Write: --batch 6",
+    "--model nonsense": r"--model nonsense: .*Needed a preset \(nano",
+    "--model missing.json": r"--model missing.json: no such file",
+    "--model vit": r"--model: vit does not predict the next token",
+    "--model gpt2 --seq 2000": r"--model gpt2: reads at most 1024 tokens; --seq is 2000. Write: --seq 1024",
+    "--data nothing/here": r"--data 'nothing/here': found no file",
+    "--vocab 12": r"--vocab 12: needed a whole number of at least 257",
+    "--optimizer sgd": r"(?s)--optimizer.*sgd.*muon.*adamw.*both",
+    "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp",
+    "--schedule never": r"(?s)--schedule.*never.*cosine",
+    "--resume nowhere": r"nowhere: found no config.json; needed the directory of a run",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    device = [] if "--resume" in line else ["--device", "cpu", "--out", "run"]
+    result = CliRunner().invoke(app, ["train", *line.split(), *device], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert re.search(WRONG[line], result.stderr), result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_text_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "too little"})
+    options = ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    result = CliRunner().invoke(app, ["train", *options])
+    assert result.exit_code == 2
+    assert re.search(r"found \d+ tokens to learn from; needed more than 256", result.stderr)
+
+
+def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
+    write(tmp_path / "run", {"thesis.txt": "the only copy"})
+    result = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "run"), "--device", "cpu"])
+    assert result.exit_code == 2
+    assert f"--resume {tmp_path / 'run'}" in result.stderr
+
+
+def test_help_is_grouped_and_needs_no_model_library() -> None:
+    code = (
+        "import sys; sys.argv = ['muonmesh', 'train', '--help']\n"
+        "from muonmesh.cli import main\n"
+        "try: main()\n"
+        "finally: print('loaded:', sorted({'transformers', 'tokenizers', 'matplotlib'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for group in ("What to learn", "How to learn", "Where to run", "What to keep"):
+        assert group in result.stdout
+    assert "loaded: []" in result.stdout
+
+
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from muonmesh.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "needs typer" in result.stderr
+    assert "pip install 'muonmesh[train]'" in result.stderr
+
+
+# --- ranks that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("raise", "rank 1: ValueError: the third layer is on fire"), ("kill", "rank 1: ended by SIGKILL")],
+)
+def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "how").write_text(how)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    start = time.monotonic()
+    try:
+        with pytest.raises(RankFailed, match=re.escape(message)):
+            launch(tmp_path, ranks=2, worker="tests.integrations.failing_worker")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert time.monotonic() - start < 60
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty files of the standard library: enough to learn from, little to prepare."""
+    folder = tmp_path_factory.mktemp("text")
+    for file in sorted(standard_library(), key=lambda path: path.name)[:120:2]:
+        shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "gpt2-with-dropout.json"
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.1}
+    path.write_text(json.dumps(config))
+    return path
+
+
+def train(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def losses(run: Path) -> dict[tuple[str, int, str], float]:
+    """Every loss and validation loss of a run, by optimizer and step."""
+    return {
+        (record["run"], record["step"], key): record[key]
+        for record in read_metrics(run)
+        for key in ("loss", "validation_loss")
+        if key in record
+    }
+
+
+def stop_after(run: Path, optimizer: str, step: int, *options: object) -> int:
+    """Start a run, press Ctrl-C once ``optimizer`` has finished ``step``, and return the exit code."""
+    process = subprocess.Popen([*COMMAND, *map(str, options)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not any(r["run"] == optimizer and r["step"] >= step and "loss" in r for r in read_metrics(run)):
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    return process.wait(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def finished(runs: Path, text: Path, with_dropout: Path) -> Callable[[str], Path]:
+    """`finished("fsdp")` is an uninterrupted run of both optimizers on two ranks."""
+    made: dict[str, Path] = {}
+
+    def run(parallel: str) -> Path:
+        if parallel not in made:
+            made[parallel] = runs / parallel
+            result = train(*TINY, *options_of(parallel, text, with_dropout), "--out", made[parallel])
+            assert result.returncode == 0, result.stderr
+            (made[parallel] / "output.txt").write_text(result.stdout)
+        return made[parallel]
+
+    return run
+
+
+def options_of(parallel: str, text: Path, with_dropout: Path) -> list[object]:
+    """FSDP2 with the default kind of model; DDP with dropout and gradient accumulation."""
+    common: list[object] = ["--data", text, "--device", "cpu", "--parallel", parallel, "--checkpoint-every", 5]
+    return common + (["--model", "nano"] if parallel == "fsdp" else ["--model", with_dropout, "--grad-accum", 2])
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_the_same_start_with_both_optimizers(finished: Callable[[str], Path]) -> None:
+    found = losses(finished("fsdp"))
+    for name in ("muon", "adamw"):
+        assert [step for run, step, key in found if (run, key) == (name, "loss")] == list(range(1, STEPS + 1))
+        assert [step for run, step, key in found if (run, key) == (name, "validation_loss")] == [0, 4, 8, 12]
+        assert found[name, 0, "validation_loss"] == pytest.approx(math.log(400), rel=0.05)
+        assert found[name, STEPS, "validation_loss"] < found[name, 0, "validation_loss"] - 0.1
+    assert found["muon", 0, "validation_loss"] == found["adamw", 0, "validation_loss"], "other weights or other text"
+    assert found["muon", 1, "loss"] == found["adamw", 1, "loss"], "other weights or other batches"
+    assert found["muon", 2, "loss"] != found["adamw", 2, "loss"], "the same optimizer twice"
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Callable[[str], Path]) -> None:
+    run = finished("fsdp")
+    output = (run / "output.txt").read_text()
+    assert "Muon" in output
+    assert "AdamW" in output
+    assert f"Report: {run / 'report.html'}" in output
+
+    pictures = [run / "loss-steps.png", run / "loss-time.png"]
+    for picture in pictures:
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG")
+        width, height = struct.unpack(">II", content[16:24])
+        assert width > 600
+        assert height > 400
+
+    page = References((run / "report.html").read_text())
+    assert len(page.references) == len(pictures)
+    assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
+
+    settings = load_settings(run)
+    assert (settings.ranks, settings.warmup, settings.batch, settings.dtype in ("bf16", "fp32")) == (2, 1, 8, True)
+    environment = json.loads((run / "config.json").read_text())["environment"]
+    assert {"command", "date", "torch", "machine"} <= set(environment)
+
+    explanation = (run / "explain.txt").read_text()
+    assert "model.layers.1.mlp.down_proj.weight" in explanation
+    assert "torch.optim.AdamW" in explanation
+
+
+@pytest.mark.slow
+def test_the_shares_of_a_step_add_up_to_the_step(finished: Callable[[str], Path]) -> None:
+    for parallel in ("fsdp", "ddp"):
+        for record in read_metrics(finished(parallel)):
+            if "loss" in record:
+                parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer", "communication")]
+                assert min(parts) > 0
+                assert sum(parts) == pytest.approx(record["step_seconds"], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
+def test_a_run_stopped_in_either_half_resumes_bit_for_bit(
+    parallel: str, finished: Callable[[str], Path], runs: Path, text: Path, with_dropout: Path
+) -> None:
+    run = runs / f"{parallel}-stopped"
+    options = [*TINY, *options_of(parallel, text, with_dropout), "--out", run]
+    assert stop_after(run, "muon", 3, *options) == 130
+    stopped_at = latest_step(run / "checkpoints" / "muon")
+    assert stopped_at is not None
+    assert 3 <= stopped_at <= STEPS
+    assert (run / "report.html").is_file(), "a stopped run is reported as far as it got"
+    assert stop_after(run, "adamw", 2, "--resume", run) == 130
+    assert latest_step(run / "checkpoints" / "muon") == STEPS
+    assert train("--resume", run).returncode == 0
+    assert losses(run) == losses(finished(parallel))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_no_world_size(
+    finished: Callable[[str], Path], runs: Path, text: Path, with_dropout: Path
+) -> None:
+    run = runs / "other-layout"
+    assert stop_after(run, "muon", 3, *TINY, *options_of("fsdp", text, with_dropout), "--out", run) == 130
+    result = train("--resume", run, "--ranks", 1, "--parallel", "ddp")
+    assert result.returncode == 0, result.stderr
+    found, expected = losses(run), losses(finished("fsdp"))
+    assert found.keys() == expected.keys()
+    assert max(abs(found[key] - expected[key]) for key in expected) < 0.02, "bf16 sums in another order, no more"
+
+
+@pytest.mark.slow
+def test_resume_keeps_the_settings_of_the_run(finished: Callable[[str], Path]) -> None:
+    result = train("--resume", finished("fsdp"), "--lr", 1)
+    assert result.returncode == 2
+    assert "found --lr beside it" in result.stderr
+
+
+@pytest.mark.slow
+def test_ranks_and_micro_steps_share_a_step_without_changing_it(runs: Path, text: Path) -> None:
+    common = [*TINY, "--data", text, "--device", "cpu", "--model", "nano", "--dtype", "fp32", "--optimizer", "muon"]
+    momentum = runs / "momentum.safetensors"
+    shared = train(*common, "--parallel", "fsdp", "--out", runs / "shared", "--save-momentum", momentum)
+    alone = train(*common, "--ranks", 1, "--parallel", "ddp", "--grad-accum", 4, "--out", runs / "alone")
+    assert (shared.returncode, alone.returncode) == (0, 0), shared.stderr + alone.stderr
+    found, expected = losses(runs / "shared"), losses(runs / "alone")
+    assert found.keys() == expected.keys()
+    assert max(abs(found[key] - expected[key]) for key in expected) < 2e-3
+    assert found["muon", 1, "loss"] == pytest.approx(expected["muon", 1, "loss"], abs=1e-6)
+
+    momenta = load_file(momentum)
+    assert momenta["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
+    assert len(momenta) == 7 * PRESETS["nano"]["num_hidden_layers"]
+    assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
+
+
+class References(HTMLParser):
+    """Every address a page refers to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+
+
+def test_settings_survive_their_file(tmp_path: Path) -> None:
+    settings = Settings(out=str(tmp_path), data=("a", "b"), steps=7, warmup=0, lr=1 / 3)
+    settings.save({"torch": "any"})
+    assert load_settings(tmp_path) == settings
+    assert load_settings(tmp_path, ranks=4).ranks == 4
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "colour": "red"}))
+    with pytest.raises(ValueError, match=r"unknown settings.*colour"):
+        load_settings(tmp_path)

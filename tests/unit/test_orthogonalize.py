@@ -1,0 +1,433 @@
+"""orthogonalize against the scalar polynomials on fp64 singular values, and what it promises about bits.
+
+The oracle is written here from the definition: x / ‖x‖_F = UΣVᵀ, the odd polynomials on Σ one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from muonmesh import orthogonalize
+from muonmesh.numerics.coefficients import Coefficients, coefficient_schedule
+from muonmesh.numerics.newton_schulz import resolve_method
+
+Spectrum = Literal["gaussian", "two decades", "four decades", "peaked", "rank deficient"]
+SPECTRA: tuple[Spectrum, ...] = ("gaussian", "two decades", "four decades", "peaked", "rank deficient")
+# Each published set with the number of steps it was made for.
+MADE_FOR = {"simple": 5, "quintic": 5, "polar_express": 5, "cans": 5, "deepseekv4": 10, "aol": 4}
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+# The steps differ in length; degree 9 among them.
+MIXED = [(1.5, -0.5), (2.0, -1.5, 0.5), (2.1875, -2.1875, 1.3125, -0.3125), (2.4609, -3.2813, 2.9531, -1.4063, 0.2734)]
+
+
+def matrix(rows: int, cols: int, spectrum: Spectrum, seed: int = 0) -> Tensor:
+    """An fp64 matrix with random singular vectors and the given singular values."""
+    generator = torch.Generator().manual_seed(1000 * rows + cols + seed)
+    x = torch.randn(rows, cols, dtype=torch.float64, generator=generator)
+    if spectrum == "gaussian":
+        return x
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    along = torch.linspace(0, 1, len(s), dtype=torch.float64)
+    if spectrum == "two decades":
+        s = 10 ** (-2 * along)
+    elif spectrum == "four decades":
+        s = 10 ** (-4 * along)
+    elif spectrum == "peaked":
+        s = torch.where(along == 0, 1.0, 1e-3)
+    else:
+        s = torch.where(along < 0.5, 1.0, 0.0).to(torch.float64)
+    return (u * s) @ vh
+
+
+def oracle(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
+    """The result in exact arithmetic, as far as fp64 goes."""
+    x = x.double()
+    if coefficients == "aol":  # the rows (of the short side) scaled by (Σ_j |x xᵀ|_ij)^-1/2
+        wide = x if x.shape[0] <= x.shape[1] else x.mT
+        wide = wide / wide.norm()
+        wide = wide / (wide @ wide.mT).abs().sum(1, keepdim=True).sqrt()
+        x = wide if x.shape[0] <= x.shape[1] else wide.mT
+        norm = 1.0
+    else:
+        norm = float(x.norm())
+    u, s, vh = torch.linalg.svd(x / norm, full_matrices=False)
+    for polynomial in coefficient_schedule(coefficients, steps):
+        s = sum((c * s ** (2 * k + 1) for k, c in enumerate(polynomial)), torch.zeros_like(s))
+    return (u * s) @ vh
+
+
+def error(result: Tensor, expected: Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
+
+
+def bits(x: Tensor) -> bytes:
+    return x.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# --- accuracy ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("coefficients", MADE_FOR)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize(("rows", "cols"), [(60, 150), (150, 60), (80, 80), (400, 500)])
+def test_against_svd(rows: int, cols: int, method: Any, coefficients: Any, spectrum: Spectrum) -> None:
+    steps = MADE_FOR[coefficients]
+    x = matrix(rows, cols, spectrum)
+    expected = oracle(x, coefficients, steps)
+
+    def wrong(dtype: torch.dtype) -> float:
+        return error(orthogonalize(x, coefficients=coefficients, steps=steps, method=method, dtype=dtype), expected)
+
+    assert wrong(torch.float64) < 1e-10
+    assert wrong(torch.float32) < 1e-3
+    # What bf16 rounds off the input alone is amplified by the slope at 0, so ten steps on four decades lose most.
+    assert wrong(torch.bfloat16) < (0.6 if coefficients == "deepseekv4" else 0.14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_polynomials_of_any_length(method: Any, dtype: torch.dtype) -> None:
+    for rows, cols in ((50, 120), (390, 400)):
+        x = matrix(rows, cols, "gaussian")
+        for steps in (1, 2, 3, 4, 6):
+            result = orthogonalize(x, coefficients=MIXED, steps=steps, method=method, dtype=dtype)
+            assert error(result, oracle(x, MIXED, steps)) < {2: 0.02, 4: 2e-5, 8: 1e-12}[dtype.itemsize]
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "steps", "low", "high"),
+    [
+        ("simple", 5, 0.68, 1.13),
+        ("quintic", 5, 0.978, 1.032),
+        ("polar_express", 5, 0.87, 1.12),
+        ("polar_express", 8, 1.0, 1.0),
+        ("cans", 5, 0.89, 1.12),
+        ("deepseekv4", 10, 1.0, 1.001),
+    ],
+)
+def test_range_of_singular_values(coefficients: Any, steps: int, low: float, high: float) -> None:
+    x = matrix(256, 1024, "gaussian")
+    s = torch.linalg.svdvals(orthogonalize(x, coefficients=coefficients, steps=steps, dtype=torch.float32).double())
+    slack = 6e-4 if low > 0.97 else 0.012
+    assert float(s.min()) == pytest.approx(low, abs=slack)
+    assert float(s.max()) == pytest.approx(high, abs=slack)
+
+
+def test_aol_keeps_the_sign_of_the_top_direction() -> None:
+    """Without their preconditioner these polynomials map the top of a peaked spectrum to nearly -1."""
+    x = matrix(64, 256, "peaked")
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+
+    def top(coefficients: Coefficients) -> float:
+        return float(u[:, 0] @ orthogonalize(x, coefficients=coefficients, steps=4, dtype=torch.float64) @ vh[0])
+
+    assert top("aol") > 0.8
+    assert top(coefficient_schedule("aol", 4)) < -0.9
+
+
+# --- scale ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [1e7, 1.0, 1e-4, 1e-6, 1e-8, 1e-10, 1e-14, 1e-18, 1e-30, 1e30])
+def test_full_strength_at_every_magnitude(norm: float, dtype: torch.dtype) -> None:
+    x = matrix(64, 256, "gaussian")
+    s = torch.linalg.svdvals(orthogonalize((x / x.norm() * norm).float(), dtype=dtype).double())
+    assert float(s.mean()) == pytest.approx(1.0, abs=0.06)
+    assert 0.86 < float(s.min()) < float(s.max()) < 1.14
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponent", [-1070, -900, -300, 0, 300, 900, 1020])
+def test_fp64_input_beyond_the_range_of_the_compute_dtype(exponent: int, dtype: torch.dtype) -> None:
+    x = matrix(20, 50, "gaussian")
+    x = torch.ldexp((x / x.abs().max() * 2**8).round(), torch.tensor(-8))  # few bits, so that denormals hold them
+    expected = orthogonalize(x, dtype=dtype)
+    scaled = torch.ldexp(torch.ldexp(x, torch.tensor(exponent // 2)), torch.tensor(exponent - exponent // 2))
+    assert exponent > -1000 or float(scaled.abs().max()) < 2**-1022 * 2**-40
+    result = orthogonalize(scaled, dtype=dtype)
+    assert error(result, expected.double()) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_a_power_of_two_changes_no_bit(method: Any, input_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    for rows, cols in ((30, 70), (70, 30), (384, 390)):
+        x = matrix(rows, cols, "two decades").to(input_dtype)
+        expected = bits(orthogonalize(x, dtype=dtype, method=method))
+        for exponent in (-5, 3) if input_dtype == torch.float16 else (-99, -37, 1, 64, 100):
+            scaled = x * torch.tensor(2.0**exponent, dtype=input_dtype)
+            assert bits(orthogonalize(scaled, dtype=dtype, method=method)) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("coefficients", [*MADE_FOR, MIXED])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dtype) -> None:
+    for shape in ((12, 30), (30, 12), (400, 400)):
+        result = orthogonalize(torch.zeros(shape), coefficients=coefficients, method=method, dtype=dtype)
+        assert torch.equal(result, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("coefficients", ["polar_express", "aol", MIXED])
+def test_a_non_finite_matrix_stays_alone(coefficients: Any, bad: float, dtype: torch.dtype) -> None:
+    for rows, cols in ((24, 40), (384, 400)):
+        x = torch.stack([matrix(rows, cols, "gaussian", seed) for seed in range(3)]).float()
+        expected = orthogonalize(x, coefficients=coefficients, dtype=dtype)
+        x[1, 3, 5] = bad
+        result = orthogonalize(x, coefficients=coefficients, dtype=dtype)
+        assert not result[1].isfinite().any()
+        assert torch.equal(result[0], expected[0])
+        assert torch.equal(result[2], expected[2])
+
+
+# --- bits -------------------------------------------------------------------------------------------------------
+
+
+def shapes() -> st.SearchStrategy[tuple[int, int]]:
+    small = st.tuples(st.integers(1, 150), st.integers(1, 150))
+    awkward = st.sampled_from([(1, 40_000), (2, 33_000), (16, 9000), (17, 4100), (64, 4096), (383, 390), (384, 391)])
+    return st.one_of(small, small, awkward)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(shape=shapes(), seed=st.integers(0, 99), data=st.data())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
+    threads: int, dtype: torch.dtype, shape: tuple[int, int], seed: int, data: st.DataObject
+) -> None:
+    rows, cols = sorted(shape)
+    count = data.draw(st.integers(2, 40 if rows * cols < 10_000 else 3))
+    coefficients = data.draw(st.sampled_from(["polar_express", "aol", tuple(MIXED)]))
+    method = data.draw(st.sampled_from(["auto", "gram"]))
+    input_dtype = data.draw(st.sampled_from([dtype, torch.float32]))
+    x = torch.randn(count, rows, cols, generator=torch.Generator().manual_seed(seed)).to(input_dtype)
+
+    def run(y: Tensor) -> Tensor:
+        return orthogonalize(y, coefficients=coefficients, steps=4, method=method, dtype=dtype)
+
+    alone = torch.stack([run(one.clone()) for one in x])
+    together = run(x)
+    assert bits(together) == bits(alone)
+    # Another batch, a batch stride larger than the matrix, an address that is not aligned, transposed memory.
+    assert bits(torch.cat([run(x[:1]), run(x[1:])])) == bits(alone)
+    apart = torch.zeros(count, rows * cols + seed + 1, dtype=input_dtype)[:, : rows * cols].view(count, rows, cols)
+    assert bits(run(apart.copy_(x))) == bits(alone)
+    shifted = torch.zeros(x.numel() + 3, dtype=input_dtype)[3:].view_as(x)
+    assert bits(run(shifted.copy_(x))) == bits(alone)
+    assert bits(run(x.mT.contiguous().mT)) == bits(alone)
+    assert bits(run(x.flip(0))) == bits(alone.flip(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_transposed_matrix_gives_the_transposed_result(
+    threads: int, input_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    for rows, cols in ((3, 5), (40, 90), (17, 3000), (384, 900)):
+        x = matrix(rows, cols, "gaussian").to(input_dtype)
+        for method in ("standard", "gram"):
+            wide = orthogonalize(x, dtype=dtype, method=method)
+            assert bits(orthogonalize(x.mT, dtype=dtype, method=method).mT) == bits(wide)
+            assert bits(orthogonalize(x.mT.contiguous(), dtype=dtype, method=method).mT) == bits(wide)
+
+
+# --- inputs and outputs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("coefficients", ["polar_express", "aol"])
+def test_inputs_are_not_written(coefficients: Any, method: Any, dtype: torch.dtype) -> None:
+    base = torch.randn(4, 60, 90).to(dtype)
+    views: Sequence[Tensor] = (base, base.mT, base[1], base[:, ::2, 1::3], base[:, :, :60], base[0:0])
+    for view in views:
+        before = base.clone()
+        result = orthogonalize(view, coefficients=coefficients, method=method, dtype=dtype)
+        assert torch.equal(base, before)
+        assert result.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(7, 9), (9, 7), (2, 3, 5, 4), (0, 3, 4), (2, 0, 3, 3), (1, 1, 1)])
+def test_shape_and_dtype_are_the_input_s(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    for compute in DTYPES:
+        result = orthogonalize(x, dtype=compute)
+        assert (result.shape, result.dtype, result.device) == (x.shape, dtype, x.device)
+        assert result.is_contiguous()
+        assert not result.requires_grad
+
+
+def test_leading_dims_are_a_batch() -> None:
+    x = torch.randn(2, 3, 20, 50)
+    assert torch.equal(orthogonalize(x)[1, 2], orthogonalize(x[1, 2]))
+    assert torch.equal(orthogonalize(x.transpose(0, 1))[2, 1], orthogonalize(x[1, 2]))
+
+
+def test_one_row_is_normalised() -> None:
+    x = matrix(1, 300, "gaussian")
+    result = orthogonalize(x, coefficients="deepseekv4", steps=10, dtype=torch.float64)
+    assert error(result, x / x.norm()) < 1e-3
+
+
+class Sharded(torch.Tensor):
+    """Stands for DTensor: a tensor that knows the mesh it is spread over."""
+
+    device_mesh = "a mesh"
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "raised", "says"),
+    [
+        (torch.randn(5), {}, ValueError, r"x: found shape \(5,\); needed at least 2 dims"),
+        (torch.tensor(1.0), {}, ValueError, r"x: found shape \(\)"),
+        (torch.randn(3, 0), {}, ValueError, r"x: found shape \(3, 0\), an empty matrix"),
+        (torch.randn(4, 0, 3), {}, ValueError, "an empty matrix"),
+        (torch.ones(3, 3, dtype=torch.int64), {}, TypeError, "x: found dtype torch.int64"),
+        (torch.ones(3, 3, dtype=torch.bool), {}, TypeError, "x: found dtype torch.bool"),
+        (torch.ones(3, 3, dtype=torch.complex64), {}, TypeError, "x: found dtype torch.complex64"),
+        (torch.eye(3).to_sparse(), {}, TypeError, "layout torch.sparse_coo"),
+        ([[1.0, 2.0]], {}, TypeError, "x: found list"),
+        (torch.eye(3).as_subclass(Sharded), {}, TypeError, "x: found Sharded, a matrix spread over ranks"),
+        (torch.eye(3), {"coefficients": "polarexpress"}, ValueError, "coefficients: found 'polarexpress'"),
+        (torch.eye(3), {"steps": 0}, ValueError, "steps: found 0"),
+        (torch.eye(3), {"steps": 2.5}, TypeError, "steps: found 2.5"),
+        (torch.eye(3), {"method": "svd"}, ValueError, "method: found 'svd'; needed one of 'auto'"),
+        (torch.eye(3), {"dtype": torch.float16}, TypeError, "dtype: found torch.float16"),
+        (torch.eye(3), {"dtype": torch.int32}, TypeError, "dtype: found torch.int32"),
+        (torch.eye(3), {"dtype": "bfloat16"}, TypeError, "dtype: found bfloat16"),
+        (torch.eye(3), {"kernels": "cublas"}, ValueError, "kernels: found 'cublas'"),
+        (torch.eye(3), {"method": "gram", "coefficients": [(-1.0, 2.0)]}, ValueError, "found 'gram' with the polyn"),
+    ],
+)
+def test_what_is_refused(x: Any, options: dict[str, Any], raised: type[Exception], says: str) -> None:
+    with pytest.raises(raised, match=says):
+        orthogonalize(x, **options)
+
+
+# --- Gram -------------------------------------------------------------------------------------------------------
+
+
+def resolve(rows: int, cols: int, **options: Any) -> str:
+    return resolve_method(rows, cols, **options)
+
+
+def test_where_auto_takes_gram() -> None:
+    assert resolve(768, 3072) == resolve(3072, 768) == resolve(768, 2304) == resolve(384, 768) == "gram"
+    # Not cheaper: near squares, and small ones, where the number of operations does not count.
+    assert resolve(768, 768) == resolve(2048, 2048) == resolve(768, 1500) == resolve(256, 1024) == "standard"
+    # Asked for exactness, or not known to be accurate.
+    assert resolve(768, 3072, dtype=torch.float32) == resolve(768, 3072, dtype=torch.float64) == "standard"
+    assert resolve(768, 3072, coefficients=[(2.0, -1.5, 0.5)]) == resolve(768, 3072, steps=2) == "standard"
+    # What is asked for by name is done.
+    assert resolve(8, 8, method="gram", dtype=torch.float64) == "gram"
+    assert resolve(768, 3072, method="standard") == "standard"
+
+
+def test_auto_is_the_method_it_resolves_to() -> None:
+    for rows, cols in ((384, 768), (384, 384)):
+        x = matrix(rows, cols, "gaussian")
+        assert bits(orthogonalize(x)) == bits(orthogonalize(x, method=resolve_method(rows, cols)))
+    x = matrix(384, 768, "gaussian")
+    assert bits(orthogonalize(x, method="gram")) != bits(orthogonalize(x, method="standard"))
+
+
+@pytest.fixture(scope="module")
+def momentum() -> dict[str, Tensor]:
+    """Momentum of an MLP that learns to predict the next byte of the standard library, wide, in fp64."""
+    torch.manual_seed(0)
+    source = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join((source / name).read_bytes() for name in ("argparse.py", "ast.py", "typing.py"))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    context, width = 8, 384
+    model = nn.Sequential(
+        nn.Embedding(256, width // context),
+        nn.Flatten(1),
+        nn.Linear(width, 4 * width, bias=False),
+        nn.GELU(),
+        nn.Linear(4 * width, width, bias=False),
+        nn.RMSNorm(width),
+        nn.Linear(width, 2 * width, bias=False),
+        nn.GELU(),
+        nn.Linear(2 * width, 256, bias=False),
+    )
+    hidden = {name: p for name, p in model.named_parameters() if name in ("2.weight", "4.weight", "6.weight")}
+    averages = {name: torch.zeros_like(p) for name, p in hidden.items()}
+    adamw = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(60):
+        starts = torch.randint(len(data) - context - 1, (256,))
+        windows = torch.stack([data[start : start + context + 1] for start in starts])
+        loss = nn.functional.cross_entropy(model(windows[:, :-1]), windows[:, -1])
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+        losses.append(float(loss))
+        for name, p in hidden.items():
+            assert p.grad is not None
+            averages[name].lerp_(p.grad, 0.05)
+    assert losses[-1] < 0.7 * losses[0]  # it learnt
+    return {name: m.double() if m.shape[0] <= m.shape[1] else m.double().mT for name, m in averages.items()}
+
+
+@pytest.mark.parametrize("coefficients", MADE_FOR)
+def test_gram_is_as_accurate_where_auto_takes_it(coefficients: Any, momentum: dict[str, Tensor]) -> None:
+    matrices = {
+        "384 × 768": matrix(384, 768, "four decades"),
+        "384 × 1536": matrix(384, 1536, "four decades"),
+        "500 × 1100": matrix(500, 1100, "four decades"),
+        **momentum,
+    }
+    assert len(matrices) == 6
+    for steps in {3, MADE_FOR[coefficients], 8}:
+        for name, x in matrices.items():
+            assert resolve(*x.shape, coefficients=coefficients, steps=steps) == "gram"
+            expected = oracle(x, coefficients, steps)
+            plain, gram = (
+                error(orthogonalize(x, coefficients=coefficients, steps=steps, method=method), expected)
+                for method in ("standard", "auto")
+            )
+            assert gram <= 1.1 * plain, (name, steps)
+
+
+@pytest.mark.slow
+def test_gram_is_as_accurate_at_the_sizes_of_gpt2() -> None:
+    for cols in (2304, 3072):
+        x = matrix(768, cols, "four decades")
+        expected = oracle(x, "polar_express", 5)
+        plain, gram = (error(orthogonalize(x, method=method), expected) for method in ("standard", "gram"))
+        assert gram <= 1.1 * plain < 0.1
+        largest = torch.linalg.matrix_norm(orthogonalize(x, method="gram").double(), 2)
+        assert float(largest) < 1.15
+
+
+@pytest.mark.parametrize("cols", [256, 512, 1024])
+def test_gram_stays_bounded_with_the_set_that_has_no_safety_factor(cols: int) -> None:
+    """CANS diverges above 1.12; a factor whose diagonal is rounded to bf16 carries every singular value there."""
+    for spectrum in SPECTRA:
+        x = matrix(256, cols, spectrum)
+        result = orthogonalize(x, coefficients="cans", method="gram")
+        assert float(torch.linalg.matrix_norm(result.double(), 2)) < 1.2
