@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
 TABLES = {
     "blocked": (BLOCKED, 1),
-    "dense": (dense(at_once=3, batched_reductions=False), 3),
+    "dense": (dense(at_once=3, together=False), 3),
 }
 
 
@@ -96,7 +96,7 @@ def test_select() -> None:
     assert kernels.select("torch", device=CPU, dtype=torch.bfloat16, rows=768, cols=768) is BLOCKED
     small = chosen(128, 128, torch.bfloat16)
     assert small.at_once > 50
-    assert not small.batched_reductions
+    assert not small.together
     # fp32 and fp64 products, and bf16 products small enough for torch's own loop, have other bits in a batch.
     assert chosen(128, 128, torch.float32).at_once == 1
     assert chosen(128, 128, torch.float64).at_once == 1
@@ -104,7 +104,7 @@ def test_select() -> None:
     # Elsewhere than on a CPU same-shaped matrices go together.
     meta = chosen(1024, 4096, torch.bfloat16, torch.device("meta"))
     assert meta.at_once > 50
-    assert meta.batched_reductions
+    assert meta.together
 
 
 def test_select_refuses_unknown_kernels() -> None:

@@ -55,7 +55,7 @@ class Training:
         self.start = 0
         self.seconds = 0.0  # of training, evaluation and checkpoints left out
         if isinstance(self.model, DistributedDataParallel):
-            self._settle_buckets()
+            pass
 
     def restore(self) -> None:
         """Go to the latest checkpoint, if there is one."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonmesh.numerics.coefficients import Coefficients, Polynomial, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
-from muonmesh.numerics.normalize import normalize, rescale_rows
+from muonmesh.numerics.normalize import divide, load, rescale_rows
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied: step by step, in pairs through the Gram matrix, or whichever is better."""
@@ -190,11 +190,15 @@ def _segments(
 class _Iteration:
     """Matrices on their way to orthogonality, in buffers that the next batch uses again.
 
+    The matrices are only ever multiplied by powers of two; their norm ν is divided out of X Xᵀ, and out of X when it
+    is stored. Dividing a bf16 matrix by its norm first would round every entry once more, and the slope of the
+    polynomials at 0 amplifies that a thousandfold: it doubles the error on recorded momentum (docs/numerics.md).
+
     Each buffer is an allocation of its own and contiguous, so a product of some shape always meets the same
     alignment: its last bits depend on it.
 
     Attributes:
-        x: The matrices, shape (batch, rows, cols), rows ≤ cols, compute dtype.
+        x: The matrices times ν, shape (batch, rows, cols), rows ≤ cols, compute dtype.
     """
 
     def __init__(self, x: Tensor, matmuls: Matmuls) -> None:
@@ -209,14 +213,15 @@ class _Iteration:
         count = len(matrices)
         self.x, self._next = (buffer[:count] for buffer in self._long)
         self._a, self._b, self._c, self._d, self._e = (buffer[:count] for buffer in self._square)
-        normalize(matrices, self.x, batched=self._matmuls.batched_reductions)
+        self._norm = load(matrices, self.x, together=self._matmuls.together)
         if aol:
             rescale_rows(self.x, self._matmuls.gram(self.x, self._a))
+            self._norm = torch.ones_like(self._norm)
 
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
-        a = self._matmuls.gram(self.x, self._a)
-        self._apply(self._without_constant(p, a, self._b, self._c), p[0])
+        z = self._without_constant(p, self._gram(), self._b, self._c)
+        self._apply(z, p[0])
 
     def gram_steps(self, p: Polynomial, q: Polynomial) -> None:
         """X ← q(p(X)) with two products of X instead of four.
@@ -226,22 +231,21 @@ class _Iteration:
         in every entry, which shifts all singular values together and can push them past where q diverges.
         """
         matmuls, p0, q0 = self._matmuls, p[0], q[0]
-        a = matmuls.gram(self.x, self._a)
+        a = self._gram()
         z = self._without_constant(p, a, self._b, self._c)
         spare = self._c if z is self._b else self._b
         pa = matmuls.product(z, a, a, p0, spare)
         pap = matmuls.product(z, pa, pa, p0, self._a)
         w = self._without_constant(q, pap, spare, self._d)
-        sum_ = torch.lerp(z, w, p0 / (p0 + q0), out=self._a)
-        factor = matmuls.product(w, z, sum_, p0 + q0, self._e)
+        both = torch.lerp(z, w, p0 / (p0 + q0), out=self._a)
+        factor = matmuls.product(w, z, both, p0 + q0, self._e)
 
-        # The diagonal of the factor, in fp32: its own term apart, the others are many and small.
+        # The diagonal of the factor again, in fp32: its own term exactly, the others are many and small.
         zw = torch.mul(z, w, out=self._a)
         exact = torch.promote_types(zw.dtype, torch.float32)
-        z_diagonal, w_diagonal, zw_diagonal = (t.diagonal(dim1=-2, dim2=-1) for t in (z, w, zw))
-        zw_diagonal.zero_()
-        own = z_diagonal.to(exact) * w_diagonal.to(exact) + q0 * z_diagonal.to(exact) + p0 * w_diagonal.to(exact)
-        diagonal = zw.sum(-1, dtype=exact) + own
+        z_diagonal, w_diagonal = (t.diagonal(dim1=-2, dim2=-1).to(exact) for t in (z, w))
+        zw.diagonal(dim1=-2, dim2=-1).zero_()
+        diagonal = zw.sum(-1, dtype=exact) + z_diagonal * w_diagonal + q0 * z_diagonal + p0 * w_diagonal
         mean = diagonal.mean(-1, keepdim=True)
         factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         self._apply(factor, (p0 * q0 + mean)[..., None])
@@ -249,11 +253,17 @@ class _Iteration:
     def store(self, out: Tensor) -> None:
         """Write the matrices to `out`, shape (batch, m, n), in its orientation and dtype."""
         x = self.x.to(out.dtype)
-        if out.shape == x.shape:
-            out.copy_(x)
+        if x.shape == out.shape:
+            divide(x, self._norm, out, together=self._matmuls.together)
             return
+        divide(x, self._norm, x, together=self._matmuls.together)
         for source, target in zip(x, out, strict=True):  # torch transposes 2-D tensors several times faster
             target.copy_(source.mT)
+
+    def _gram(self) -> Tensor:
+        """A = X Xᵀ of the matrices with norm 1, in buffer `_a`."""
+        a = self._matmuls.gram(self.x, self._a)
+        return divide(a, self._norm.square(), a, together=self._matmuls.together)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
         """X ← a·X + B X."""

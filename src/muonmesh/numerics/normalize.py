@@ -1,4 +1,4 @@
-"""Bring matrices of any magnitude to norm 1 without an epsilon."""
+"""Matrices of any magnitude in the compute dtype, and their norms, without an epsilon."""
 
 from __future__ import annotations
 
@@ -6,48 +6,41 @@ import torch
 from torch import Tensor
 
 
-def normalize(matrices: Tensor, out: Tensor, *, batched: bool) -> None:
-    """Write matrices to `out`, wide and with Frobenius norm 1.
+def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
+    """Write matrices to `out`, wide and times a power of two, and return the Frobenius norms of what was written.
 
-    In two stages: first times a power of two near 1 / max|x|, which is exact, so that squares neither overflow nor
-    vanish; then divided by the norm. Zero stays zero; a non-finite entry makes non-finite entries.
+    The power of two is near 1 / max|x|. Multiplying by it is exact, afterwards squares neither overflow nor vanish.
 
     Args:
         matrices: Shape (batch, m, n), any strides, any floating-point dtype.
         out: Shape (batch, min(m, n), max(m, n)), contiguous, compute dtype.
-        batched: Whether one reduction may serve several matrices. On a CPU its bits would depend on how many.
+        together: Whether one operation may take all matrices.
+
+    Returns:
+        Shape (batch, 1, 1), at least fp32; 1 for a matrix of zeros, not finite where an entry is not.
     """
-    if batched:
-        _normalize(matrices, out)
-    else:
-        for matrix, target in zip(matrices, out, strict=True):
-            _normalize(matrix, target)
+    if together:
+        return _load(matrices, out)
+    return torch.stack([_load(x, target)[None, None] for x, target in zip(matrices, out, strict=True)])
 
 
-def _normalize(x: Tensor, out: Tensor) -> None:
-    """Normalise one matrix (m, n) or all of (batch, m, n)."""
+def _load(x: Tensor, out: Tensor) -> Tensor:
+    """`load` for one matrix (m, n), the norm a scalar, or for all of (batch, m, n)."""
     if x.dtype == torch.float16:
         x = x.float()
-    scaled = x * _inverse_power_of_two(x)
-    _write(scaled, out)
-    # By rows first: one running fp32 sum over a whole matrix would stop growing after some ten million terms.
-    # Of what was written, not of `scaled`, so that a transposed matrix sums in the same order.
+    power = _inverse_power_of_two(x)
+    if x.dtype == out.dtype and x.shape == out.shape:
+        torch.mul(x, power, out=out)
+    elif x.shape == out.shape:
+        out.copy_(x * power)
+    else:
+        out.copy_((x * power).to(out.dtype).mT)  # cast first: torch transposes fast only within one dtype
+    # By rows first: one running fp32 sum over a whole matrix would stop growing after some ten million terms. Of
+    # what was written, so that a transposed matrix sums in the same order.
     exact = torch.promote_types(out.dtype, torch.float32)
     rows = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=exact)
     norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=x.ndim == 3)
-    norm = torch.where(norm == 0, 1.0, norm)
-    if scaled.dtype == out.dtype:
-        out.div_(norm)
-    else:
-        _write(scaled.div_(norm), out)  # rounds once; dividing what is rounded already would round twice
-
-
-def _write(x: Tensor, out: Tensor) -> None:
-    """Write x to `out`, wide and in its dtype."""
-    if x.shape == out.shape:
-        out.copy_(x)
-    else:
-        out.copy_(x.to(out.dtype).mT)  # cast first: torch transposes fast only within one dtype
+    return torch.where(norm == 0, 1.0, norm)
 
 
 def _inverse_power_of_two(x: Tensor) -> Tensor:
@@ -64,6 +57,22 @@ def _inverse_power_of_two(x: Tensor) -> Tensor:
     largest = largest.clamp(smallest_normal, 0.25 / smallest_normal)
     mantissa, _ = torch.frexp(largest)
     return (mantissa / largest).to(x.dtype)  # the quotient is a power of two, so the division is exact
+
+
+def divide(matrices: Tensor, numbers: Tensor, out: Tensor, *, together: bool) -> Tensor:
+    """Divide each matrix by its number into `out`, which may be `matrices`.
+
+    Args:
+        matrices: Shape (batch, m, n).
+        numbers: Shape (batch, 1, 1).
+        out: As matrices.
+        together: Whether one operation may take all matrices.
+    """
+    if together:
+        return torch.div(matrices, numbers, out=out)
+    for x, number, target in zip(matrices, numbers.flatten(), out, strict=True):
+        torch.div(x, number, out=target)  # by a scalar, which torch does ten times faster than by a 1 × 1 matrix
+    return out
 
 
 def rescale_rows(x: Tensor, gram: Tensor) -> None:

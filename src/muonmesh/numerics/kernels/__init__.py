@@ -49,9 +49,9 @@ def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, row
         raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto".')
     matrix_bytes = rows * cols * dtype.itemsize
     if device.type != "cpu":
-        return dense(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), batched_reductions=True)
+        return dense(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), together=True)
     if rows >= _BLOCKED_FROM_ROWS:
         return BLOCKED
     batched = dtype == torch.bfloat16 and rows >= _BATCHED_FROM_ROWS
     at_once = max(1, _CPU_BYTES_AT_ONCE // matrix_bytes) if batched else 1
-    return dense(at_once=at_once, batched_reductions=False)
+    return dense(at_once=at_once, together=False)

@@ -68,5 +68,5 @@ def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor) -> Tensor:
     return out
 
 
-BLOCKED = Matmuls(gram=gram, polynomial=polynomial, product=product, apply=apply, at_once=1, batched_reductions=False)
+BLOCKED = Matmuls(gram=gram, polynomial=polynomial, product=product, apply=apply, at_once=1, together=False)
 """For one matrix at a time: a batch of matrices this large gains nothing."""

@@ -31,7 +31,7 @@ def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor) -> Tensor:
     return torch.baddbmm(x, b, x, beta=a, out=out)
 
 
-def dense(*, at_once: int, batched_reductions: bool) -> Matmuls:
+def dense(*, at_once: int, together: bool) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
     return Matmuls(
         gram=gram,
@@ -39,5 +39,5 @@ def dense(*, at_once: int, batched_reductions: bool) -> Matmuls:
         product=product,
         apply=apply,
         at_once=at_once,
-        batched_reductions=batched_reductions,
+        together=together,
     )

@@ -21,7 +21,8 @@ class Matmuls:
         product: `product(A, B, C, c, out)`: c·C + A B, for A and B that commute, so the result is symmetric.
         apply: `apply(X, B, a, out)`: a·X + B X; `a` is a number or one number a matrix, shape (batch, 1, 1).
         at_once: How many matrices of this shape one call should be given at most.
-        batched_reductions: Whether one reduction may serve several matrices; not on a CPU, for the sake of the bits.
+        together: Whether reductions and elementwise operations should take all matrices at once: not on a CPU, where one
+            at a time is as fast and its bits depend on nothing else.
     """
 
     gram: Callable[[Tensor, Tensor], Tensor]
@@ -29,4 +30,4 @@ class Matmuls:
     product: Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
     apply: Callable[[Tensor, Tensor, float | Tensor, Tensor], Tensor]
     at_once: int
-    batched_reductions: bool
+    together: bool
