@@ -84,7 +84,7 @@ def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
     """Return the ranks that hold plain tensors whole, or None if nobody said.
 
     Raises:
-        ValueError: the group was lost in pickling, or this rank is not in it.
+        ValueError: the group was lost in pickling.
     """
     if process_group == LOST_GROUP:
         raise ValueError(
@@ -96,10 +96,7 @@ def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
     if process_group == "world":
         return tuple(range(world_size()))
     if isinstance(process_group, dist.ProcessGroup):
-        ranks = tuple(dist.get_process_group_ranks(process_group))
-        if this_rank() not in ranks:
-            raise ValueError(f"process_group: found ranks {ranks}; needed a group that rank {this_rank()} belongs to")
-        return ranks
+        return tuple(dist.get_process_group_ranks(process_group))
     return None
 
 

@@ -123,4 +123,4 @@ def _stop(plan: Plan, flags: Tensor) -> Tensor:
     present, missing = flags[matrices : matrices + count], flags[matrices + count : matrices + 2 * count]
     copies = [parameter.target.copies() > 1 for parameter in plan.parameters]
     replicated = torch.tensor(copies, dtype=torch.uint8).to(flags.device, non_blocking=True)
-    return (flags[-1] != 0) | (present & missing & replicated).any()
+    return (flags[-1] != 0) | (present * missing * replicated != 0).any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -226,20 +228,40 @@ def test_plain_matrices_on_several_ranks_need_a_process_group(workers) -> None:
         assert 'process_group="world"' in outcome.message
 
 
-def lost_group() -> list[str]:
-    import pickle
+def not_a_member() -> str:
+    group = dist.new_group([0])
+    weight = nn.Parameter(torch.ones(4, 4))
+    if dist.get_rank() == 0:
+        optimizer = mm.Muon([weight], process_group=group)
+        weight.grad = torch.ones(4, 4)
+        optimizer.step()
+        return "stepped"
+    with pytest.raises(ValueError, match="process_group: found") as found:
+        mm.Muon([weight], process_group=group)
+    return str(found.value)
 
+
+def test_a_process_group_without_this_rank_is_refused(workers) -> None:
+    member, outsider = workers(2).run(not_a_member)
+    assert member == "stepped"
+    assert "needed" in outsider
+
+
+def lost_group() -> list[str]:
     model, _ = problem.hold("ddp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=dist.group.WORLD, **problem.SETTINGS)
     twin, other = pickle.loads(pickle.dumps((model, optimizer)))
     with pytest.raises(ValueError, match=r"optimizer\.process_group = group"):
         other.step()
     other.process_group = dist.group.WORLD
-    for m, o in ((model, optimizer), (twin, other)):
+    third, copied = copy.deepcopy((model, optimizer))  # a copy shares the group
+    pairs = ((model, optimizer), (twin, other), (third, copied))
+    for m, o in pairs:
         for name, gradient in problem.gradients(0).items():
             m.get_parameter(name).grad = gradient.clone()
         o.step()
-    return problem.differing(problem.result(model, optimizer), problem.result(twin, other))
+    expected, *rest = (problem.result(*pair) for pair in pairs)
+    return [name for result in rest for name in problem.differing(result, expected)]
 
 
 def test_a_process_group_must_be_given_again_after_unpickling(workers) -> None:
@@ -475,6 +497,8 @@ def pipeline() -> tuple[list[str], bool]:
     exchange = optimizer._planned.exchange
     buffers = {role: buffer.data_ptr() for role, buffer in exchange._buffers.kept.items()}
     events: list[str] = []
+    step_adamw = optimizer._step_adamw
+    optimizer._step_adamw = lambda *args: (events.append("adamw 0"), step_adamw(*args))  # type: ignore[method-assign]
     for method in ("_gather", "_compute", "_scatter", "_receive"):
         original = getattr(exchange, method)
 
@@ -494,4 +518,5 @@ def test_one_bucket_travels_while_another_computes_and_buffers_are_reused(worker
         for number in range(last):
             assert events.index(f"gather {number + 1}") < events.index(f"compute {number}")
             assert events.index(f"scatter {number + 1}") < events.index(f"receive {number}")
+        assert events[:3] == ["gather 0", "adamw 0", "gather 1"]
         assert reused

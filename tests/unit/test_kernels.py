@@ -48,7 +48,7 @@ def test_products_against_fp64(table: str, rows: int, cols: int, dtype: torch.dt
         tolerance = (2 * EPS[dtype] + sums) * float(expected.abs().max())
         assert float((result.double() - expected).abs().max()) <= tolerance
 
-    close(matmuls.gram(x, square), xd @ xd.mT)
+    close(matmuls.gram(x, per_matrix, square), per_matrix.double() * (xd @ xd.mT))
     close(matmuls.polynomial(a, -2.5, 1.25, square), -2.5 * ad + 1.25 * ad @ ad)
     close(matmuls.product(a, b, b, 0.75, square), 0.75 * bd + ad @ bd)
     close(matmuls.apply(x, a, 1.5, long), 1.5 * xd + ad @ xd)
@@ -61,7 +61,7 @@ def test_products_against_fp64(table: str, rows: int, cols: int, dtype: torch.dt
 def test_blocked_results_are_exactly_symmetric(rows: int, dtype: torch.dtype) -> None:
     x, a, b = operands(rows, 2 * rows, 1, dtype)
     for result in (
-        BLOCKED.gram(x, torch.empty_like(a)),
+        BLOCKED.gram(x, torch.tensor(3.0), torch.empty_like(a)),
         BLOCKED.polynomial(a, -2.0, 3.0, torch.empty_like(a)),
         BLOCKED.product(a, b, b, 2.0, torch.empty_like(a)),
     ):
@@ -82,7 +82,7 @@ def test_blocked_multiplies_little_more_than_half() -> None:
     rows = 6 * BLOCK
     x = torch.randn(1, rows, 100)
     with Count():
-        BLOCKED.gram(x, torch.empty(1, rows, rows))
+        BLOCKED.gram(x, torch.tensor(1.0), torch.empty(1, rows, rows))
     assert counted / (rows * rows * 100) == pytest.approx((1 + 1 / 6) / 2)
 
 

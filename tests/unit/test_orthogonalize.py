@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -91,7 +91,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize(("rows", "cols"), [(60, 150), (150, 60), (80, 80), (400, 500)])
 def test_against_svd(rows: int, cols: int, method: Any, coefficients: Any, spectrum: Spectrum) -> None:
     steps = MADE_FOR[coefficients]
-    x = matrix(rows, cols, spectrum)
+    x = matrix(rows, cols, spectrum).bfloat16().double()  # exact in every compute dtype
     expected = oracle(x, coefficients, steps)
 
     def wrong(dtype: torch.dtype) -> float:
@@ -99,8 +99,24 @@ def test_against_svd(rows: int, cols: int, method: Any, coefficients: Any, spect
 
     assert wrong(torch.float64) < 1e-10
     assert wrong(torch.float32) < 1e-3
-    # What bf16 rounds off the input alone is amplified by the slope at 0, so ten steps on four decades lose most.
-    assert wrong(torch.bfloat16) < (0.6 if coefficients == "deepseekv4" else 0.14)
+    if coefficients == "cans":
+        return  # no safety factor: it may diverge in bf16, see the next test
+    # In bf16 rounding acts like noise on the smallest singular values, which ten steps amplify most.
+    bound = {"gaussian": 0.03, "two decades": 0.03, "four decades": 0.13, "peaked": 0.22, "rank deficient": 0.2}
+    assert wrong(torch.bfloat16) < (0.75 if coefficients == "deepseekv4" else bound[spectrum])
+
+
+def test_only_the_set_without_a_safety_factor_diverges_in_bf16() -> None:
+    """CANS has a fixed point near 2 that maps to 1 and repels: a singular value of 1, rounded up, never returns."""
+    x = matrix(80, 80, "peaked")
+    largest = {
+        name: float(torch.linalg.matrix_norm(orthogonalize(x, coefficients=name, steps=steps).double(), 2))
+        for name, steps in MADE_FOR.items()
+    }
+    assert largest.pop("cans") > 10
+    assert max(largest.values()) < 1.2
+    exactly = orthogonalize(x, coefficients="cans", dtype=torch.float32)
+    assert float(torch.linalg.matrix_norm(exactly.double(), 2)) < 1.2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,16 +148,18 @@ def test_range_of_singular_values(coefficients: Any, steps: int, low: float, hig
     assert float(s.max()) == pytest.approx(high, abs=slack)
 
 
-def test_aol_keeps_the_sign_of_the_top_direction() -> None:
-    """Without their preconditioner these polynomials map the top of a peaked spectrum to nearly -1."""
-    x = matrix(64, 256, "peaked")
+@pytest.mark.parametrize("spike", [0.5, 1.0, 3.0, 100.0])
+def test_aol_keeps_the_sign_of_a_dominating_direction(spike: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(n, dtype=torch.float64, generator=generator) for n in (64, 256))
+    x = matrix(64, 256, "gaussian") + spike * left[:, None] * right
+    result = orthogonalize(x, coefficients="aol", steps=4, dtype=torch.float64)
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
-
-    def top(coefficients: Coefficients) -> float:
-        return float(u[:, 0] @ orthogonalize(x, coefficients=coefficients, steps=4, dtype=torch.float64) @ vh[0])
-
-    assert top("aol") > 0.8
-    assert top(coefficient_schedule("aol", 4)) < -0.9
+    assert float(u[:, 0] @ result @ vh[0]) > 0.9
+    # The polynomials of the authors' first version turn it around, with the same rescaling.
+    rescaled = x / (x @ x.mT).abs().sum(1, keepdim=True).sqrt()
+    s = torch.linalg.svdvals(rescaled)
+    assert 4.0098 * s[0] - 7.0585 * s[0] ** 3 + 2.4635 * s[0] ** 5 < 0
 
 
 # --- scale ------------------------------------------------------------------------------------------------------
@@ -157,13 +175,13 @@ def test_full_strength_at_every_magnitude(norm: float, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exponent", [-1070, -900, -300, 0, 300, 900, 1020])
+@pytest.mark.parametrize("exponent", [-1060, -900, -300, 0, 300, 900, 1020])
 def test_fp64_input_beyond_the_range_of_the_compute_dtype(exponent: int, dtype: torch.dtype) -> None:
     x = matrix(20, 50, "gaussian")
     x = torch.ldexp((x / x.abs().max() * 2**8).round(), torch.tensor(-8))  # few bits, so that denormals hold them
     expected = orthogonalize(x, dtype=dtype)
     scaled = torch.ldexp(torch.ldexp(x, torch.tensor(exponent // 2)), torch.tensor(exponent - exponent // 2))
-    assert exponent > -1000 or float(scaled.abs().max()) < 2**-1022 * 2**-40
+    assert exponent > -1000 or float(scaled.abs().max()) < 2**-30 * 2**-1022
     result = orthogonalize(scaled, dtype=dtype)
     assert error(result, expected.double()) == 0
 
@@ -173,9 +191,9 @@ def test_fp64_input_beyond_the_range_of_the_compute_dtype(exponent: int, dtype: 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_a_power_of_two_changes_no_bit(method: Any, input_dtype: torch.dtype, dtype: torch.dtype) -> None:
     for rows, cols in ((30, 70), (70, 30), (384, 390)):
-        x = matrix(rows, cols, "two decades").to(input_dtype)
+        x = matrix(rows, cols, "gaussian").to(input_dtype)
         expected = bits(orthogonalize(x, dtype=dtype, method=method))
-        for exponent in (-5, 3) if input_dtype == torch.float16 else (-99, -37, 1, 64, 100):
+        for exponent in (1, 5) if input_dtype == torch.float16 else (-99, -37, 1, 64, 100):
             scaled = x * torch.tensor(2.0**exponent, dtype=input_dtype)
             assert bits(orthogonalize(scaled, dtype=dtype, method=method)) == expected
 
@@ -212,7 +230,12 @@ def shapes() -> st.SearchStrategy[tuple[int, int]]:
     return st.one_of(small, small, awkward)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # `threads` is the same for all examples
+)
 @given(shape=shapes(), seed=st.integers(0, 99), data=st.data())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
@@ -342,6 +365,8 @@ def test_where_auto_takes_gram() -> None:
     # Asked for exactness, or not known to be accurate.
     assert resolve(768, 3072, dtype=torch.float32) == resolve(768, 3072, dtype=torch.float64) == "standard"
     assert resolve(768, 3072, coefficients=[(2.0, -1.5, 0.5)]) == resolve(768, 3072, steps=2) == "standard"
+    assert resolve(768, 3072, coefficients="simple") == resolve(768, 3072, coefficients="cans") == "standard"
+    assert resolve(768, 3072, coefficients="quintic", steps=6) == "standard"
     # What is asked for by name is done.
     assert resolve(8, 8, method="gram", dtype=torch.float64) == "gram"
     assert resolve(768, 3072, method="standard") == "standard"
@@ -393,8 +418,15 @@ def momentum() -> dict[str, Tensor]:
     return {name: m.double() if m.shape[0] <= m.shape[1] else m.double().mT for name, m in averages.items()}
 
 
-@pytest.mark.parametrize("coefficients", MADE_FOR)
-def test_gram_is_as_accurate_where_auto_takes_it(coefficients: Any, momentum: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("coefficients", "steps"),
+    [
+        *(("polar_express", steps) for steps in (3, 4, 5, 8, 10)),
+        *((name, steps) for name in ("quintic", "aol") for steps in (3, 4, 5)),
+        ("deepseekv4", 10),
+    ],
+)
+def test_gram_is_as_accurate_where_auto_takes_it(coefficients: Any, steps: int, momentum: dict[str, Tensor]) -> None:
     matrices = {
         "384 × 768": matrix(384, 768, "four decades"),
         "384 × 1536": matrix(384, 1536, "four decades"),
@@ -402,15 +434,23 @@ def test_gram_is_as_accurate_where_auto_takes_it(coefficients: Any, momentum: di
         **momentum,
     }
     assert len(matrices) == 6
-    for steps in {3, MADE_FOR[coefficients], 8}:
-        for name, x in matrices.items():
-            assert resolve(*x.shape, coefficients=coefficients, steps=steps) == "gram"
-            expected = oracle(x, coefficients, steps)
-            plain, gram = (
-                error(orthogonalize(x, coefficients=coefficients, steps=steps, method=method), expected)
-                for method in ("standard", "auto")
-            )
-            assert gram <= 1.1 * plain, (name, steps)
+    for name, x in matrices.items():
+        assert resolve(*x.shape, coefficients=coefficients, steps=steps) == "gram"
+        x = x.bfloat16().float()  # as an optimizer sends it; else the rounding of the input hides the rest
+        expected = oracle(x, coefficients, steps)
+        plain, gram = (
+            error(orthogonalize(x, coefficients=coefficients, steps=steps, method=method), expected)
+            for method in ("standard", "auto")
+        )
+        assert gram <= 1.1 * plain, name
+
+
+def test_the_norm_is_not_divided_out_in_bf16(momentum: dict[str, Tensor]) -> None:
+    """Rounding every entry once more before the steep first step costs more than all that follows."""
+    x = momentum["2.weight"].bfloat16()
+    expected = oracle(x, "polar_express", 5)
+    divided = (x / x.float().norm()).bfloat16()
+    assert error(orthogonalize(x.float()), expected) < 0.8 * error(orthogonalize(divided.float()), expected)
 
 
 @pytest.mark.slow
@@ -424,10 +464,8 @@ def test_gram_is_as_accurate_at_the_sizes_of_gpt2() -> None:
         assert float(largest) < 1.15
 
 
-@pytest.mark.parametrize("cols", [256, 512, 1024])
-def test_gram_stays_bounded_with_the_set_that_has_no_safety_factor(cols: int) -> None:
-    """CANS diverges above 1.12; a factor whose diagonal is rounded to bf16 carries every singular value there."""
-    for spectrum in SPECTRA:
-        x = matrix(256, cols, spectrum)
-        result = orthogonalize(x, coefficients="cans", method="gram")
-        assert float(torch.linalg.matrix_norm(result.double(), 2)) < 1.2
+def test_gram_does_not_round_the_diagonal_of_its_factor() -> None:
+    """Nearly equal entries round the same way: on a Gaussian that shifts all singular values by 2⁻⁹ a pair."""
+    for rows, cols in ((100, 400), (384, 1536)):
+        x = matrix(rows, cols, "gaussian").bfloat16().float()
+        assert error(orthogonalize(x, method="gram"), oracle(x, "polar_express", 5)) < 0.018

@@ -317,6 +317,7 @@ def _run(run: Path, settings: Settings) -> int:
     """Launch the ranks, report, and return the exit code."""
     from rich.console import Console
 
+    from muonmesh.cli.checkpoints import checkpoints_of, latest_step
     from muonmesh.cli.launch import Interrupted, RankFailed, launch
     from muonmesh.cli.report import write_report
 
@@ -327,6 +328,8 @@ def _run(run: Path, settings: Settings) -> int:
         return _complain(str(error), code=1)
     except (Interrupted, KeyboardInterrupt):
         stopped = True
+    # A rank may also have been asked to stop on its own; then all of them did.
+    stopped = stopped or any(latest_step(checkpoints_of(run, name)) != settings.steps for name in settings.optimizers)
     report = write_report(run, settings)
     console = Console(highlight=False)
     if stopped:

@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from muonmesh.cli.settings import Optimizer
+
 PROGRESS_FILE = "progress.json"
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 
@@ -72,6 +74,11 @@ class Checkpoints:
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
+
+
+def checkpoints_of(run: Path, optimizer: Optimizer) -> Path:
+    """Where a run keeps the checkpoints of one of its trainings."""
+    return run / "checkpoints" / optimizer
 
 
 def latest_step(directory: Path) -> int | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from muonmesh.cli.checkpoints import Checkpoints
+from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.clock import (
     CollectiveClock,
     Moment,
@@ -50,12 +50,12 @@ class Training:
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
-        self.checkpoints = Checkpoints(settings.directory / "checkpoints" / name)
+        self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name))
         self.clock = CollectiveClock(self.model)
         self.start = 0
         self.seconds = 0.0  # of training, evaluation and checkpoints left out
         if isinstance(self.model, DistributedDataParallel):
-            pass
+            self._settle_buckets()
 
     def restore(self) -> None:
         """Go to the latest checkpoint, if there is one."""
@@ -156,7 +156,7 @@ class Training:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
-            begin = first + (micro * self.world + self.rank) * settings.micro_batch
+            begin = first + micro * settings.micro_batch
             with self._synchronising(last):
                 windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
                 loss = self._loss(self.model, windows) / settings.grad_accum

@@ -18,9 +18,6 @@ from muonmesh.layout import Plan, Routes
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.threads import run_all
 
-_ALIGNMENT = 64
-"""Bytes. A matrix product's bits depend on the address of its operands modulo this (fp32, CPU)."""
-
 
 class Work(Protocol):
     """What the exchange moves and computes; it knows nothing else of the optimizer.
@@ -61,11 +58,14 @@ class Counts:
 
 @dataclass
 class _Batch:
-    """Same-shaped matrices of one bucket on their owner, assembled into one aligned buffer."""
+    """Same-shaped matrices of one bucket on their owner, assembled into one buffer."""
 
     assignments: tuple[int, ...]
     shape: tuple[int, int]
-    pitch: int  # elements from one matrix to the next, a multiple of the alignment
+
+    @property
+    def numel(self) -> int:
+        return len(self.assignments) * math.prod(self.shape)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class _Buffers:
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, role: str, numel: int) -> Tensor:
-        """Return ``numel`` elements, aligned; contents are whatever was there."""
+        """Return ``numel`` elements; contents are whatever was there."""
         buffer = self.kept.get(role)
         if buffer is None or buffer.numel() < numel:
             buffer = self.kept[role] = torch.empty(numel, dtype=self.dtype, device=self.device)
@@ -179,17 +179,13 @@ class Exchange:
         return stages
 
     def _batches(self, bucket: Sequence[int]) -> tuple[_Batch, ...]:
-        alignment = _ALIGNMENT // self._buffers.dtype.itemsize
         groups: dict[tuple[str, tuple[int, int]], list[int]] = {}
         for index in bucket:
             assignment = self.plan.assignments[index]
             if assignment.owner == self.rank:
                 settings = self.plan.parameters[assignment.parameter].settings
                 groups.setdefault((settings, assignment.matrix.shape), []).append(index)
-        return tuple(
-            _Batch(tuple(indices), shape, -(-math.prod(shape) // alignment) * alignment)
-            for (_, shape), indices in groups.items()
-        )
+        return tuple(_Batch(tuple(indices), shape) for (_, shape), indices in groups.items())
 
     def _gather(self, number: int, work: Work) -> _Transfer:
         """Read this rank's pieces into the send buffer and start moving them; own pieces go straight home."""
@@ -270,16 +266,11 @@ class Exchange:
         return [(self.peers.index(peer), leg) for peer, some in legs.items() if peer != self.rank for leg in some]
 
     def _assembled(self, number: int) -> list[tuple[_Batch, Tensor]]:
-        """Return a bucket's batches on this rank with their aligned (b, rows, cols) buffers."""
+        """Return a bucket's batches on this rank with their (b, rows, cols) buffers."""
         batches = self._stages[number].batches
-        buffer = self._buffers.take(f"matrices.{number % 2}", sum(len(b.assignments) * b.pitch for b in batches))
-        views, start = [], 0
-        for batch in batches:
-            count, (rows, cols) = len(batch.assignments), batch.shape
-            strides = (batch.pitch, cols, 1)
-            views.append((batch, buffer.as_strided((count, rows, cols), strides, buffer.storage_offset() + start)))
-            start += count * batch.pitch
-        return views
+        buffer = self._buffers.take(f"matrices.{number % 2}", sum(batch.numel for batch in batches))
+        parts = torch.split(buffer, [batch.numel for batch in batches])
+        return [(batch, part.view(-1, *batch.shape)) for batch, part in zip(batches, parts, strict=True)]
 
     def _matrices(self, number: int) -> dict[int, Tensor]:
         """Return the buffers of a bucket's matrices on this rank by assignment."""

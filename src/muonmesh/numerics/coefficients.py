@@ -36,6 +36,15 @@ class CoefficientSet:
 
 _JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
 
+# YouJiacheng, gist 393c90cbdc23b09d5688815ba382288b: five polynomials optimised together.
+_YOU: tuple[Polynomial, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
 # The Polar Express, arXiv 2505.16932, listing 1: degree 5, lower bound 1e-3 on the singular values.
 _POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -57,17 +66,7 @@ def _with_safety_factor(polynomial: Polynomial, factor: float) -> Polynomial:
 COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
     # K. Jordan, kellerjordan.github.io/posts/muon: steep at 0, never converges; 0.68 to 1.13 by design.
     "simple": CoefficientSet((_JORDAN,), "cycle"),
-    # YouJiacheng, gist 393c90cbdc23b09d5688815ba382288b: five polynomials optimised together.
-    "quintic": CoefficientSet(
-        (
-            (4.0848, -6.8946, 2.9270),
-            (3.9505, -6.3029, 2.6377),
-            (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046),
-            (2.8366, -3.0525, 1.2012),
-        ),
-        "cycle",
-    ),
+    "quintic": CoefficientSet(_YOU, "cycle"),
     # arXiv 2505.16932: every polynomial but the limit is taken at x / 1.01, as the paper's listing does.
     "polar_express": CoefficientSet(
         (*(_with_safety_factor(polynomial, 1.01) for polynomial in _POLAR_EXPRESS), _POLAR_EXPRESS_LIMIT),
@@ -86,19 +85,11 @@ COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
     ),
     # DeepSeek-V4's hybrid: eight fast steps of Jordan's polynomial, then two that converge to 1; made for 10 steps.
     "deepseekv4": CoefficientSet((*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last"),
-    # Turbo-Muon, arXiv 2512.04632 (github.com/thib-s/flash-newton-schulz): fitted to rows rescaled by AOL
-    # (arXiv 2208.03160) and made for 4 steps. Without the rescaling these polynomials flip the sign of a top
-    # singular direction.
-    "aol": CoefficientSet(
-        (
-            (4.0098, -7.0585, 2.4635),
-            (3.4585, -5.5479, 2.5959),
-            (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169),
-        ),
-        "repeat_last",
-        preconditioner="aol",
-    ),
+    # Turbo-Muon, arXiv 2512.04632 (github.com/thib-s/flash-newton-schulz): rows rescaled by AOL (arXiv 2208.03160)
+    # in place of the first of YouJiacheng's steps. Emerging-Optimizers lists the polynomials of the authors' first
+    # version, (4.0098, -7.0585, 2.4635) and so on, which they withdrew: the first is negative from 0.884 on and turns
+    # a dominating singular direction around, with the rescaling too.
+    "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol"),
 }
 
 

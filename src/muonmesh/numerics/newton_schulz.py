@@ -13,9 +13,15 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.coefficients import Coefficients, Polynomial, coefficient_schedule, coefficient_set
+from muonmesh.numerics.coefficients import (
+    CoefficientName,
+    Coefficients,
+    Polynomial,
+    coefficient_schedule,
+    coefficient_set,
+)
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
-from muonmesh.numerics.normalize import divide, load, rescale_rows
+from muonmesh.numerics.normalize import load, rescale_rows, store
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied: step by step, in pairs through the Gram matrix, or whichever is better."""
@@ -23,10 +29,16 @@ Method: TypeAlias = Literal["auto", "standard", "gram"]
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
-# Where Gram is faster [measured]; with fewer than 3 steps nothing follows that would absorb its rounding.
+# Where Gram is faster [measured].
 _GRAM_FROM_ROWS = 384
 _GRAM_FROM_ASPECT = 2
-_GRAM_FROM_STEPS = 3
+# Where it is as accurate [tested]. The others amplify what is near 1 in every step, and the rounding with it.
+_GRAM_STEPS: dict[CoefficientName, range] = {
+    "quintic": range(3, 6),
+    "polar_express": range(3, 11),
+    "deepseekv4": range(10, 11),
+    "aol": range(3, 6),
+}
 
 
 @torch.no_grad()
@@ -98,8 +110,8 @@ def resolve_method(
 
     "auto" takes Gram where it is faster, from 384 rows and twice as many columns on, and where its error is known
     to be at most 1.1 times that of the standard method on spectra of four decades and on recorded momentum: in
-    bf16, with the published coefficient sets, from 3 steps on. fp32 and fp64 are chosen for exactness, so there
-    "auto" is "standard".
+    bf16, with "polar_express" at 3 to 10 steps, "quintic" and "aol" at 3 to 5, and "deepseekv4" at 10. fp32 and fp64
+    are chosen for exactness, so there "auto" is "standard".
 
     Args:
         rows: Rows of the whole matrix.
@@ -137,8 +149,8 @@ def resolve_method(
     gram_is_better = (
         method == "auto"
         and isinstance(coefficients, str)
+        and steps in _GRAM_STEPS.get(coefficients, ())
         and dtype == torch.bfloat16
-        and steps >= _GRAM_FROM_STEPS
         and short >= _GRAM_FROM_ROWS
         and long >= _GRAM_FROM_ASPECT * short
     )
@@ -215,8 +227,7 @@ class _Iteration:
         self._a, self._b, self._c, self._d, self._e = (buffer[:count] for buffer in self._square)
         self._norm = load(matrices, self.x, together=self._matmuls.together)
         if aol:
-            rescale_rows(self.x, self._matmuls.gram(self.x, self._a))
-            self._norm = torch.ones_like(self._norm)
+            rescale_rows(self.x, self._gram())
 
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
@@ -252,18 +263,11 @@ class _Iteration:
 
     def store(self, out: Tensor) -> None:
         """Write the matrices to `out`, shape (batch, m, n), in its orientation and dtype."""
-        x = self.x.to(out.dtype)
-        if x.shape == out.shape:
-            divide(x, self._norm, out, together=self._matmuls.together)
-            return
-        divide(x, self._norm, x, together=self._matmuls.together)
-        for source, target in zip(x, out, strict=True):  # torch transposes 2-D tensors several times faster
-            target.copy_(source.mT)
+        store(self.x, self._norm, out, together=self._matmuls.together)
 
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer `_a`."""
-        a = self._matmuls.gram(self.x, self._a)
-        return divide(a, self._norm.square(), a, together=self._matmuls.together)
+        return self._matmuls.gram(self.x, self._norm.square().reciprocal(), self._a)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
         """X ← a·X + B X."""

@@ -59,20 +59,29 @@ def _inverse_power_of_two(x: Tensor) -> Tensor:
     return (mantissa / largest).to(x.dtype)  # the quotient is a power of two, so the division is exact
 
 
-def divide(matrices: Tensor, numbers: Tensor, out: Tensor, *, together: bool) -> Tensor:
-    """Divide each matrix by its number into `out`, which may be `matrices`.
+def store(matrices: Tensor, norms: Tensor, out: Tensor, *, together: bool) -> None:
+    """Write matrices divided by their norms to `out`, in its orientation and dtype.
 
     Args:
-        matrices: Shape (batch, m, n).
-        numbers: Shape (batch, 1, 1).
-        out: As matrices.
+        matrices: Shape (batch, rows, cols), wide.
+        norms: Shape (batch, 1, 1).
+        out: Shape (batch, rows, cols) or (batch, cols, rows), contiguous, any floating-point dtype.
         together: Whether one operation may take all matrices.
     """
     if together:
-        return torch.div(matrices, numbers, out=out)
-    for x, number, target in zip(matrices, numbers.flatten(), out, strict=True):
-        torch.div(x, number, out=target)  # by a scalar, which torch does ten times faster than by a 1 × 1 matrix
-    return out
+        _store(matrices, norms, out)
+    else:
+        for x, norm, target in zip(matrices, norms.flatten(), out, strict=True):
+            _store(x, norm, target)
+
+
+def _store(x: Tensor, norm: Tensor, out: Tensor) -> None:
+    """`store` for one matrix, the norm a scalar, or for all."""
+    if x.dtype == out.dtype and x.shape == out.shape:
+        torch.div(x, norm, out=out)
+        return
+    quotient = (x.to(torch.promote_types(x.dtype, out.dtype)) / norm).to(out.dtype)
+    out.copy_(quotient if quotient.shape == out.shape else quotient.mT)
 
 
 def rescale_rows(x: Tensor, gram: Tensor) -> None:
@@ -83,7 +92,7 @@ def rescale_rows(x: Tensor, gram: Tensor) -> None:
 
     Args:
         x: Shape (batch, rows, cols), rows ≤ cols.
-        gram: X Xᵀ, shape (batch, rows, rows).
+        gram: X Xᵀ, shape (batch, rows, rows); where that is divided by ν², the result is multiplied by ν.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     sums = gram.abs().sum(-1, keepdim=True, dtype=exact)

@@ -35,10 +35,10 @@ def _fill_symmetric(out: Tensor, multiply: Callable[[int, int, Tensor], object])
         out[i:j, :i] = block[:i].mT
 
 
-def gram(x: Tensor, out: Tensor) -> Tensor:
-    """X Xᵀ."""
-    (x2,) = x
-    _fill_symmetric(out[0], lambda i, j, block: torch.mm(x2[:j], x2[i:j].mT, out=block))
+def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """scale·X Xᵀ."""
+    (x2,), alpha = x, scale.item()  # a number is multiplied in before rounding; on a CPU reading it waits for nothing
+    _fill_symmetric(out[0], lambda i, j, block: torch.addmm(block, x2[:j], x2[i:j].mT, beta=0, alpha=alpha, out=block))
     return out
 
 
@@ -62,7 +62,6 @@ def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tens
 def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor) -> Tensor:
     """a·X + B X."""
     (x2,), (b2,) = x, b
-    # A number as beta is multiplied in before rounding; on a CPU reading it waits for nothing.
     beta = a.item() if isinstance(a, Tensor) else a
     torch.addmm(x2, b2, x2, beta=beta, out=out[0])
     return out

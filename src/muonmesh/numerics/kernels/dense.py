@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.table import Matmuls
 
 
-def gram(x: Tensor, out: Tensor) -> Tensor:
-    """X Xᵀ."""
-    return torch.bmm(x, x.mT, out=out)
+def gram(x: Tensor, scale: Tensor, out: Tensor, *, together: bool) -> Tensor:
+    """scale·X Xᵀ."""
+    torch.bmm(x, x.mT, out=out)
+    if together:
+        return out.mul_(scale)
+    for matrix, number in zip(out, scale.flatten(), strict=True):
+        matrix.mul_(number)  # by a scalar, which a CPU does ten times faster than by a 1 × 1 matrix
+    return out
 
 
 def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
@@ -34,7 +41,7 @@ def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor) -> Tensor:
 def dense(*, at_once: int, together: bool) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
     return Matmuls(
-        gram=gram,
+        gram=partial(gram, together=together),
         polynomial=polynomial,
         product=product,
         apply=apply,
