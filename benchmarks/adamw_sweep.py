@@ -4,7 +4,8 @@
     python benchmarks/adamw_sweep.py --adamw 1e-3 3e-3 --muon 3e-3 -- --steps 50 --parallel ddp
 
 Every figure is a whole training with its own schedule from the same weights and data; what follows `--` goes to
-`muonmesh train` as it is. Prints a table, and writes JSON after each training, so that a sweep can be cut short.
+`muonmesh train` as it is. Prints a table, and writes JSON after each training: a sweep can be cut short and goes on
+where it was, or be widened later.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from pathlib import Path
 from muonmesh.cli.settings import load_config
 from muonmesh.cli.summary import summarise
 
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+ADAMW_RATES = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2)
+MUON_RATES = (3e-3, 6e-3, 1e-2, 1.5e-2, 2.5e-2)
 
 
 def train(optimizer: str, rate: float, options: list[str], directory: Path) -> dict[str, object]:
     run = directory / f"{optimizer}-{rate:g}"
     command = [sys.executable, "-c", "from muonmesh.cli import main; main()", "train"]
     option = "--lr" if optimizer == "muon" else "--adamw-lr"
-    command += ["--optimizer", optimizer, option, str(rate), "--out", str(run), *options]
+    command += ["--optimizer", optimizer, option, str(rate), "--out", str(run), "--checkpoint-every", "0", *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (summary,) = summarise(run)
     return {
@@ -57,18 +59,24 @@ def table(results: list[dict[str, object]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adamw", type=float, nargs="*", default=RATES, help="peak learning rates of AdamW")
-    parser.add_argument("--muon", type=float, nargs="*", default=RATES, help="peak learning rates of Muon")
+    parser.add_argument("--adamw", type=float, nargs="*", default=ADAMW_RATES, help="peak learning rates of AdamW")
+    parser.add_argument("--muon", type=float, nargs="*", default=MUON_RATES, help="peak learning rates of Muon")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "adamw_sweep.json")
     parser.add_argument("options", nargs="*", help="options of `muonmesh train`, after --")
     arguments = parser.parse_args()
 
-    results: list[dict[str, object]] = []
     content: dict[str, object] = {"date": datetime.now(UTC).date().isoformat(), "options": arguments.options}
+    results: list[dict[str, object]] = []
+    if arguments.json.is_file():
+        earlier = json.loads(arguments.json.read_text())
+        if earlier["options"] != arguments.options:
+            parser.error(f"{arguments.json} was made with the options {earlier['options']}; give another --json")
+        results = earlier["results"]
+    done = {(row["optimizer"], row["lr"]) for row in results}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for optimizer, rates in (("adamw", arguments.adamw), ("muon", arguments.muon)):
-            for rate in rates:
+            for rate in (rate for rate in rates if (optimizer, rate) not in done):
                 results.append(train(optimizer, rate, arguments.options, Path(folder)))
                 print(json.dumps(results[-1]), flush=True)
                 environment = load_config(Path(folder) / f"{optimizer}-{rate:g}")["environment"]

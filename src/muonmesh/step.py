@@ -15,7 +15,7 @@ from muonmesh.comm.storage import like, local_of
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.plan import Leg, pieces
 from muonmesh.numerics.newton_schulz import orthogonalize
-from muonmesh.numerics.rules import Rule, apply_update, direction, update_momentum
+from muonmesh.numerics.rules import Rule, apply_update, update_momentum, write_direction
 from muonmesh.numerics.scale import update_scale
 from muonmesh.numerics.threads import run_all
 
@@ -149,50 +149,43 @@ class MuonStep:
             for piece in self._holdings[matrix] if flag is not False else ():
                 update_momentum(_view(momentum, piece), _view(slot.gradient, piece), rule, active=_mask(flag))
 
-    def read(self, leg: Leg) -> Tensor:
-        """Return the direction of a leg's elements."""
+    def read(self, leg: Leg, into: Tensor) -> None:
+        """Write the direction of a leg's elements."""
         slot, rule = self._slots[leg.parameter], self._rules[leg.parameter]
         if "momentum_buffer" not in slot.state:  # no rank has ever had a gradient
-            return torch.zeros(leg.piece.shape, dtype=self._precision.state, device=slot.tensor.device)
+            into.zero_()
+            return
         momentum = _view(local_of(slot.state["momentum_buffer"]), leg.piece)
-        if slot.gradient is None:
-            gradient = torch.zeros_like(momentum)
-        else:
-            gradient = _view(slot.gradient, leg.piece)
-        return direction(momentum, gradient, rule)
+        gradient = torch.zeros_like(momentum) if slot.gradient is None else _view(slot.gradient, leg.piece)
+        write_direction(momentum, gradient, rule, into)
 
-    def orthogonalize(self, batches: Sequence[tuple[Tensor, int]]) -> list[list[Tensor]]:
-        """Orthogonalise batches, each of the settings of one of its assignments; whole matrices on threads."""
-        if self._precision.compute != torch.bfloat16:  # the bits of the other dtypes depend on the number of threads
-            return [list(self._orthogonalized(batch, assignment)) for batch, assignment in batches]
-        results: list[list[Tensor]] = [list(batch.unbind()) for batch, _ in batches]
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+        """Orthogonalise batches (matrices, results, an assignment whose settings they share)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
-        for (batch, assignment), result in zip(batches, results, strict=True):
-            # Small matrices share products, so they are not taken one by one.
-            size = max(1, min(-(-len(batch) // torch.get_num_threads()), _TOGETHER // batch[0].numel()))
-            for start in range(0, len(batch), size):
+        for batch, out, assignment in batches:
+            size = len(batch)
+            if self._precision.compute == torch.bfloat16:
+                # Whole matrices on threads, small ones by the handful since they share products. Not in the other
+                # dtypes, whose bits depend on the number of threads.
+                size = max(1, min(-(-size // torch.get_num_threads()), _TOGETHER // batch[0].numel()))
+            for part, into in zip(torch.split(batch, size), torch.split(out, size), strict=True):
+                tasks.append((part.numel(), functools.partial(self._orthogonalize, part, into, assignment)))
+        tasks.sort(key=lambda task: -task[0])
+        if self._precision.compute == torch.bfloat16 and tasks:
+            run_all([task for _, task in tasks], device=batches[0][0].device)
+        else:
+            for _, task in tasks:
+                task()
 
-                def task(
-                    part: Tensor = batch[start : start + size],
-                    assignment: int = assignment,
-                    result: list[Tensor] = result,
-                    start: int = start,
-                ) -> None:
-                    result[start : start + len(part)] = self._orthogonalized(part, assignment).unbind()
-
-                tasks.append((-batch[0].numel() * len(batch[start : start + size]), task))
-        if tasks:
-            run_all([task for _, task in sorted(tasks, key=lambda entry: entry[0])], device=batches[0][0].device)
-        return results
-
-    def _orthogonalized(self, batch: Tensor, assignment: int) -> Tensor:
+    def _orthogonalize(self, batch: Tensor, out: Tensor, assignment: int) -> None:
         rule = self._rules[self._plan.assignments[assignment].parameter]
-        return orthogonalize(
+        orthogonalize(
             batch,
             coefficients=rule.coefficients,
             steps=rule.steps,
             method=rule.method,
             dtype=self._precision.compute,
+            out=out,
         )
 
     def write(self, leg: Leg, update: Tensor) -> None:

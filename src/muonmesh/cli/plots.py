@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from muonmesh.cli.summary import LABELS, Comparison, Point, TrainingSummary
@@ -44,8 +46,8 @@ def plot_losses(run: Path, summaries: Sequence[TrainingSummary], comparison: Com
 
 def _draw(axes: Any, summary: TrainingSummary, axis: Axis) -> None:
     colour = COLOURS[summary.name]
-    train, validation = summary.train, summary.validation
-    axes.plot(_along(train, axis), [p.loss for p in train], color=colour, alpha=0.25, linewidth=0.8)
+    train, validation = _running_mean(summary.train), summary.validation
+    axes.plot(_along(train, axis), [p.loss for p in train], color=colour, alpha=0.4, linewidth=0.8)
     axes.plot(
         _along(validation, axis),
         [p.loss for p in validation],
@@ -53,7 +55,7 @@ def _draw(axes: Any, summary: TrainingSummary, axis: Axis) -> None:
         linewidth=1.8,
         marker="o",
         markersize=3,
-        label=f"{LABELS[summary.name]}, validation {summary.final_validation_loss:.3f} (pale: training)",
+        label=f"{LABELS[summary.name]}: validation {summary.final_validation_loss:.3f} (thin: training, running mean)",
     )
 
 
@@ -73,14 +75,24 @@ def _mark(axes: Any, comparison: Comparison, axis: Axis) -> None:
     )
     axes.annotate(
         text,
-        xy=((first + last) / 2, comparison.loss),
-        xytext=(0, 4),
+        xy=(first, comparison.loss),
+        xytext=(-8, -4),
         textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=9,
-        color="#444444",
+        ha="right",
+        va="top",
+        color="#222222",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
     )
+
+
+def _running_mean(points: Sequence[Point]) -> list[Point]:
+    """The mean of each point and those just before it: single batches are noisy."""
+    width = max(1, len(points) // 40)
+    means = []
+    for end, point in enumerate(points, start=1):
+        window = points[max(0, end - width) : end]
+        means.append(replace(point, loss=fmean(p.loss for p in window)))
+    return means
 
 
 def _along(points: Sequence[Point], axis: Axis) -> list[float]:
@@ -89,7 +101,8 @@ def _along(points: Sequence[Point], axis: Axis) -> list[float]:
 
 def _range(summaries: Sequence[TrainingSummary]) -> tuple[float, float]:
     """From the lowest loss to about where the curves are after their first plunge, which would flatten the rest."""
-    losses = [p.loss for s in summaries for p in (*s.train, *s.validation) if p.step >= SHOWN_FROM * s.last_step]
+    curves = [(summary, (*_running_mean(summary.train), *summary.validation)) for summary in summaries]
+    losses = [p.loss for summary, points in curves for p in points if p.step >= SHOWN_FROM * summary.last_step]
     low, high = min(losses), max(losses)
     margin = 0.05 * (high - low) or 0.1
     return low - margin, high + margin

@@ -37,12 +37,12 @@ class Settings:
     parallel: Parallel = "fsdp"
     ranks: int = 2
     device: Device = "cpu"
-    steps: int = 800
+    steps: int = 600
     lr: float = 6e-3
     adamw_lr: float = 5e-3
     weight_decay: float = 0.1
     schedule: ScheduleName = "cosine"
-    warmup: int = 80
+    warmup: int = 60
     batch: int = 16
     seq: int = 128
     grad_accum: int = 1
@@ -50,7 +50,7 @@ class Settings:
     clip: float = 1.0
     vocab: int = 2048
     seed: int = 0
-    eval_every: int = 40
+    eval_every: int = 30
     eval_sequences: int = 128
     checkpoint_every: int = 200
     save_momentum: str | None = None

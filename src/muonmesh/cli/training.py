@@ -156,7 +156,7 @@ class Training:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
-            begin = first + micro * settings.micro_batch
+            begin = first + (micro * self.world + self.rank) * settings.micro_batch
             with self._synchronising(last):
                 windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
                 loss = self._loss(self.model, windows) / settings.grad_accum

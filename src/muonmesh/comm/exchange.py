@@ -16,7 +16,7 @@ from muonmesh.comm.storage import this_rank
 from muonmesh.errors import PlanError
 from muonmesh.layout import Plan, Routes
 from muonmesh.layout.plan import Leg
-from muonmesh.numerics.threads import run_all
+from muonmesh.numerics.threads import run_all, scratch
 
 
 class Work(Protocol):
@@ -29,13 +29,13 @@ class Work(Protocol):
     def prepare(self, parameters: Sequence[int]) -> None:
         """Get ready to read these parameters, each named once a step."""
 
-    def read(self, leg: Leg) -> Tensor:
-        """Return the values of a leg's elements, any dtype, of the shape of its piece."""
+    def read(self, leg: Leg, into: Tensor) -> None:
+        """Write the values of a leg's elements ``into`` a tensor of the shape of its piece, any strides."""
 
-    def orthogonalize(self, batches: Sequence[tuple[Tensor, int]]) -> Sequence[Sequence[Tensor]]:
-        """Return the orthogonalised matrices (rows, cols) of each batch (b, rows, cols).
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+        """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and whose settings they share.
 
-        With each batch comes the number of an assignment whose settings all of its matrices share.
+        The last is the number of one of the batch's assignments.
         """
 
     def write(self, leg: Leg, update: Tensor) -> None:
@@ -191,7 +191,7 @@ class Exchange:
         """Read this rank's pieces into the send buffer and start moving them; own pieces go straight home."""
         stage = self._stages[number]
         work.prepare(stage.parameters)
-        matrices = self._matrices(number)
+        matrices = self._matrices("matrices", number)
         copies = [(leg, _place(leg, matrices)) for leg in stage.gather.held.get(self.rank, ())]
         if not stage.gathers:
             self._read(copies, work)
@@ -206,7 +206,7 @@ class Exchange:
     def _compute(self, number: int, transfer: _Transfer, work: Work) -> dict[int, Tensor]:
         """Assemble this rank's matrices from what arrived and orthogonalise them; return them by assignment."""
         stage = self._stages[number]
-        matrices = self._matrices(number)
+        matrices = self._matrices("matrices", number)
         self._finish(transfer)
         self._copy(
             [
@@ -214,12 +214,13 @@ class Exchange:
                 for peer, leg in self._travelling(stage.gather.owned)
             ]
         )
-        batches = [(buffer, batch.assignments[0]) for batch, buffer in self._assembled(number)]
-        results: dict[int, Tensor] = {}
-        for batch, orthogonal in zip(stage.batches, work.orthogonalize(batches), strict=True):
-            results.update(zip(batch.assignments, orthogonal, strict=True))
-        self.counts.orthogonalized += len(results)
-        return results
+        gathered, results = (self._assembled(role, number) for role in ("matrices", "results"))
+        work.orthogonalize(
+            [(x, out, batch.assignments[0]) for (batch, x), (_, out) in zip(gathered, results, strict=True)]
+        )
+        orthogonal = self._matrices("results", number)
+        self.counts.orthogonalized += len(orthogonal)
+        return orthogonal
 
     def _scatter(self, number: int, results: dict[int, Tensor]) -> _Transfer:
         """Start moving the results to every holder."""
@@ -248,7 +249,7 @@ class Exchange:
 
     def _read(self, copies: Sequence[tuple[Leg, Tensor]], work: Work) -> None:
         run_all(
-            [lambda leg=leg, to=to: to.copy_(work.read(leg)) for leg, to in copies],  # type: ignore[misc]
+            [lambda leg=leg, into=into: work.read(leg, into) for leg, into in copies],  # type: ignore[misc]
             device=self._buffers.device,
         )
 
@@ -257,7 +258,7 @@ class Exchange:
 
     def _write(self, updates: Sequence[tuple[Leg, Tensor]], work: Work) -> None:
         run_all(
-            [lambda leg=leg, update=update: work.write(leg, update.contiguous()) for leg, update in updates],  # type: ignore[misc]
+            [lambda leg=leg, update=update: work.write(leg, _contiguous(update)) for leg, update in updates],  # type: ignore[misc]
             device=self._buffers.device,
         )
 
@@ -265,18 +266,18 @@ class Exchange:
         """Return the legs that leave or reach this rank, each with the position of its peer in the group."""
         return [(self.peers.index(peer), leg) for peer, some in legs.items() if peer != self.rank for leg in some]
 
-    def _assembled(self, number: int) -> list[tuple[_Batch, Tensor]]:
+    def _assembled(self, role: str, number: int) -> list[tuple[_Batch, Tensor]]:
         """Return a bucket's batches on this rank with their (b, rows, cols) buffers."""
         batches = self._stages[number].batches
-        buffer = self._buffers.take(f"matrices.{number % 2}", sum(batch.numel for batch in batches))
+        buffer = self._buffers.take(f"{role}.{number % 2}", sum(batch.numel for batch in batches))
         parts = torch.split(buffer, [batch.numel for batch in batches])
         return [(batch, part.view(-1, *batch.shape)) for batch, part in zip(batches, parts, strict=True)]
 
-    def _matrices(self, number: int) -> dict[int, Tensor]:
+    def _matrices(self, role: str, number: int) -> dict[int, Tensor]:
         """Return the buffers of a bucket's matrices on this rank by assignment."""
         return {
             assignment: matrix
-            for batch, buffer in self._assembled(number)
+            for batch, buffer in self._assembled(role, number)
             for assignment, matrix in zip(batch.assignments, buffer.unbind(), strict=True)
         }
 
@@ -315,6 +316,12 @@ def _place(leg: Leg, matrices: dict[int, Tensor]) -> Tensor:
     """Return a leg's elements within its whole matrix."""
     matrix, piece = matrices[leg.assignment], leg.piece
     return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
+
+
+def _contiguous(update: Tensor) -> Tensor:
+    if update.is_contiguous():
+        return update
+    return scratch("update", update.shape, dtype=update.dtype, device=update.device).copy_(update)
 
 
 def _wire(segment: Tensor, leg: Leg) -> Tensor:

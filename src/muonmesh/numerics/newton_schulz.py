@@ -22,6 +22,7 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
 from muonmesh.numerics.normalize import load, rescale_rows, store
+from muonmesh.numerics.threads import scratch
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied: step by step, in pairs through the Gram matrix, or whichever is better."""
@@ -29,9 +30,8 @@ Method: TypeAlias = Literal["auto", "standard", "gram"]
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
-# Where Gram is faster [measured].
-_GRAM_FROM_ROWS = 384
-_GRAM_FROM_ASPECT = 2
+# Where Gram is faster [measured]: from so many rows on, if there are so many times as many columns.
+_GRAM_FROM = ((384, 2), (256, 4))
 # Where it is as accurate [tested]. The others amplify what is near 1 in every step, and the rounding with it.
 _GRAM_STEPS: dict[CoefficientName, range] = {
     "quintic": range(3, 6),
@@ -50,6 +50,7 @@ def orthogonalize(
     method: Method = "auto",
     dtype: torch.dtype = torch.bfloat16,
     kernels: KernelName = "auto",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -65,9 +66,10 @@ def orthogonalize(
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.
+        out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
 
     Returns:
-        A new contiguous tensor of x's shape, dtype and device. It carries no gradient.
+        `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
 
     Raises:
         ValueError: x has fewer than 2 dims or an empty matrix dim, an option is unknown, steps is smaller than 1,
@@ -75,6 +77,11 @@ def orthogonalize(
         TypeError: x is not a plain dense floating-point tensor, dtype cannot be computed in, or steps is no int.
     """
     _check_input(x)
+    if out is not None and (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
+        raise ValueError(
+            f"out: found {tuple(out.shape)}, {out.dtype} on {out.device}; needed x's {tuple(x.shape)}, {x.dtype} on "
+            f"{x.device}. Write out=torch.empty_like(x)."
+        )
     rows, cols = sorted(x.shape[-2:])
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
@@ -82,9 +89,10 @@ def orthogonalize(
     matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols)
 
     matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
-    result = torch.empty(matrices.shape, dtype=x.dtype, device=x.device)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    target = result.view(matrices.shape)
     at_once = max(1, min(matmuls.at_once, len(matrices)))
-    iteration = _Iteration(x.new_empty(at_once, rows, cols, dtype=dtype), matmuls)
+    iteration = _Iteration((at_once, rows, cols), matmuls, dtype=dtype, device=x.device)
     for start in range(0, len(matrices), at_once):
         some = matrices[start : start + at_once]
         iteration.load(some, aol=aol)
@@ -93,8 +101,8 @@ def orthogonalize(
                 iteration.gram_steps(*segment)
             else:
                 iteration.step(*segment)
-        iteration.store(result[start : start + at_once])
-    return result.view(x.shape)
+        iteration.store(target[start : start + at_once])
+    return result
 
 
 def resolve_method(
@@ -108,10 +116,10 @@ def resolve_method(
 ) -> Literal["standard", "gram"]:
     """Say which method `orthogonalize` uses for a rows × cols matrix.
 
-    "auto" takes Gram where it is faster, from 384 rows and twice as many columns on, and where its error is known
-    to be at most 1.1 times that of the standard method on spectra of four decades and on recorded momentum: in
-    bf16, with "polar_express" at 3 to 10 steps, "quintic" and "aol" at 3 to 5, and "deepseekv4" at 10. fp32 and fp64
-    are chosen for exactness, so there "auto" is "standard".
+    "auto" takes Gram where it is faster, from 384 rows and twice as many columns on or 256 rows and four times as
+    many, and where its error is known to be at most 1.1 times that of the standard method on spectra of four
+    decades and on recorded momentum: in bf16, with "polar_express" at 3 to 10 steps, "quintic" and "aol" at 3 to 5,
+    "deepseekv4" at 10. fp32 and fp64 are chosen for exactness, so there "auto" is "standard".
 
     Args:
         rows: Rows of the whole matrix.
@@ -151,8 +159,7 @@ def resolve_method(
         and isinstance(coefficients, str)
         and steps in _GRAM_STEPS.get(coefficients, ())
         and dtype == torch.bfloat16
-        and short >= _GRAM_FROM_ROWS
-        and long >= _GRAM_FROM_ASPECT * short
+        and any(short >= rows_from and long >= aspect * short for rows_from, aspect in _GRAM_FROM)
     )
     return "gram" if gram_is_better else "standard"
 
@@ -213,12 +220,14 @@ class _Iteration:
         x: The matrices times ν, shape (batch, rows, cols), rows ≤ cols, compute dtype.
     """
 
-    def __init__(self, x: Tensor, matmuls: Matmuls) -> None:
-        """Take `x` as memory for the matrices and allocate the rest."""
-        batch, rows, _ = x.shape
+    def __init__(
+        self, shape: tuple[int, int, int], matmuls: Matmuls, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Take memory for (batch, rows, cols) matrices, the thread's own."""
+        batch, rows, _ = shape
         self._matmuls = matmuls
-        self._long = (x, torch.empty_like(x))
-        self._square = tuple(x.new_empty(batch, rows, rows) for _ in range(5))
+        self._long = tuple(scratch(f"long {i}", shape, dtype=dtype, device=device) for i in range(2))
+        self._square = tuple(scratch(f"square {i}", (batch, rows, rows), dtype=dtype, device=device) for i in range(5))
 
     def load(self, matrices: Tensor, *, aol: bool) -> None:
         """Start with `matrices`, shape (batch, m, n), at most as many as there is memory for."""

@@ -17,7 +17,7 @@ def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
         together: Whether one operation may take all matrices.
 
     Returns:
-        Shape (batch, 1, 1), at least fp32; 1 for a matrix of zeros, not finite where an entry is not.
+        Shape (batch, 1, 1), at least fp32; 1 for a matrix of zeros, NaN where an entry is not finite.
     """
     if together:
         return _load(matrices, out)
@@ -40,7 +40,9 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     exact = torch.promote_types(out.dtype, torch.float32)
     rows = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=exact)
     norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=x.ndim == 3)
-    return torch.where(norm == 0, 1.0, norm)
+    norm = torch.where(norm == 0, 1.0, norm)
+    # Not infinity: dividing by that gives zeros, as if there had been no gradient.
+    return torch.where(norm.isfinite(), norm, torch.nan)
 
 
 def _inverse_power_of_two(x: Tensor) -> Tensor:

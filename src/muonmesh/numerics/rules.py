@@ -15,6 +15,7 @@ from torch import Tensor
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode
+from muonmesh.numerics.threads import scratch
 
 _CACHED = 1 << 15
 """Elements a CPU works on at a time, so that the operations of one rule find them in its cache. torch uses one thread
@@ -68,11 +69,21 @@ def update_momentum(momentum: Tensor, gradient: Tensor, rule: Rule, *, active: T
             m.copy_(torch.where(active, fresh, m))
 
 
-def direction(momentum: Tensor, gradient: Tensor, rule: Rule) -> Tensor:
-    """Return what is to be orthogonalised: ``lerp(g, m, μ)`` with Nesterov, else the momentum itself, not a copy."""
-    if not rule.nesterov:
-        return momentum
-    return torch.lerp(gradient.to(momentum.dtype), momentum, rule.momentum)
+def write_direction(momentum: Tensor, gradient: Tensor, rule: Rule, into: Tensor) -> None:
+    """Write what is to be orthogonalised: ``lerp(g, m, μ)`` with Nesterov, else the momentum.
+
+    Args:
+        momentum: Any shape, read only.
+        gradient: Same shape, any real dtype, read only.
+        rule: Gives μ.
+        into: Same shape, any real dtype and strides, written; rounded to from the momentum's dtype.
+    """
+    # Cast first, then transpose: torch transposes fast only within one dtype.
+    flat = into if into.is_contiguous() else scratch("direction", into.shape, dtype=into.dtype, device=into.device)
+    for m, g, out in _in_cache(momentum, gradient, flat):
+        out.copy_(torch.lerp(g.to(m.dtype), m, rule.momentum) if rule.nesterov else m)
+    if flat is not into:
+        into.copy_(flat)
 
 
 def apply_update(parameter: Tensor, update: Tensor, rule: Rule, *, scale: float, active: Tensor | None = None) -> None:

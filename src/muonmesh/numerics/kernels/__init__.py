@@ -21,7 +21,7 @@ _BLOCKED_FROM_ROWS = 384
 # another order; larger bf16 products have the same bits alone and in a batch.
 _BATCHED_FROM_ROWS = 17
 # X of one batch together: large enough to keep every core busy, small enough for their caches.
-_CPU_BYTES_AT_ONCE = 3 << 20
+_CPU_BYTES_AT_ONCE = 3 << 19
 _DEVICE_BYTES_AT_ONCE = 1 << 30
 
 

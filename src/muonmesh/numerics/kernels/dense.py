@@ -30,12 +30,16 @@ def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tens
     return torch.baddbmm(c, a, b, beta=factor, out=out)
 
 
-def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor) -> Tensor:
+def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor, *, together: bool) -> Tensor:
     """a·X + B X."""
-    if isinstance(a, Tensor):
+    if not isinstance(a, Tensor):
+        return torch.baddbmm(x, b, x, beta=a, out=out)
+    if together:
         torch.mul(x, a, out=out)
         return torch.baddbmm(out, b, x, out=out)
-    return torch.baddbmm(x, b, x, beta=a, out=out)
+    for x2, b2, number, target in zip(x, b, a.flatten(), out, strict=True):
+        torch.addmm(x2, b2, x2, beta=number.item(), out=target)  # multiplied in before rounding
+    return out
 
 
 def dense(*, at_once: int, together: bool) -> Matmuls:
@@ -44,7 +48,7 @@ def dense(*, at_once: int, together: bool) -> Matmuls:
         gram=partial(gram, together=together),
         polynomial=polynomial,
         product=product,
-        apply=apply,
+        apply=partial(apply, together=together),
         at_once=at_once,
         together=together,
     )
