@@ -22,7 +22,7 @@ from muonmesh.cli.settings import load_config
 from muonmesh.cli.summary import summarise
 
 ADAMW_RATES = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2)
-MUON_RATES = (3e-3, 6e-3, 1e-2, 1.5e-2, 2.5e-2)
+MUON_RATES = (3e-3, 6e-3, 9e-3, 1.2e-2, 2.4e-2)
 
 
 def train(optimizer: str, rate: float, options: list[str], directory: Path) -> dict[str, object]:

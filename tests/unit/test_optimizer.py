@@ -82,7 +82,9 @@ def test_bf16_compute_agrees_with_the_oracle_within_its_rounding() -> None:
     start = problem.initial()
     for name, parameter in model.named_parameters():
         update = parameter.detach().double() - start[name].double()
-        assert relative(update, params[name] - start[name].double()) <= 0.08, name
+        # One row or column sits at σ = 1, where the polynomials amplify bf16's rounding of σ² most.
+        bound = 0.15 if min(parameter.shape) <= 3 and parameter.ndim == 2 else 0.06
+        assert relative(update, params[name] - start[name].double()) <= bound, name
 
 
 def test_fp64_everything_is_the_oracle() -> None:
