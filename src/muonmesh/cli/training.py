@@ -14,13 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
-from muonmesh.cli.clock import (
-    CollectiveClock,
-    Moment,
-    StepTimes,
-    moment,
-    seconds_between,
-)
+from muonmesh.cli.clock import CollectiveClock, Moment, StepTimes, moment, seconds_between
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.metrics import MetricsLog
 from muonmesh.cli.model import build_model, model_config, parallelise
@@ -138,20 +132,23 @@ class Training:
         with self.clock:
             clip_gradients(self.optimizer, self.model, settings.clip)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         updated = moment(self.device)
         waited_in_optimizer = self.clock.take() + communication_seconds(self.optimizer)
+        status = torch.stack([loss / self.world, torch.full_like(loss, float(stop.requested))])
+        dist.all_reduce(status)
+        ended = moment(self.device)
         return _StepInFlight(
             step=step,
             lr=max(group["lr"] for group in self.optimizer.param_groups),
-            status=_reduced(loss / self.world, stop.requested),
-            moments=(began, computed, updated, moment(self.device)),
+            status=_Reading(status),
+            moments=(began, computed, updated, ended),
             waited=(waited, waited_in_optimizer),
         )
 
     def _accumulate(self, step: int) -> Tensor:
         """Forward and backward over this rank's share of a step's sequences; its mean loss, 0-d."""
         settings = self.settings
+        self.optimizer.zero_grad(set_to_none=True)  # not after the update: `metrics` has something to say of gradients
         first = (step - 1) * settings.batch
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
@@ -270,12 +267,6 @@ class _Reading:
             self._arrived.synchronize()
         values: list[float] = self._host.tolist()
         return values
-
-
-def _reduced(loss: Tensor, stop: bool) -> _Reading:
-    status = torch.stack([loss, torch.full_like(loss, float(stop))])
-    dist.all_reduce(status)
-    return _Reading(status)
 
 
 def _divides(every: int, step: int) -> bool:

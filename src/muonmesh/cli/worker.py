@@ -38,11 +38,13 @@ def work(run: Path) -> None:
 
     settings = load_settings(run)
     corpus = load_corpus_of(run)
-    device = torch.device(settings.device)
     if settings.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, corpus.digest)
     if len(set(digests)) > 1:
