@@ -260,7 +260,7 @@ def test_too_little_text_is_an_error(tmp_path: Path) -> None:
     options = ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "run"), "--device", "cpu"]
     result = CliRunner().invoke(app, ["train", *options])
     assert result.exit_code == 2
-    assert re.search(r"found \d+ tokens to learn from; needed more than 256", result.stderr)
+    assert re.search(r"found \d+ tokens to learn from; needed more than 128", result.stderr)
 
 
 def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
