@@ -39,7 +39,7 @@ class Settings:
     device: Device = "cpu"
     steps: int = 600
     lr: float = 6e-3
-    adamw_lr: float = 2e-3
+    adamw_lr: float = 3e-3
     weight_decay: float = 0.1
     schedule: ScheduleName = "cosine"
     warmup: int = 60
