@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +12,20 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from muonmesh.comm.exchange import Local, contiguous, place
 from muonmesh.comm.storage import like, local_of
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.plan import Leg, pieces
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import Rule, apply_update, update_momentum, write_direction
 from muonmesh.numerics.scale import update_scale
-from muonmesh.numerics.threads import run_all
+from muonmesh.numerics.threads import run_all, scratch
 
 _TOGETHER = 3 << 19
 """Elements of small matrices that one thread orthogonalises together; 3 MiB in bf16 stay in its cache."""
+
+_TOGETHER_ELSEWHERE = 1 << 26
+"""Elements orthogonalised together where one call has the whole device."""
 
 _PROBE = 4096
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
@@ -120,61 +125,107 @@ class MuonStep:
         self._precision = precision
         self.meanwhile = meanwhile
         self._sums = sums
-        self._matrices: list[list[int]] = [[] for _ in slots]
-        for number, assignment in enumerate(plan.assignments):
-            self._matrices[assignment.parameter].append(number)
         self._weights = [_contiguous(local_of(slot.tensor)) for slot in slots]
 
-    def prepare(self, parameters: Sequence[int]) -> None:
-        """Create missing state and fold the gradients into the momenta of these parameters."""
-        for number in parameters:
-            if self._flags.present[number]:
-                create_state(self._slots[number], self._precision)
-        if parameters:
-            tasks = [functools.partial(self._update_momentum, number) for number in parameters]
-            run_all(tasks, device=self._slots[parameters[0]].tensor.device)
+    def prepare(self, assignments: Sequence[int]) -> None:
+        """Create missing state and fold the gradients into the momenta of these matrices."""
+        self._create_states(assignments)
+        if assignments:
+            tasks = [functools.partial(self._fold, number) for number in assignments]
+            run_all(tasks, device=self._slots[0].tensor.device)
 
-    def _update_momentum(self, number: int) -> None:
+    def _create_states(self, assignments: Sequence[int]) -> None:
+        for number in {self._plan.assignments[assignment].parameter for assignment in assignments}:
+            slot = self._slots[number]
+            if self._flags.present[number]:
+                create_state(slot, self._precision)
+            if slot.gradient is None and "momentum_buffer" in slot.state:  # missing on this shard only: counts as zero
+                slot.gradient = torch.zeros_like(local_of(slot.state["momentum_buffer"]))
+
+    def _fold(self, assignment: int) -> None:
+        flag = self._active(assignment)
+        number = self._plan.assignments[assignment].parameter
         slot, rule = self._slots[number], self._rules[number]
-        active = [self._active(matrix) for matrix in self._matrices[number]]
-        if "momentum_buffer" not in slot.state or not any(flag is not False for flag in active):
+        if flag is False or slot.gradient is None:
             return
         momentum = local_of(slot.state["momentum_buffer"])
-        if slot.gradient is None:  # missing on this shard only: counts as zero
-            slot.gradient = torch.zeros_like(momentum)
-        if all(flag is True for flag in active):
-            update_momentum(momentum, slot.gradient, rule)
-            return
-        for matrix, flag in zip(self._matrices[number], active, strict=True):
-            for piece in self._holdings[matrix] if flag is not False else ():
-                update_momentum(_view(momentum, piece), _view(slot.gradient, piece), rule, active=_mask(flag))
+        for piece in self._holdings[assignment]:
+            update_momentum(_view(momentum, piece), _view(slot.gradient, piece), rule, active=_mask(flag))
 
-    def read(self, leg: Leg, into: Tensor) -> None:
-        """Write the direction of a leg's elements."""
+    def local(self, matrices: Sequence[Local]) -> None:
+        """Take matrices that nobody else has through the whole step, one batch on one thread after the other.
+
+        What one operation leaves in the thread's cache the next one finds there, and no thread waits for another.
+        """
+        self._create_states([matrix.assignment for matrix in matrices])
+        same: dict[tuple[str, tuple[int, int]], list[Local]] = {}
+        for matrix in matrices:
+            assignment = self._plan.assignments[matrix.assignment]
+            settings = self._plan.parameters[assignment.parameter].settings
+            same.setdefault((settings, assignment.matrix.shape), []).append(matrix)
+        tasks: list[tuple[int, Callable[[], None]]] = []
+        for (_, shape), some in same.items():
+            size = self._at_once(len(some), math.prod(shape))
+            flops = self._plan.assignments[some[0].assignment].flops
+            for start in range(0, len(some), size):
+                batch = some[start : start + size]
+                tasks.append((flops * len(batch), functools.partial(self._local, batch)))
+        self._run(tasks)
+
+    def _local(self, batch: Sequence[Local]) -> None:
+        matrix = self._plan.assignments[batch[0].assignment].matrix
+        device = self._slots[0].tensor.device
+        x, out = (
+            scratch(role, (len(batch), *matrix.shape), dtype=self._precision.compute, device=device)
+            for role in ("matrices", "results")
+        )
+        for local, target in zip(batch, x.unbind(), strict=True):
+            for leg in local.read:
+                self.read(leg, place(leg.piece, target), fold=True)
+        self._orthogonalize(x, out, batch[0].assignment)
+        for local, result in zip(batch, out.unbind(), strict=True):
+            for leg in local.write:
+                self.write(leg, contiguous(place(leg.piece, result)))
+
+    def read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
+        """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
         slot, rule = self._slots[leg.parameter], self._rules[leg.parameter]
         if "momentum_buffer" not in slot.state:  # no rank has ever had a gradient
             into.zero_()
             return
         momentum = _view(local_of(slot.state["momentum_buffer"]), leg.piece)
-        gradient = torch.zeros_like(momentum) if slot.gradient is None else _view(slot.gradient, leg.piece)
-        write_direction(momentum, gradient, rule, into)
+        assert slot.gradient is not None
+        gradient = _view(slot.gradient, leg.piece)
+        flag = self._active(leg.assignment)
+        if fold and flag is not False:
+            update_momentum(momentum, gradient, rule, active=_mask(flag), into=into)
+        else:
+            write_direction(momentum, gradient, rule, into)
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         """Orthogonalise batches (matrices, results, an assignment whose settings they share)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
         for batch, out, assignment in batches:
-            size = len(batch)
-            if self._precision.compute == torch.bfloat16:
-                # Whole matrices on threads, small ones by the handful since they share products. Not in the other
-                # dtypes, whose bits depend on the number of threads.
-                size = max(1, min(-(-size // torch.get_num_threads()), _TOGETHER // batch[0].numel()))
+            size = self._at_once(len(batch), batch[0].numel())
+            flops = self._plan.assignments[assignment].flops
             for part, into in zip(torch.split(batch, size), torch.split(out, size), strict=True):
-                tasks.append((part.numel(), functools.partial(self._orthogonalize, part, into, assignment)))
-        tasks.sort(key=lambda task: -task[0])
-        if self._precision.compute == torch.bfloat16 and tasks:
-            run_all([task for _, task in tasks], device=batches[0][0].device)
+                tasks.append((flops * len(part), functools.partial(self._orthogonalize, part, into, assignment)))
+        self._run(tasks)
+
+    def _at_once(self, count: int, numel: int) -> int:
+        """Return how many of ``count`` equal matrices are orthogonalised by one task."""
+        if self._slots[0].tensor.device.type != "cpu" or self._precision.compute != torch.bfloat16:
+            return max(1, _TOGETHER_ELSEWHERE // numel)
+        return max(1, min(-(-count // torch.get_num_threads()), _TOGETHER // numel))
+
+    def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
+        """Run (cost, task) pairs: whole matrices on threads, but not in dtypes whose bits depend on their number."""
+        tasks = sorted(tasks, key=lambda task: -task[0])
+        ordered = [task for _, task in tasks]
+        if self._precision.compute == torch.bfloat16 and ordered:
+            run_all(ordered, device=self._slots[0].tensor.device, costs=[cost for cost, _ in tasks])
         else:
-            for _, task in tasks:
+            for task in ordered:
                 task()
 
     def _orthogonalize(self, batch: Tensor, out: Tensor, assignment: int) -> None:
@@ -186,6 +237,7 @@ class MuonStep:
             method=rule.method,
             dtype=self._precision.compute,
             out=out,
+            overwrite=True,
         )
 
     def write(self, leg: Leg, update: Tensor) -> None:

@@ -51,8 +51,9 @@ def test_products_against_fp64(table: str, rows: int, cols: int, dtype: torch.dt
     close(matmuls.gram(x, per_matrix, square), per_matrix.double() * (xd @ xd.mT))
     close(matmuls.polynomial(a, -2.5, 1.25, square), -2.5 * ad + 1.25 * ad @ ad)
     close(matmuls.product(a, b, b, 0.75, square), 0.75 * bd + ad @ bd)
-    close(matmuls.apply(x, a, 1.5, long), 1.5 * xd + ad @ xd)
-    close(matmuls.apply(x, a, per_matrix, long), per_matrix.double() * xd + ad @ xd)
+    close(matmuls.apply(x, a, 1.5, 1.0, long), 1.5 * xd + ad @ xd)
+    close(matmuls.apply(x, a, per_matrix, 1.0, long), per_matrix.double() * xd + ad @ xd)
+    close(matmuls.apply(x, a, per_matrix, per_matrix, long), per_matrix.double() * (per_matrix * xd + ad @ xd))
     assert all(torch.equal(t, was) for t, was in zip((x, a, b), before, strict=True))
 
 

@@ -14,9 +14,18 @@ from torch import Tensor
 
 from muonmesh.comm.storage import this_rank
 from muonmesh.errors import PlanError
-from muonmesh.layout import Plan, Routes
+from muonmesh.layout import Piece, Plan, Routes
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.threads import run_all, scratch
+
+
+@dataclass(frozen=True)
+class Local:
+    """A Matrix that a rank holds whole, owns, and shares with nobody: nothing of it moves."""
+
+    assignment: int
+    read: tuple[Leg, ...]
+    write: tuple[Leg, ...]
 
 
 class Work(Protocol):
@@ -26,8 +35,11 @@ class Work(Protocol):
     ``parameter`` of the plan, read as a contiguous array.
     """
 
-    def prepare(self, parameters: Sequence[int]) -> None:
-        """Get ready to read these parameters, each named once a step."""
+    def prepare(self, assignments: Sequence[int]) -> None:
+        """Get ready to read what this rank stores of these matrices, each named once a step."""
+
+    def local(self, matrices: Sequence[Local]) -> None:
+        """Read, orthogonalise and write matrices that are this rank's alone; they have not been prepared."""
 
     def read(self, leg: Leg, into: Tensor) -> None:
         """Write the values of a leg's elements ``into`` a tensor of the shape of its piece, any strides."""
@@ -70,9 +82,10 @@ class _Batch:
 
 @dataclass
 class _Stage:
-    """One bucket as this rank sees it."""
+    """One bucket as this rank sees it: what moves in it, and the local matrices to compute while that travels."""
 
-    parameters: tuple[int, ...]  # first read in this bucket
+    moving: tuple[int, ...]
+    local: tuple[Local, ...]
     batches: tuple[_Batch, ...]
     gather: Routes
     scatter: Routes
@@ -160,22 +173,31 @@ class Exchange:
                 gathered.append(self._gather(number + 1, work))
             results = self._compute(number, gathered[number], work)
             scattered.append(self._scatter(number, results))
+            work.local(stages[number].local)
             if number:
                 self._receive(number - 1, scattered[number - 1], work)
         if stages:
             self._receive(len(stages) - 1, scattered[-1], work)
+        self.counts.orthogonalized += sum(len(stage.local) for stage in stages)
 
     def _stage_buckets(self) -> list[_Stage]:
-        plan, read = self.plan, set[int]()
-        stages = []
+        plan, stages, waiting = self.plan, list[_Stage](), list[Local]()
         for number, bucket in enumerate(plan.buckets):
             gather = plan.routes(number, self.rank, gather=True)
             scatter = plan.routes(number, self.rank, gather=False)
-            parameters = dict.fromkeys(plan.assignments[index].parameter for index in bucket)
-            fresh = tuple(p for p in parameters if p not in read)
-            read.update(fresh)
-            batches = self._batches(bucket)
-            stages.append(_Stage(fresh, batches, gather, scatter, plan.gathers(number), plan.scatters(number)))
+            staying = {index for index in bucket if not plan.moves(index)}
+            reads, writes = (_by_assignment(routes.held.get(self.rank, ())) for routes in (gather, scatter))
+            waiting += [Local(i, reads[i], writes[i]) for i in bucket if i in staying and i in reads]
+            if len(staying) < len(bucket):
+                moving = tuple(index for index in bucket if index not in staying)
+                gather, scatter = (_without(routes, staying) for routes in (gather, scatter))
+                batches = self._batches(moving)
+                gathers, scatters = plan.gathers(number), plan.scatters(number)
+                stages.append(_Stage(moving, tuple(waiting), batches, gather, scatter, gathers, scatters))
+                waiting = []
+        if waiting:
+            nothing = Routes({}, {})
+            stages.append(_Stage((), tuple(waiting), (), nothing, nothing, gathers=False, scatters=False))
         return stages
 
     def _batches(self, bucket: Sequence[int]) -> tuple[_Batch, ...]:
@@ -190,7 +212,7 @@ class Exchange:
     def _gather(self, number: int, work: Work) -> _Transfer:
         """Read this rank's pieces into the send buffer and start moving them; own pieces go straight home."""
         stage = self._stages[number]
-        work.prepare(stage.parameters)
+        work.prepare(stage.moving)
         matrices = self._matrices("matrices", number)
         copies = [(leg, _place(leg, matrices)) for leg in stage.gather.held.get(self.rank, ())]
         if not stage.gathers:
@@ -258,7 +280,7 @@ class Exchange:
 
     def _write(self, updates: Sequence[tuple[Leg, Tensor]], work: Work) -> None:
         run_all(
-            [lambda leg=leg, update=update: work.write(leg, _contiguous(update)) for leg, update in updates],  # type: ignore[misc]
+            [lambda leg=leg, update=update: work.write(leg, contiguous(update)) for leg, update in updates],  # type: ignore[misc]
             device=self._buffers.device,
         )
 
@@ -312,13 +334,32 @@ class Exchange:
             transfer.work = transfer.send = None
 
 
-def _place(leg: Leg, matrices: dict[int, Tensor]) -> Tensor:
-    """Return a leg's elements within its whole matrix."""
-    matrix, piece = matrices[leg.assignment], leg.piece
+def _by_assignment(legs: Sequence[Leg]) -> dict[int, tuple[Leg, ...]]:
+    sorted_legs: dict[int, list[Leg]] = {}
+    for leg in legs:
+        sorted_legs.setdefault(leg.assignment, []).append(leg)
+    return {assignment: tuple(some) for assignment, some in sorted_legs.items()}
+
+
+def _without(routes: Routes, assignments: set[int]) -> Routes:
+    held, owned = (
+        {peer: tuple(leg for leg in legs if leg.assignment not in assignments) for peer, legs in ends.items()}
+        for ends in (routes.held, routes.owned)
+    )
+    return Routes({p: legs for p, legs in held.items() if legs}, {p: legs for p, legs in owned.items() if legs})
+
+
+def place(piece: Piece, matrix: Tensor) -> Tensor:
+    """Return a piece's elements within its whole, contiguous matrix."""
     return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
 
 
-def _contiguous(update: Tensor) -> Tensor:
+def _place(leg: Leg, matrices: dict[int, Tensor]) -> Tensor:
+    return place(leg.piece, matrices[leg.assignment])
+
+
+def contiguous(update: Tensor) -> Tensor:
+    """Return a tensor as it is or, if it is not contiguous, copied to memory that the thread uses again."""
     if update.is_contiguous():
         return update
     return scratch("update", update.shape, dtype=update.dtype, device=update.device).copy_(update)

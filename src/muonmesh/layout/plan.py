@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.region import Piece, Region, overlap
+from muonmesh.layout.region import Block, Piece, Region, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +97,16 @@ class Plan:
         owned: dict[int, list[Leg]] = {}
         for number in self.buckets[bucket]:
             assignment = self.assignments[number]
-            parameter = self.parameters[assignment.parameter]
-            place = parameter.source if gather else parameter.target
-            holders = place.replica(assignment.owner) if gather else place.ranks
+            place = self._place(assignment, gather=gather)
             if assignment.owner == rank:
-                for holder in holders:
-                    _extend(owned.setdefault(holder, []), number, assignment, place, holder)
-            if rank in holders:
-                _extend(held.setdefault(assignment.owner, []), number, assignment, place, rank)
+                holders = place.replica(rank) if gather else place.ranks
+                for holder, parts in _pieces_by_holder(place, holders, assignment.matrix):
+                    _extend(owned, holder, number, assignment, parts)
+            mine = tuple(pieces(place, rank, assignment.matrix))
+            if mine and (not gather or rank in place.replica(assignment.owner)):
+                _extend(held, assignment.owner, number, assignment, mine)
         return Routes(
-            {peer: tuple(legs) for peer, legs in held.items() if legs},
-            {peer: tuple(legs) for peer, legs in owned.items() if legs},
+            {peer: tuple(legs) for peer, legs in held.items()}, {peer: tuple(legs) for peer, legs in owned.items()}
         )
 
     def gathers(self, bucket: int) -> bool:
@@ -117,12 +117,21 @@ class Plan:
         """Whether any rank of the bucket needs what another rank owns."""
         return any(self._moves(number, gather=False) for number in self.buckets[bucket])
 
+    def moves(self, number: int) -> bool:
+        """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""
+        return self._moves(number, gather=True) or self._moves(number, gather=False)
+
     def _moves(self, number: int, *, gather: bool) -> bool:
         assignment = self.assignments[number]
+        place = self._place(assignment, gather=gather)
+        if not gather and place.copies() > 1:
+            return True
+        return not all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
+
+    def _place(self, assignment: Assignment, *, gather: bool) -> Layout:
+        """Return where the other end of an assignment's routes is."""
         parameter = self.parameters[assignment.parameter]
-        place = parameter.source if gather else parameter.target
-        owner_holds_all = all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
-        return not owner_holds_all or (not gather and place.copies() > 1)
+        return parameter.source if gather else parameter.target
 
     @cached_property
     def loads(self) -> dict[int, int]:
@@ -154,28 +163,46 @@ class Plan:
         return hashlib.sha256("\n".join(self.description()).encode()).hexdigest()
 
 
-def _extend(legs: list[Leg], number: int, assignment: Assignment, place: Layout, holder: int) -> None:
-    start = legs[-1].start + legs[-1].piece.numel if legs else 0
-    for piece in pieces(place, holder, assignment.matrix):
-        legs.append(Leg(number, assignment.parameter, piece, start))
-        start += piece.numel
+def _extend(legs: dict[int, list[Leg]], peer: int, number: int, assignment: Assignment, parts: Iterable[Piece]) -> None:
+    for piece in parts:
+        before = legs.setdefault(peer, [])
+        start = before[-1].start + before[-1].piece.numel if before else 0
+        before.append(Leg(number, assignment.parameter, piece, start))
 
 
 def pieces(layout: Layout, rank: int, matrix: Matrix) -> Iterator[Piece]:
     """Yield what ``rank`` stores of a matrix, with its place in the storage and in the matrix."""
-    for stored in layout.blocks(rank):
+    return _overlaps(layout.blocks(rank), matrix)
+
+
+def _overlaps(stored: tuple[Block, ...], matrix: Matrix) -> Iterator[Piece]:
+    for ours in stored:
         for block in matrix.blocks:
-            piece = overlap(stored, block)
+            piece = overlap(ours, block)
             if piece is not None:
                 yield piece
+
+
+def _pieces_by_holder(
+    layout: Layout, holders: Sequence[int], matrix: Matrix
+) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+    """Yield each of many holders with its pieces of a matrix; those of replicas are found, and kept, once."""
+    found: dict[tuple[Block, ...], tuple[Piece, ...]] = {}
+    for holder in holders:
+        stored = layout.blocks(holder)
+        if stored not in found:
+            found[stored] = tuple(_overlaps(stored, matrix))
+        yield holder, found[stored]
 
 
 def make_plan(parameters: Sequence[Parameter], *, ranks: Sequence[int] | None = None, bucket_elements: int) -> Plan:
     """Assign every matrix an owner and a bucket.
 
     Owners: longest processing time first on FLOPs over all ranks that hold the parameter, replicas included
-    (Graham 1969; at most 4/3 of the best makespan, in practice within a few per cent). Where a rank holds the
-    whole matrix and is not behind, it keeps it, since that moves nothing. Ties are broken by bytes, then name.
+    (Graham 1969; at most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole
+    matrix keeps it, since that moves nothing, unless its load would exceed both what the busiest rank must carry
+    anyhow and what the least busy one would carry. Among ranks with equal loads the owners are spread over replicas
+    and machines.
 
     Buckets: each owner's matrices are cut, in one order, into pieces of about ``bucket_elements``; bucket i
     holds the i-th piece of every owner, so all owners compute in every bucket.
@@ -188,10 +215,10 @@ def make_plan(parameters: Sequence[Parameter], *, ranks: Sequence[int] | None = 
     Raises:
         LayoutError: the layouts of a parameter or its matrices do not cover it exactly once.
     """
-    for parameter in parameters:
-        _prove(parameter)
-    holding = {rank for p in parameters for rank in (*p.source.ranks, *p.target.ranks)}
-    ranks = tuple(sorted(holding) if ranks is None else ranks)
+    _prove(parameters)
+    if ranks is None:
+        ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.source, p.target)}))
+    ranks = tuple(ranks)
     owners = _assign(parameters, ranks)
     assignments = [
         Assignment(number, matrix, owners[number, matrix.index], flops)
@@ -227,48 +254,94 @@ def _assign(parameters: Sequence[Parameter], ranks: Sequence[int]) -> dict[tuple
         ),
         key=lambda job: job[:4],
     )
-    # (FLOPs, elements, rank), kept up to date lazily: loads only grow, so a stale entry is pushed again.
-    load = {rank: (0, 0, rank) for rank in ranks}
-    heaps: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
-    fair = -sum(job[0] for job in jobs) / max(1, len(ranks))
+    loads = _Loads(ranks)
+    everywhere = [loads.heap(parameter.target.ranks) for parameter in parameters]
+    # No plan's busiest rank carries less than the mean, or than the largest matrix.
+    unavoidable = max(-sum(job[0] for job in jobs) / max(1, len(ranks)), -jobs[0][0] if jobs else 0)
     owners = {}
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
         parameter = parameters[number]
-        best = _least(heaps, load, parameter.target.ranks)
-        holders = set(parameter.source.ranks)
-        for block in matrix.blocks:
-            holders.intersection_update(parameter.source.holders(block.region))
+        owner = loads.least(everywhere[number])
+        holders = _holders_of_all(parameter.source, matrix)
         if holders and len(holders) < len(parameter.target.ranks):
-            local = min(load[rank] for rank in holders)
-            if local[0] - minus_flops <= max(fair, best[0] - minus_flops):
-                best = local
-        owner = best[2]
-        load[owner] = (best[0] - minus_flops, best[1] - minus_numel, owner)
+            local = loads.least(loads.heap(holders))
+            if loads.flops(local) - minus_flops <= max(unavoidable, loads.flops(owner) - minus_flops):
+                owner = local
+        loads.add(owner, -minus_flops, -minus_numel)
         owners[number, index] = owner
     return owners
 
 
-def _least(
-    heaps: dict[tuple[int, ...], list[tuple[int, int, int]]],
-    load: dict[int, tuple[int, int, int]],
-    ranks: tuple[int, ...],
-) -> tuple[int, int, int]:
-    heap = heaps.setdefault(ranks, sorted(load[rank] for rank in ranks))
-    while heap[0] != load[heap[0][2]]:
-        heapq.heapreplace(heap, load[heap[0][2]])
-    return heap[0]
+def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:
+    """Return the ranks that hold every block of a matrix."""
+    first, *others = matrix.blocks
+    holders = layout.holders(first.region)
+    for block in others:
+        if not holders:
+            break
+        both = set(layout.holders(block.region))
+        holders = tuple(rank for rank in holders if rank in both)
+    return holders
 
 
-def _prove(parameter: Parameter) -> None:
-    """Prove that storage covers the parameter exactly once per replica, and that the matrices tile it."""
-    try:
-        parameter.source.prove_cover()
-        if parameter.target is not parameter.source:
-            parameter.target.prove_cover()
-        regions = [block.region for matrix in parameter.matrices for block in matrix.blocks]
-        _prove_tiling(regions, parameter.target.shape)
-    except LayoutError as error:
-        raise LayoutError(f"{parameter.name}: {error}") from None
+_Load = tuple[int, int, int, int]
+"""(FLOPs, elements, turn, rank): the least is the next to be given something."""
+
+
+class _Loads:
+    """What the ranks carry so far, and who carries least."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._of: dict[int, _Load] = {rank: (0, 0, turn, rank) for turn, rank in enumerate(_spread(ranks))}
+        self._heaps: dict[Sequence[int], list[_Load]] = {}
+
+    def flops(self, rank: int) -> int:
+        return self._of[rank][0]
+
+    def add(self, rank: int, flops: int, numel: int) -> None:
+        before = self._of[rank]
+        self._of[rank] = (before[0] + flops, before[1] + numel, *before[2:])
+
+    def heap(self, ranks: Sequence[int]) -> list[_Load]:
+        """Return the loads of a set of ranks, for `least`."""
+        if ranks not in self._heaps:
+            self._heaps[ranks] = sorted(self._of[rank] for rank in ranks)
+        return self._heaps[ranks]
+
+    def least(self, heap: list[_Load]) -> int:
+        """Return the rank that carries least. Loads only grow, so an entry that is out of date is too small."""
+        while heap[0] != self._of[heap[0][3]]:
+            heapq.heapreplace(heap, self._of[heap[0][3]])
+        return heap[0][3]
+
+
+def _spread(ranks: Sequence[int]) -> list[int]:
+    """Return the ranks in golden-ratio steps, so that the first few of any number lie evenly among all.
+
+    Where there are fewer large matrices than ranks, their owners then are of all replicas and machines. (Halving
+    intervals again and again would spread them too, but over few coordinates of the other axes of the mesh.)
+    """
+    golden = (math.sqrt(5) - 1) / 2
+    # No gap between 2n such points is as wide as 1/n, so every rank is met.
+    steps = (int(golden * i % 1 * len(ranks)) for i in range(2 * len(ranks)))
+    return [ranks[index] for index in dict.fromkeys(steps)]
+
+
+def _prove(parameters: Sequence[Parameter]) -> None:
+    """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
+    proved: dict[tuple[int, ...], list[tuple[Block, ...]]] = {}
+    for parameter in parameters:
+        shape = parameter.target.shape
+        blocks = [matrix.blocks for matrix in parameter.matrices]
+        try:
+            parameter.source.prove_cover()
+            if parameter.target is not parameter.source:
+                parameter.target.prove_cover()
+            if proved.get(shape) != blocks:  # layers are alike
+                _prove_tiling([block.region for some in blocks for block in some], shape)
+                proved[shape] = blocks
+        except LayoutError as error:
+            raise LayoutError(f"{parameter.name}: {error}") from None
 
 
 def _prove_tiling(regions: Sequence[Region], shape: Sequence[int], dim: int = 0) -> None:

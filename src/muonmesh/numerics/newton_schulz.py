@@ -7,7 +7,7 @@ long side of X only to form A and to apply the result; between them everything i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -30,6 +30,8 @@ Method: TypeAlias = Literal["auto", "standard", "gram"]
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
+_ALIGNMENT = 64
+
 # Where Gram is faster [measured]: from so many rows on, if there are so many times as many columns.
 _GRAM_FROM = ((384, 2), (256, 4))
 # Where it is as accurate [tested]. The others amplify what is near 1 in every step, and the rounding with it.
@@ -51,6 +53,7 @@ def orthogonalize(
     dtype: torch.dtype = torch.bfloat16,
     kernels: KernelName = "auto",
     out: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -60,13 +63,14 @@ def orthogonalize(
     transposed matrix (not square) are those of the transposed result.
 
     Args:
-        x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Never written.
+        x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
         steps: Number of steps, at least 1.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
+        overwrite: Whether x may be used as working memory; its contents are lost then.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
@@ -94,14 +98,8 @@ def orthogonalize(
     at_once = max(1, min(matmuls.at_once, len(matrices)))
     iteration = _Iteration((at_once, rows, cols), matmuls, dtype=dtype, device=x.device)
     for start in range(0, len(matrices), at_once):
-        some = matrices[start : start + at_once]
-        iteration.load(some, aol=aol)
-        for segment in segments:
-            if len(segment) == 2:
-                iteration.gram_steps(*segment)
-            else:
-                iteration.step(*segment)
-        iteration.store(target[start : start + at_once])
+        some = slice(start, start + at_once)
+        iteration.run(matrices[some], target[some], segments, aol=aol, overwrite=overwrite)
     return result
 
 
@@ -209,12 +207,13 @@ def _segments(
 class _Iteration:
     """Matrices on their way to orthogonality, in buffers that the next batch uses again.
 
-    The matrices are only ever multiplied by powers of two; their norm ν is divided out of X Xᵀ, and out of X when it
-    is stored. Dividing a bf16 matrix by its norm first would round every entry once more, and the slope of the
+    The matrices are only ever multiplied by powers of two; their norm ν is divided out of X Xᵀ, and out of X by the
+    last product. Dividing a bf16 matrix by its norm first would round every entry once more, and the slope of the
     polynomials at 0 amplifies that a thousandfold: it doubles the error on recorded momentum (docs/numerics.md).
 
-    Each buffer is an allocation of its own and contiguous, so a product of some shape always meets the same
-    alignment: its last bits depend on it.
+    Each buffer is contiguous and begins at a multiple of 64 bytes, so a product of some shape always meets the same
+    alignment: its last bits depend on it. The fewer there are, the more of the matrix stays in the cache that the
+    threads share, so the caller's memory serves where it fits.
 
     Attributes:
         x: The matrices times ν, shape (batch, rows, cols), rows ≤ cols, compute dtype.
@@ -226,17 +225,46 @@ class _Iteration:
         """Take memory for (batch, rows, cols) matrices, the thread's own."""
         batch, rows, _ = shape
         self._matmuls = matmuls
-        self._long = tuple(scratch(f"long {i}", shape, dtype=dtype, device=device) for i in range(2))
+        self._shape, self._dtype, self._device = shape, dtype, device
         self._square = tuple(scratch(f"square {i}", (batch, rows, rows), dtype=dtype, device=device) for i in range(5))
 
-    def load(self, matrices: Tensor, *, aol: bool) -> None:
-        """Start with `matrices`, shape (batch, m, n), at most as many as there is memory for."""
-        count = len(matrices)
-        self.x, self._next = (buffer[:count] for buffer in self._long)
+    def run(
+        self,
+        matrices: Tensor,
+        out: Tensor,
+        segments: Sequence[tuple[Polynomial, ...]],
+        *,
+        aol: bool,
+        overwrite: bool,
+    ) -> None:
+        """Orthogonalise `matrices`, shape (batch, m, n), into `out`: at most as many as there is memory for."""
+        count, together = len(matrices), self._matmuls.together
+        self.x = matrices if overwrite and self._serves(matrices) else self._long(0, count)
+        self._next = out if self._serves(out) else self._long(1, count)
         self._a, self._b, self._c, self._d, self._e = (buffer[:count] for buffer in self._square)
-        self._norm = load(matrices, self.x, together=self._matmuls.together)
+        self._norm = load(matrices, self.x, together=together)
         if aol:
             rescale_rows(self.x, self._gram())
+        # X alternates between the two buffers; an odd number of segments ends in the second.
+        self._scale: float | Tensor = 1.0
+        for number, segment in enumerate(segments, 1):
+            if number == len(segments):
+                self._scale = self._norm.reciprocal()
+            if len(segment) == 2:
+                self.gram_steps(*segment)
+            else:
+                self.step(*segment)
+        if self.x is not out:
+            store(self.x, out)
+
+    def _serves(self, memory: Tensor) -> bool:
+        """Whether the caller's memory can hold X."""
+        _, rows, cols = self._shape
+        fits = memory.shape[1:] == (rows, cols) and memory.dtype == self._dtype and memory.is_contiguous()
+        return fits and memory.data_ptr() % _ALIGNMENT == 0
+
+    def _long(self, number: int, count: int) -> Tensor:
+        return scratch(f"long {number}", self._shape, dtype=self._dtype, device=self._device)[:count]
 
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
@@ -270,17 +298,13 @@ class _Iteration:
         factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         self._apply(factor, (p0 * q0 + mean)[..., None])
 
-    def store(self, out: Tensor) -> None:
-        """Write the matrices to `out`, shape (batch, m, n), in its orientation and dtype."""
-        store(self.x, self._norm, out, together=self._matmuls.together)
-
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer `_a`."""
         return self._matmuls.gram(self.x, self._norm.square().reciprocal(), self._a)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
-        """X ← a·X + B X."""
-        self._matmuls.apply(self.x, b, a, self._next)
+        """X ← a·X + B X, in the last segment divided by ν."""
+        self._matmuls.apply(self.x, b, a, self._scale, self._next)
         self.x, self._next = self._next, self.x
 
     def _without_constant(self, p: Polynomial, a: Tensor, out: Tensor, spare: Tensor) -> Tensor:

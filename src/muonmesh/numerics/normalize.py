@@ -13,7 +13,7 @@ def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
 
     Args:
         matrices: Shape (batch, m, n), any strides, any floating-point dtype.
-        out: Shape (batch, min(m, n), max(m, n)), contiguous, compute dtype.
+        out: Shape (batch, min(m, n), max(m, n)), contiguous, compute dtype; may be `matrices`.
         together: Whether one operation may take all matrices.
 
     Returns:
@@ -61,29 +61,15 @@ def _inverse_power_of_two(x: Tensor) -> Tensor:
     return (mantissa / largest).to(x.dtype)  # the quotient is a power of two, so the division is exact
 
 
-def store(matrices: Tensor, norms: Tensor, out: Tensor, *, together: bool) -> None:
-    """Write matrices divided by their norms to `out`, in its orientation and dtype.
+def store(matrices: Tensor, out: Tensor) -> None:
+    """Write matrices to `out`, in its orientation and dtype.
 
     Args:
         matrices: Shape (batch, rows, cols), wide.
-        norms: Shape (batch, 1, 1).
         out: Shape (batch, rows, cols) or (batch, cols, rows), contiguous, any floating-point dtype.
-        together: Whether one operation may take all matrices.
     """
-    if together:
-        _store(matrices, norms, out)
-    else:
-        for x, norm, target in zip(matrices, norms.flatten(), out, strict=True):
-            _store(x, norm, target)
-
-
-def _store(x: Tensor, norm: Tensor, out: Tensor) -> None:
-    """`store` for one matrix, the norm a scalar, or for all."""
-    if x.dtype == out.dtype and x.shape == out.shape:
-        torch.div(x, norm, out=out)
-        return
-    quotient = (x.to(torch.promote_types(x.dtype, out.dtype)) / norm).to(out.dtype)
-    out.copy_(quotient if quotient.shape == out.shape else quotient.mT)
+    cast = matrices.to(out.dtype)  # cast first: torch transposes fast only within one dtype
+    out.copy_(cast if cast.shape == out.shape else cast.mT)
 
 
 def rescale_rows(x: Tensor, gram: Tensor) -> None:

@@ -6,6 +6,7 @@ each time, and where other programs use the cores too, for the scheduler. Whole 
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 import threading
@@ -19,24 +20,45 @@ _own = threading.local()
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, threads, pool
 
 
-def run_all(tasks: Sequence[Callable[[], None]], *, device: torch.device) -> None:
-    """Run independent tasks, the longest first in the list, on as many threads as torch has.
+_SHARED = 0.8
+"""Speed of all threads on one matrix after the other, relative to each on matrices of its own [measured]."""
 
-    Each task runs with one thread of its own, so its bits must not depend on the number of threads: elementwise
-    operations and bf16 products. A number of tasks that the threads do not divide leaves some for all threads at the
-    end. On other devices the tasks are issued one after the other.
+
+def run_all(tasks: Sequence[Callable[[], None]], *, device: torch.device, costs: Sequence[float] | None = None) -> None:
+    """Run independent tasks on as many threads as torch has, one thread each.
+
+    The bits of a task must not depend on the number of threads: elementwise operations and bf16 products. On other
+    devices than the CPU the tasks are issued one after the other.
+
+    Args:
+        tasks: The longest first.
+        device: What they compute on.
+        costs: What each takes, in any unit. If given, tasks at the end of the list run on all threads one after the
+            other where that ends sooner than leaving threads idle.
 
     Raises:
         Exception: the first one that a task raised.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    shared = len(tasks) - len(tasks) % threads if threads > 1 else 0
-    if shared:
-        list(  # consumed, so that errors are raised here
-            _threads(threads).map(_run, tasks[:shared])
-        )
-    for task in tasks[shared:]:
+    alone = len(tasks) if threads > 1 and len(tasks) > 1 else 0
+    if alone and costs is not None:
+        alone = _how_many_alone(costs, threads)
+    if alone:
+        list(_threads(threads).map(_run, tasks[:alone]))  # consumed, so that errors are raised here
+    for task in tasks[alone:]:
         task()
+
+
+def _how_many_alone(costs: Sequence[float], threads: int) -> int:
+    """Return how many of the tasks should have one thread each; the rest, fewer than threads, follow on all."""
+
+    def end(alone: int) -> float:
+        busy = [0.0] * threads
+        for cost in costs[:alone]:
+            heapq.heapreplace(busy, busy[0] + cost)
+        return max(busy) + sum(costs[alone:]) / (_SHARED * threads)
+
+    return min(range(len(costs), max(-1, len(costs) - threads), -1), key=end)
 
 
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

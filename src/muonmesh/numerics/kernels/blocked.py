@@ -21,7 +21,7 @@ BLOCK = 128
 def _fill_symmetric(out: Tensor, multiply: Callable[[int, int, Tensor], object]) -> None:
     """Fill out (rows, rows) by column blocks; `multiply(i, j, block)` writes the entries [:j, i:j] into `block`."""
     rows = out.shape[0]
-    scratch = out.new_empty(rows * BLOCK)
+    scratch, mirror = out.new_empty(2, rows * BLOCK)
     upper = out.new_ones(BLOCK, BLOCK, dtype=torch.bool).triu()
     for i in range(0, rows, BLOCK):
         j = min(i + BLOCK, rows)
@@ -32,7 +32,8 @@ def _fill_symmetric(out: Tensor, multiply: Callable[[int, int, Tensor], object])
         diagonal = block[i:]
         diagonal.copy_(torch.where(upper[: j - i, : j - i], diagonal, diagonal.mT))
         out[:j, i:j] = block
-        out[i:j, :i] = block[:i].mT
+        if i:  # torch transposes fast only into contiguous memory
+            out[i:j, :i] = mirror[: i * (j - i)].view(j - i, i).copy_(block[:i].mT)
 
 
 def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
@@ -59,11 +60,11 @@ def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tens
     return out
 
 
-def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor) -> Tensor:
-    """a·X + B X."""
+def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
+    """s·(a·X + B X)."""
     (x2,), (b2,) = x, b
-    beta = a.item() if isinstance(a, Tensor) else a
-    torch.addmm(x2, b2, x2, beta=beta, out=out[0])
+    factor, scale = (number.item() if isinstance(number, Tensor) else number for number in (a, s))
+    torch.addmm(x2, b2, x2, beta=factor * scale, alpha=scale, out=out[0])
     return out
 
 

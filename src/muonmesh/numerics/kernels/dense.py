@@ -12,12 +12,7 @@ from muonmesh.numerics.kernels.table import Matmuls
 
 def gram(x: Tensor, scale: Tensor, out: Tensor, *, together: bool) -> Tensor:
     """scale·X Xᵀ."""
-    torch.bmm(x, x.mT, out=out)
-    if together:
-        return out.mul_(scale)
-    for matrix, number in zip(out, scale.flatten(), strict=True):
-        matrix.mul_(number)  # by a scalar, which a CPU does ten times faster than by a 1 × 1 matrix
-    return out
+    return _scaled(torch.bmm(x, x.mT, out=out), scale, together=together)
 
 
 def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
@@ -30,15 +25,27 @@ def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tens
     return torch.baddbmm(c, a, b, beta=factor, out=out)
 
 
-def apply(x: Tensor, b: Tensor, a: float | Tensor, out: Tensor, *, together: bool) -> Tensor:
-    """a·X + B X."""
+def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor, *, together: bool) -> Tensor:
+    """s·(a·X + B X)."""
     if not isinstance(a, Tensor):
-        return torch.baddbmm(x, b, x, beta=a, out=out)
-    if together:
+        torch.baddbmm(x, b, x, beta=a, out=out)
+    elif together:
         torch.mul(x, a, out=out)
-        return torch.baddbmm(out, b, x, out=out)
-    for x2, b2, number, target in zip(x, b, a.flatten(), out, strict=True):
-        torch.addmm(x2, b2, x2, beta=number.item(), out=target)  # multiplied in before rounding
+        torch.baddbmm(out, b, x, out=out)
+    else:
+        for x2, b2, number, target in zip(x, b, a.flatten(), out, strict=True):
+            torch.addmm(x2, b2, x2, beta=number.item(), out=target)  # multiplied in before rounding
+    return _scaled(out, s, together=together)
+
+
+def _scaled(out: Tensor, s: float | Tensor, *, together: bool) -> Tensor:
+    """Multiply in place by a number, or by one number a matrix."""
+    if not isinstance(s, Tensor):
+        return out if s == 1 else out.mul_(s)
+    if together:
+        return out.mul_(s)
+    for matrix, number in zip(out, s.flatten(), strict=True):
+        matrix.mul_(number)  # by a scalar, which a CPU does ten times faster than by a 1 × 1 matrix
     return out
 
 

@@ -19,7 +19,7 @@ class Matmuls:
         gram: `gram(X, s, out)`: s·X Xᵀ; `s` is one number a matrix, shape (batch, 1, 1).
         polynomial: `polynomial(A, b, c, out)`: b·A + c·A².
         product: `product(A, B, C, c, out)`: c·C + A B, for A and B that commute, so the result is symmetric.
-        apply: `apply(X, B, a, out)`: a·X + B X; `a` is a number, or one number a matrix like `s`.
+        apply: `apply(X, B, a, s, out)`: s·(a·X + B X); `a` and `s` are numbers, or one number a matrix as above.
         at_once: How many matrices of this shape one call should be given at most.
         together: Whether reductions and elementwise operations should take all matrices at once: not on a CPU,
             where one at a time is as fast and its bits depend on nothing else.
@@ -28,6 +28,6 @@ class Matmuls:
     gram: Callable[[Tensor, Tensor, Tensor], Tensor]
     polynomial: Callable[[Tensor, float, float, Tensor], Tensor]
     product: Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
-    apply: Callable[[Tensor, Tensor, float | Tensor, Tensor], Tensor]
+    apply: Callable[[Tensor, Tensor, float | Tensor, float | Tensor, Tensor], Tensor]
     at_once: int
     together: bool
