@@ -6,17 +6,19 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from muonmesh.layout.region import Block, Region, row_major
 
 MatrixSpec = Any
 """``"whole"``, ``"stack"``, ``"flatten"``, ``("rows", …)``, ``("cols", …)``, ``("heads", n, dim)``,
-``("interleaved", k, dim[, block])``, ``("transposed", spec)`` or ``("stack", spec)``; see `split_matrices`."""
+``("interleaved", k, dim[, block])``, ``("interleaved", (runs…), dim)``, ``("transposed", spec)`` or
+``("stack", spec)``; see `split_matrices`."""
 
 _FORMS = (
     '"whole", "stack", "flatten", ("rows", sizes...), ("cols", sizes...), ("heads", n, dim), '
-    '("interleaved", k, dim[, block]), ("transposed", spec) or ("stack", spec)'
+    '("interleaved", k, dim[, block]), ("interleaved", (runs...), dim), ("transposed", spec) or ("stack", spec)'
 )
 
 
@@ -77,8 +79,9 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
             (default for 3-D); ``"flatten"``, (out, …) as out × rest, for convolutions; ``("rows", a, b)`` and
             ``("cols", a, b)``, consecutive blocks of those sizes; ``("heads", n, dim)``, n equal blocks along
             dim 0 or 1; ``("interleaved", k, dim, block)``, k matrices that alternate along dim in runs of
-            ``block`` (1 if left out); ``("transposed", spec)``, stored in × out; ``("stack", spec)``, each
-            slice of the leading dims splits by ``spec``.
+            ``block`` (1 if left out); ``("interleaved", (q, k, v), dim)``, matrices that alternate along dim in
+            runs of these lengths, again and again until dim is full; ``("transposed", spec)``, stored in × out;
+            ``("stack", spec)``, each slice of the leading dims splits by ``spec``.
 
     Raises:
         ValueError: the spec is unknown or does not fit the shape.
@@ -164,17 +167,22 @@ def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
             raise ValueError(f"{size} is not a multiple of {count} heads")
         return [(view, [_along(dim, span, whole)]) for span in _blocks([size // count] * count, size)]
     if form == "interleaved":
-        _arity(arguments, 2, 3)
-        count, dim = _positive(arguments[:1])[0], _dim(arguments[1])
-        run = _positive(arguments[2:])[0] if len(arguments) == 3 else 1
-        size = (rows, cols)[dim]
-        if size % (count * run):
-            raise ValueError(f"{size} is not a multiple of {count} × {run}")
-        if run == 1:
-            return [(view, [_along(dim, (i, count, size // count), whole)]) for i in range(count)]
+        unequal = bool(arguments) and isinstance(arguments[0], (tuple, list))
+        _arity(arguments, 2, 2 if unequal else 3)
+        dim = _dim(arguments[1])
+        if unequal:
+            runs = _positive(arguments[0])
+        else:
+            runs = _positive(arguments[:1])[0] * _positive(arguments[2:] or [1])
+        size, turn = (rows, cols)[dim], sum(runs)
+        if size % turn:
+            raise ValueError(f"{size} is not a multiple of {turn}, the length of one turn")
+        if turn == len(runs):
+            return [(view, [_along(dim, (i, turn, size // turn), whole)]) for i in range(turn)]
+        starts = itertools.accumulate(runs, initial=0)
         return [
-            (view, [_along(dim, (first, 1, run), whole) for first in range(i * run, size, count * run)])
-            for i in range(count)
+            (view, [_along(dim, (first, 1, run), whole) for first in range(start, size, turn)])
+            for start, run in zip(starts, runs, strict=False)
         ]
     raise ValueError("unknown form")
 
@@ -208,6 +216,12 @@ def _along(dim: int, span: _Span, whole: tuple[_Span, _Span]) -> tuple[_Span, _S
 
 
 def _matrix(name: str, index: int, view: _View, spans: list[tuple[_Span, _Span]]) -> Matrix:
+    return Matrix(name, index, *_assembled(view, tuple(spans)))
+
+
+@lru_cache(maxsize=65536)
+def _assembled(view: _View, spans: tuple[tuple[_Span, _Span], ...]) -> tuple[int, int, tuple[Block, ...]]:
+    """Return rows, cols and blocks of a matrix; equal parameters, as those of all layers, share them."""
     # More than one span along a side means runs that follow each other in the matrix.
     along_cols = len({s[1] for s in spans}) > 1
     rows = spans[0][0][2] if along_cols else sum(s[0][2] for s in spans)
@@ -230,4 +244,4 @@ def _matrix(name: str, index: int, view: _View, spans: list[tuple[_Span, _Span]]
                 offset[dims[0]], step[dims[0]], shape[dims[0]] = span
         blocks.append(Block(Region(tuple(offset), tuple(shape), tuple(step)), start, tuple(strides)))
         start += col_span[2] * col_stride if along_cols else row_span[2] * row_stride
-    return Matrix(name, index, rows, cols, tuple(blocks))
+    return rows, cols, tuple(blocks)

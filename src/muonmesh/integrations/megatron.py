@@ -1,0 +1,227 @@
+"""Megatron-Core and Transformer Engine: what they write on parameters, in DTensor's vocabulary.
+
+Their parameters are plain local shards. `declared_layouts` says where they live, as ``Muon(..., layouts=...)``
+takes it; neither library is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.names import canonical_name
+
+Group = dist.ProcessGroup | DeviceMesh | None
+"""The ranks of one axis; a mesh has one dim, None is this rank alone."""
+
+
+def declared_layouts(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    *,
+    tensor_parallel: Group,
+    data_parallel: Group,
+    expert_tensor_parallel: Group = None,
+    expert_data_parallel: Group = None,
+    overrides: Mapping[str, Placement] | None = None,
+) -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
+    """Return where parameters live that carry the attributes of Megatron-Core and Transformer Engine.
+
+    Read are ``tensor_model_parallel`` (is it sharded?), ``partition_dim`` (which dim; -1 is none),
+    ``partition_stride`` (how many pieces, such as gate and up, each shard holds) or ``partition_sizes`` (their
+    sizes), and ``allreduce`` (False on experts, which have groups of their own). Sends nothing.
+
+    Args:
+        named_parameters: Names, canonical or not, and local tensors, such as ``model.named_parameters()`` gives.
+            A DTensor says itself where it lives and is left out.
+        tensor_parallel: Ranks that share a weight; where the attributes say so, each holds a shard.
+        data_parallel: Ranks that hold the same: the group over which gradients are averaged, so with context
+            parallelism that of both.
+        expert_tensor_parallel: The same for experts. Needed if there are any, be it a group of one rank.
+        expert_data_parallel: Likewise.
+        overrides: Canonical name or regular expression (`re.search`; exact names win, then later ones) → the
+            placement over the tensor-parallel ranks, where the attributes are wrong: Transformer Engine calls every
+            linear weight sharded, and fused gate and up one piece.
+
+    Returns:
+        For each canonical name the mesh, (data, tensor) or the one of them that was given, and a placement for each
+        of its dims. Empty in one process without torch.distributed, and where both groups are None.
+
+    Raises:
+        LayoutError: the attributes fit neither the shape nor the groups; two parameters have one name; this rank is
+            not in a group; two groups do not tell the mesh they span.
+        ValueError: an override matches nothing.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    named = _by_canonical_name(named_parameters)
+    overridden = _overridden(list(named), overrides or {})
+    meshes: dict[tuple[bool, str], DeviceMesh | None] = {}
+    layouts: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
+    for name, parameter in named.items():
+        if isinstance(parameter, DTensor):
+            continue
+        expert = not getattr(parameter, "allreduce", True)
+        data, tensor = (expert_data_parallel, expert_tensor_parallel) if expert else (data_parallel, tensor_parallel)
+        if expert and (data is None or tensor is None):
+            raise LayoutError(
+                explain_error(
+                    name,
+                    "allreduce=False, which marks experts",
+                    "the groups of experts, which are not those of the other weights",
+                    "Write declared_layouts(..., expert_tensor_parallel=..., expert_data_parallel=...), a group of "
+                    "one rank where nothing is shared",
+                )
+            )
+        key = expert, parameter.device.type
+        if key not in meshes:
+            meshes[key] = _mesh(data, tensor, parameter.device.type)
+        mesh = meshes[key]
+        if mesh is None:
+            continue
+        if getattr(parameter, "is_gtp_weight_remat", False):
+            found, needed = "is_gtp_weight_remat=True", "shards over tensor_parallel alone, which placements can say"
+            raise LayoutError(explain_error(name, found, needed, "Set gtp_weight_remat_size=1"))
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        if tensor is not None and mesh.size(-1) > 1:
+            placements[-1] = overridden.get(name) or _stamped(name, parameter)
+            _check(name, parameter, placements[-1])
+        layouts[name] = mesh, tuple(placements)
+    return layouts
+
+
+def _by_canonical_name(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for name, parameter in named_parameters:
+        if named.setdefault(canonical_name(name), parameter) is not parameter:
+            found, needed = "two parameters of this name", "one; the chunks of a virtual pipeline repeat their names"
+            write = "Write (f'{i}.{name}', parameter) for chunk i, here and in the param groups"
+            raise LayoutError(explain_error(canonical_name(name), found, needed, write))
+    return named
+
+
+def _overridden(names: list[str], overrides: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Return the placements by name, expressions first so that exact names win."""
+    placements: dict[str, Placement] = {}
+    for key in sorted(overrides, key=lambda key: key in names):
+        matching = [key] if key in names else [name for name in names if re.search(key, name)]
+        if not matching:
+            found, needed = f"overrides={{{key!r}: ...}}, which matches nothing", "a name or a regular expression"
+            raise ValueError(explain_error("declared_layouts", found, needed, "Correct or remove it"))
+        placements.update(dict.fromkeys(matching, overrides[key]))
+    return placements
+
+
+def _stamped(name: str, parameter: Tensor) -> Placement:
+    """Return the placement over the tensor-parallel ranks that the attributes say."""
+    dim = int(getattr(parameter, "partition_dim", -1))
+    # Replicated weights may carry a dim too (Megatron-LM #7395): the flag decides.
+    if not getattr(parameter, "tensor_model_parallel", False) or dim == -1:
+        return Replicate()
+    sizes: Any = getattr(parameter, "partition_sizes", None)
+    if sizes is None:
+        pieces = int(getattr(parameter, "partition_stride", 1))
+    elif len(set(sizes)) == 1:
+        pieces = len(sizes)
+    else:
+        raise LayoutError(
+            explain_error(
+                name,
+                f"partition_sizes={list(sizes)}",
+                "pieces of one size, since DTensor has no placement for others",
+                f'Write declared_layouts(..., overrides={{"{name}": Shard({dim})}}), which has the shards follow each '
+                'other whole: right for AdamW, and for Muon as one "whole" matrix, whose rows may come in any order',
+            )
+        )
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+
+
+def _check(name: str, parameter: Tensor, placement: Placement) -> None:
+    """Raise unless a local shard can be placed so."""
+    if isinstance(placement, Replicate):
+        return
+    if not isinstance(placement, Shard | _StridedShard):
+        found = f"placement {placement!r}"
+        needed, write = "Replicate, Shard or _StridedShard", 'Write overrides={"...": Shard(0)}'
+        raise LayoutError(explain_error(name, found, needed, write))
+    dim, shape = placement.dim, tuple(parameter.shape)
+    pieces = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+    write = (
+        "Correct partition_dim or partition_stride, or write declared_layouts(..., "
+        f"overrides={{{name!r}: placement}}) with Replicate(), Shard(dim) or _StridedShard(dim, split_factor=pieces)"
+    )
+    if not 0 <= dim < len(shape):
+        found, needed = f"a shard of dim {dim} with local shape {shape}", "one of its dims, or partition_dim=-1"
+        raise LayoutError(explain_error(name, found, needed, write))
+    if pieces < 1 or shape[dim] % pieces:
+        found = f"a stride of {pieces} pieces along dim {dim} with local shape {shape}"
+        raise LayoutError(explain_error(name, found, f"a number of pieces that divides {shape[dim]}", write))
+
+
+def _mesh(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
+    """Return the mesh of (data, tensor), or of the one that was given; makes no group and sends nothing."""
+    given = {name: group for name, group in (("data", data), ("tensor", tensor)) if group is not None}
+    if not given:
+        return None
+    for name, group in given.items():
+        if isinstance(group, DeviceMesh) and group.ndim != 1:
+            write = f'Write {name}_parallel=mesh["..."], its dim of that name'
+            raise LayoutError(explain_error(name, f"{group}", "a mesh of one dim", write))
+    if isinstance(data, DeviceMesh) and isinstance(tensor, DeviceMesh) and _of_one_mesh(data, tensor):
+        return DeviceMesh._concatenate([data, tensor])
+    groups = [group.get_group() if isinstance(group, DeviceMesh) else group for group in given.values()]
+    ranks = {name: _ranks(name, group) for name, group in zip(given, groups, strict=True)}
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(given))
+    grid = torch.tensor(_grid(ranks["data"], ranks["tensor"]))
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(given))
+
+
+def _of_one_mesh(data: DeviceMesh, tensor: DeviceMesh) -> bool:
+    """Whether two named dims were taken out of one mesh, which then knows the whole grid."""
+    named = data.mesh_dim_names and tensor.mesh_dim_names
+    return bool(named) and data != tensor and data._get_root_mesh() == tensor._get_root_mesh()
+
+
+def _ranks(name: str, group: dist.ProcessGroup) -> list[int]:
+    """Return the global ranks of a group, in its order."""
+    # torch gives those who are not in a new group a placeholder instead of it.
+    ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+    if dist.get_rank() not in ranks:
+        found = f"a group of ranks {ranks} on rank {dist.get_rank()}"
+        write = f"Pass the {name}-parallel group that this rank is in"
+        raise LayoutError(explain_error(f"{name}_parallel", found, "a group that holds this rank", write))
+    return ranks
+
+
+def _grid(data: list[int], tensor: list[int]) -> list[list[int]]:
+    """Return the ranks of the mesh, data × tensor, from this rank's row and column of it.
+
+    Both libraries number ranks by mixed radix, so each row is a shift of any other. Asking the others instead would
+    be a collective.
+
+    Raises:
+        LayoutError: such a grid holds a rank twice, or one that does not exist.
+    """
+    this = dist.get_rank()
+    grid = [[row + column - this for column in tensor] for row in data]
+    ranks = sorted(rank for row in grid for rank in row)
+    if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < dist.get_world_size():
+        raise LayoutError(
+            explain_error(
+                "declared_layouts",
+                f"data-parallel ranks {data} and tensor-parallel ranks {tensor} on rank {this}",
+                "groups of a regular grid, to know the ranks that are in neither",
+                'Write mesh = DeviceMesh(device_type, grid, mesh_dim_names=("data", "tensor")) with all the ranks and '
+                'pass data_parallel=mesh["data"], tensor_parallel=mesh["tensor"]',
+            )
+        )
+    return grid

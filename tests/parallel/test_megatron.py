@@ -1,0 +1,194 @@
+"""declared_layouts on real ranks: each rank's shard, cut as Megatron cuts it, is what its layout says it holds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from muonmesh.comm.storage import placements_of
+from muonmesh.errors import LayoutError
+from muonmesh.integrations.megatron import declared_layouts
+from muonmesh.layout import MeshLayout
+
+# name: (global shape, dim that is cut or None, pieces in each shard, attributes)
+WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]] = {
+    "qkv.weight": ((12, 5), 0, 1, {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}),
+    "qkv.bias": ((12,), 0, 1, {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}),
+    "proj.weight": ((5, 12), 1, 1, {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 1}),
+    "fc1.weight": ((16, 3), 0, 2, {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2}),
+    "three.weight": ((2, 24), 1, 3, {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 3}),
+    "mamba.weight": ((24, 2), 0, 3, {"tensor_model_parallel": True, "partition_dim": 0, "partition_sizes": [4] * 3}),
+    "norm.weight": ((5,), None, 1, {}),
+    "pos.weight": ((4, 5), None, 1, {"tensor_model_parallel": True, "partition_dim": -1, "partition_stride": 1}),
+    # Replicated, with what is left of an attribute: Megatron-LM #7395.
+    "router.weight": ((4, 5), None, 1, {"tensor_model_parallel": False, "partition_dim": 0, "partition_stride": 1}),
+}
+
+
+def shard(whole: Tensor, dim: int, pieces: int, rank: int, ranks: int) -> Tensor:
+    """Each piece, such as gate and up, is divided over the ranks, and a rank keeps its parts one after the other."""
+    return torch.cat([piece.chunk(ranks, dim)[rank] for piece in whole.chunk(pieces, dim)], dim)
+
+
+def stamped(local: Tensor, attributes: dict[str, Any]) -> nn.Parameter:
+    parameter = nn.Parameter(local.clone())
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+def said(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any, rank: int, whole: Tensor) -> Tensor:
+    """The local tensor that the layout says a rank holds."""
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    layout = MeshLayout(shape, tuple(mesh.mesh.shape), ranks, placements_of("w", placements))
+    layout.prove_cover()
+    local = torch.full(layout.local_shape(rank), -1.0)
+    for block in layout.blocks(rank):
+        region = block.region
+        box = tuple(slice(first, first + count) for first, count in zip(region.offset, region.shape, strict=True))
+        local.as_strided(region.shape, block.strides, block.start).copy_(whole[box])
+    return local
+
+
+def groups_of(grid: list[list[int]], kind: str) -> tuple[Any, Any, int]:
+    """The (data, tensor) groups of this rank, which is in one row and one column of the grid, and its column."""
+    row, column = next((i, r.index(dist.get_rank())) for i, r in enumerate(grid) if dist.get_rank() in r)
+    if kind == "mesh":
+        mesh = DeviceMesh("cpu", grid, mesh_dim_names=("d", "t"))
+        return mesh["d"], mesh["t"], column
+    rows = [dist.new_group(ranks) for ranks in grid]
+    columns = [dist.new_group(list(ranks), sort_ranks=False) for ranks in zip(*grid, strict=True)]
+    return columns[column], rows[row], column
+
+
+def differing(grid: list[list[int]], kind: str) -> list[str]:
+    data, tensor, column = groups_of(grid, kind)
+    wholes, parameters = {}, {}
+    for name, (shape, dim, pieces, attributes) in WEIGHTS.items():
+        whole = wholes[name] = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+        local = whole if dim is None else shard(whole, dim, pieces, column, len(grid[0]))
+        parameters[name] = stamped(local, attributes)
+    layouts = declared_layouts(parameters.items(), tensor_parallel=tensor, data_parallel=data)
+    assert list(layouts) == list(WEIGHTS)
+    assert len({id(mesh) for mesh, _ in layouts.values()}) == 1
+    mesh = layouts["norm.weight"][0]
+    assert mesh.mesh.tolist() == grid
+    assert [mesh.get_group(i).group_name for i in range(2)] == [
+        (g.get_group() if isinstance(g, DeviceMesh) else g).group_name for g in (data, tensor)
+    ]
+    return [
+        name
+        for name, (mesh, placements) in layouts.items()
+        if not torch.equal(said(WEIGHTS[name][0], mesh, placements, dist.get_rank(), wholes[name]), parameters[name])
+    ]
+
+
+@pytest.mark.parametrize("kind", ["groups", "mesh"])
+@pytest.mark.parametrize("grid", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str)
+def test_every_rank_holds_what_its_layout_says(workers, grid: list[list[int]], kind: str) -> None:
+    """Four ranks: data × tensor parallel, the tensor-parallel ranks next to each other or not."""
+    assert workers(4).run(differing, grid, kind) == [[]] * 4
+
+
+def test_a_mesh_may_number_its_ranks_at_will(workers) -> None:
+    assert workers(4).run(differing, [[0, 3], [2, 1]], "mesh") == [[]] * 4
+
+
+def test_groups_that_do_not_tell_the_grid_are_refused(workers) -> None:
+    """Nothing says which tensor-parallel group the ranks in neither group are in; a guess could be wrong."""
+    for outcome in workers(4).run_expecting_errors(differing, [[0, 3], [2, 1]], "groups"):
+        assert outcome.error is LayoutError
+        assert re.search(r"groups of a regular grid.*Write mesh = DeviceMesh\(", outcome.message)
+    for outcome in workers(4).run_expecting_errors(same_group_twice):
+        assert outcome.error is LayoutError
+        assert "groups of a regular grid" in outcome.message
+
+
+def same_group_twice() -> None:
+    named = [("w", nn.Parameter(torch.zeros(2, 2)))]
+    declared_layouts(named, tensor_parallel=dist.group.WORLD, data_parallel=dist.group.WORLD)
+
+
+def experts() -> list[tuple[list[Any], tuple[Any, ...]]]:
+    """Two tensor-parallel ranks that each hold experts of their own, replicated over two data-parallel ranks."""
+    data, tensor, _ = groups_of([[0, 1], [2, 3]], "groups")
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    column = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+    named = {
+        "fc1.weight": stamped(torch.zeros(4, 2), {**column, "allreduce": True}),
+        "experts.weight0": stamped(torch.zeros(4, 2), {**column, "allreduce": False}),
+    }
+    layouts = declared_layouts(
+        named.items(),
+        tensor_parallel=tensor,
+        data_parallel=data,
+        expert_tensor_parallel=alone,
+        expert_data_parallel=data,
+    )
+    return [(mesh.mesh.tolist(), placements) for mesh, placements in layouts.values()]
+
+
+def test_experts_live_on_their_own_groups(workers) -> None:
+    for rank, (dense, expert) in enumerate(workers(4).run(experts)):
+        assert dense == ([[0, 1], [2, 3]], (Replicate(), Shard(0)))
+        assert expert == ([[rank % 2], [rank % 2 + 2]], (Replicate(), Replicate()))
+
+
+def placements(attributes: dict[str, Any], shape: tuple[int, ...], overrides: Any) -> Any:
+    named = {f"module.layers.{i}.fc1_weight": stamped(torch.zeros(shape), attributes) for i in range(2)}
+    layouts = declared_layouts(named.items(), tensor_parallel=dist.group.WORLD, data_parallel=None, overrides=overrides)
+    return [placements for _, placements in layouts.values()]
+
+
+TE = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "overrides", "expected"),
+    [
+        ({"tensor_model_parallel": True}, None, [Replicate(), Replicate()]),  # no dim
+        ({"partition_dim": 0}, None, [Replicate(), Replicate()]),  # no flag
+        (TE, None, [Shard(0), Shard(0)]),
+        (TE, {"fc1": _StridedShard(0, split_factor=2)}, [_StridedShard(0, split_factor=2)] * 2),
+        (TE, {r"layers\.1": Replicate()}, [Shard(0), Replicate()]),
+        (TE, {"layers.0.fc1_weight": Shard(1), "fc1": Replicate(), "1": Shard(0)}, [Shard(1), Shard(0)]),
+        ({**TE, "partition_sizes": [3, 1]}, {"fc1": Shard(0)}, [Shard(0), Shard(0)]),
+    ],
+)
+def test_overrides_win_over_attributes(workers, attributes: Any, overrides: Any, expected: list[Any]) -> None:
+    assert workers(2).run(placements, attributes, (4, 6), overrides) == [[(p,) for p in expected]] * 2
+
+
+@pytest.mark.parametrize(
+    ("attributes", "shape", "overrides", "message"),
+    [
+        (
+            {**TE, "partition_dim": 2},
+            (4, 6),
+            None,
+            r"a shard of dim 2 with local shape \(4, 6\); needed one of its dims",
+        ),
+        ({**TE, "partition_dim": 1}, (4,), None, r"a shard of dim 1 with local shape \(4,\)"),
+        ({**TE, "partition_dim": -2}, (4, 6), None, "a shard of dim -2"),
+        ({**TE, "partition_stride": 3}, (4, 6), None, "a stride of 3 pieces along dim 0.* that divides 4"),
+        ({**TE, "partition_stride": 0}, (4, 6), None, "a stride of 0 pieces"),
+        ({**TE, "partition_sizes": [3, 1]}, (4, 6), None, r"partition_sizes=\[3, 1\].*overrides="),
+        (TE, (5, 6), {"fc1": _StridedShard(0, split_factor=2)}, "a stride of 2 pieces along dim 0.* that divides 5"),
+        (TE, (4, 6), {"fc1": "Shard(0)"}, "placement 'Shard\\(0\\)'; needed Replicate, Shard or _StridedShard"),
+    ],
+)
+def test_attributes_that_do_not_fit_are_refused(
+    workers, attributes: Any, shape: tuple[int, ...], overrides: Any, message: str
+) -> None:
+    for outcome in workers(2).run_expecting_errors(placements, attributes, shape, overrides):
+        assert outcome.error is LayoutError
+        assert re.search(rf"^layers\.0\.fc1_weight: found {message}", outcome.message)
+        assert re.search(r"; needed .*\. [A-Z]", outcome.message)
