@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
 from muonmesh.step import Precision
 
@@ -21,12 +21,20 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     precision: Precision,
+    places: Mapping[Tensor, tuple[Storage, Storage]],
     load: Callable[[dict[str, Any]], None],
 ) -> None:
     """Load a state dict through torch's ``load``, then undo its casts to the parameters' dtypes.
 
     torch casts every state tensor to its parameter's dtype, which would round the fp32 momentum and masters of a
     bf16 model; they are taken from the state dict again. Settings that the saved groups lack keep their values.
+
+    Args:
+        optimizer: Its groups and state are written.
+        state_dict: As from ``state_dict()``.
+        precision: The dtypes to keep.
+        places: Where each parameter lives, and where its momentum does.
+        load: Torch's ``load_state_dict``.
 
     Raises:
         StateError: before anything is loaded, if the state does not fit.
@@ -36,7 +44,7 @@ def restore_state(
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> None:
         given.update(seen)
-        _check(before, seen)
+        _check(before, seen, places)
 
     def mend(_: torch.optim.Optimizer) -> None:
         for group, old in zip(optimizer.param_groups, before, strict=True):
@@ -85,7 +93,9 @@ def _restored(key: str, value: Tensor, parameter: Tensor, precision: Precision) 
     return value.detach().to(device, dtype, copy=True)
 
 
-def _check(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
+def _check(
+    groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: Mapping[Tensor, tuple[Storage, Storage]]
+) -> None:
     saved_groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         raise StateError(
@@ -107,10 +117,12 @@ def _check(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
         for parameter, name, key in zip(group["params"], group["param_names"], saved["params"], strict=True):
             entry = state_dict["state"].get(key)
             if entry:
-                _check_entry(name, parameter, group["algorithm"], entry)
+                _check_entry(name, parameter, places[parameter], group["algorithm"], entry)
 
 
-def _check_entry(name: str, parameter: Tensor, algorithm: str, entry: Mapping[str, Any]) -> None:
+def _check_entry(
+    name: str, parameter: Tensor, place: tuple[Storage, Storage], algorithm: str, entry: Mapping[str, Any]
+) -> None:
     needed = "momentum_buffer" if algorithm == "muon" else "exp_avg"
     if needed not in entry:
         raise StateError(
@@ -125,13 +137,27 @@ def _check_entry(name: str, parameter: Tensor, algorithm: str, entry: Mapping[st
         value = entry.get(key)
         if value is None:
             continue
-        same = isinstance(value, DTensor) == isinstance(parameter, DTensor) and value.shape == parameter.shape
-        if same and isinstance(value, DTensor) and isinstance(parameter, DTensor):
-            same = value.placements == parameter.placements and local_of(value).shape == local_of(parameter).shape
-        if not same:
+        storage = place[key == "momentum_buffer"]
+        if not _fits(value, storage, parameter):
             raise StateError(
-                explain_error(name, f"{key} {_told(value)}", f"{_told(parameter)} as the parameter", _RESHARD)
+                explain_error(
+                    name, f"{key} {_told(value)}", f"{_needed(storage, parameter)} as the parameter", _RESHARD
+                )
             )
+
+
+def _fits(value: Tensor, storage: Storage, parameter: Tensor) -> bool:
+    if not isinstance(value, DTensor) or storage.mesh is None:
+        return not isinstance(value, DTensor) and storage.mesh is None and value.shape == parameter.shape
+    expected = local_shape(storage)
+    placed = tuple(value.placements) == storage.placements and tuple(value.shape) == storage.shape
+    return placed and tuple(local_of(value).shape) == expected
+
+
+def _needed(storage: Storage, parameter: Tensor) -> str:
+    if storage.mesh is None:
+        return _told(parameter)
+    return f"a DTensor of shape {storage.shape} placed {storage.placements}, {local_shape(storage)} here"
 
 
 def _told(tensor: Tensor) -> str:

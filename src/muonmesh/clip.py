@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.storage import copies_of, gradient_of, local_of
+from muonmesh.comm.storage import gradient_of, local_of, partial_axes, reduced
+from muonmesh.planning import Member
 
 ClipPolicy = Literal["adamw_only", "all", "separate"]
 
@@ -45,9 +46,10 @@ class GradNorms:
 
 
 def clip_gradients(
+    members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
-    replicas: Sequence[int] | None,
     exchange: Exchange,
+    device: torch.device,
     max_norm: float,
     *,
     policy: ClipPolicy,
@@ -63,15 +65,16 @@ def clip_gradients(
         raise ValueError(f'policy: found {policy!r}; needed "adamw_only", "all" or "separate"')
     measured = _HALVES if norms or policy != "adamw_only" else ("adamw",)
     present = {half for half in measured if any(group["algorithm"] == half for group in groups)}
-    device = groups[0]["params"][0].device
     squares = torch.zeros(len(_HALVES), dtype=torch.float64, device=device)
-    for group in groups:
-        if group["algorithm"] in present:
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                gradient = gradient_of(name, parameter)
-                if gradient is not None:
-                    square = gradient.double().square().sum() / copies_of(parameter, replicas)
-                    squares[_HALVES.index(group["algorithm"])] += square
+    for member in members:
+        half = groups[member.group]["algorithm"]
+        gradient = gradient_of(member.name, member.tensor) if half in present else None
+        if gradient is None:
+            continue
+        if any(axes := partial_axes(gradient)):
+            gradient = reduced(member.tensor, gradient, axes)
+        for part in member.storage.parts(gradient):
+            squares[_HALVES.index(half)] += part.double().square().sum() / member.storage.copies
     if present:
         exchange.reduce_sums(squares)
     muon, adamw = squares.sqrt().unbind()

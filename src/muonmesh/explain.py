@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from muonmesh.layout import Parameter, Plan
 from muonmesh.numerics.scale import update_scale
+from muonmesh.planning import Planned
 
 
 class StepSize(NamedTuple):
@@ -128,9 +129,13 @@ class Explanation:
         return "\n".join(table)
 
 
-def explain(groups: Sequence[Mapping[str, Any]], plan: Plan, rank: int, itemsize: int) -> Explanation:
+def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int) -> Explanation:
     """Tell a plan. ``itemsize`` is that of the wire dtype in bytes."""
-    planned = {parameter.name: number for number, parameter in enumerate(plan.parameters)}
+    plan, rank = planned.plan, planned.rank
+    numbers: dict[int, list[int]] = {}
+    for number, member in enumerate(planned.muon):
+        if member is not None:
+            numbers.setdefault(id(member.tensor), []).append(number)
     sent: Counter[int] = Counter()
     received = collectives = 0
     for bucket in range(len(plan.buckets)):
@@ -148,8 +153,8 @@ def explain(groups: Sequence[Mapping[str, Any]], plan: Plan, rank: int, itemsize
                 rms = float(group["lr"])
                 rows.append(Row(name, "adamw", reason, "×".join(map(str, shape)), "", {}, 0, 0, rms, math.nan))
                 continue
-            number = planned[name]
-            rows.append(_muon_row(group, plan, number, plan.parameters[number], reason, sent[number] * itemsize))
+            for number in numbers[id(tensor)]:
+                rows.append(_muon_row(group, plan, number, plan.parameters[number], reason, sent[number] * itemsize))
     return Explanation(
         tuple(rows),
         rank,

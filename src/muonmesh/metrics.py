@@ -10,32 +10,34 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.storage import copies_of, local_of
+from muonmesh.comm.storage import local_of
+from muonmesh.planning import Member
 from muonmesh.step import Sums
 
 _FIGURES = ("gradient", "momentum", "weight", "update")
 
 
 def measure(
+    members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, Mapping[str, Any]],
-    replicas: Sequence[int] | None,
     sums: Sums | None,
     exchange: Exchange,
+    device: torch.device,
 ) -> dict[str, float]:
     """Return `Muon.metrics`; one all-reduce of an fp64 vector over the exchange's ranks."""
-    device = groups[0]["params"][0].device
     totals = torch.zeros(len(groups), len(_FIGURES), 2, dtype=torch.float64, device=device)  # squares, elements
-    for number, group in enumerate(groups):
-        for tensor in group["params"]:
-            held = state.get(tensor, {})
-            momentum = held.get("momentum_buffer", held.get("exp_avg"))
-            copies = copies_of(tensor, replicas)
-            for figure, value in enumerate((tensor.grad, momentum, tensor)):
-                if value is not None:
-                    local = local_of(value.detach())
-                    totals[number, figure, 0] += local.double().square().sum() / copies
-                    totals[number, figure, 1] += local.numel() / copies
+    for member in members:
+        held = state.get(member.tensor, {})
+        momentum = held.get("momentum_buffer", held.get("exp_avg"))
+        for figure, value in enumerate((member.tensor.grad, momentum, member.tensor)):
+            if value is None:
+                continue
+            storage = member.state if value is held.get("momentum_buffer") else member.storage
+            for part in storage.parts(local_of(value.detach())):
+                totals[member.group, figure, 0] += part.double().square().sum() / storage.copies
+                totals[member.group, figure, 1] += part.numel() / storage.copies
+    for number in range(len(groups)):
         update = sums.of(number) if sums is not None else None
         if update is not None:
             totals[number, 3, 0] = update

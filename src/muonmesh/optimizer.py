@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint import restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, clip_gradients
-from muonmesh.comm.exchange import Counts, Exchange, compare, group_of
-from muonmesh.comm.storage import connected_ranks, copies_of, gradient_of, local_of, mesh_groups
+from muonmesh.comm.agreement import View, compare, connected, group_of, insist
+from muonmesh.comm.exchange import Counts, Exchange
+from muonmesh.comm.storage import Declared, gradient_of, local_of, mesh_groups, partial_axes
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.explain import Explanation, explain, step_size
 from muonmesh.groups import split_params
@@ -25,9 +26,20 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.scale import ScaleMode
-from muonmesh.planning import Member, Planned, members_of, method_of, plan_members, replicas_of, signature_of
+from muonmesh.planning import (
+    Member,
+    Planned,
+    bucket_elements,
+    group_for,
+    members_of,
+    method_of,
+    plan_members,
+    replicas_of,
+    signature_of,
+    widened,
+)
 from muonmesh.preflight import Pending, preflight
-from muonmesh.settings import LOST_GROUP, ProcessGroup, algorithm_of, check_group, check_optimizer
+from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup, algorithm_of, check_group, check_optimizer
 from muonmesh.step import Flags, MuonStep, Precision, Slot, Sums, adamw_step
 
 
@@ -65,8 +77,11 @@ class Muon(torch.optim.Optimizer):
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
             every rank trains a copy of its own. Required when several ranks run and a Muon group holds one.
-        layouts: Declared layouts of plain local shards; None in this version.
-        shard_state: Momentum of replicated parameters sharded over the replicas; False in this version.
+        layouts: Where plain local shards live, by name: ``(mesh, placements)`` in DTensor's vocabulary, with the
+            global shape as a third entry where shards are uneven; a `FlatShards`; or a list of `FlatParameter` for a
+            flat buffer of several parameters. A DTensor needs no entry.
+        shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
+            replicas, as DTensors: less memory, the same bits.
         exchange: "owner": whole matrices move to one owner each.
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
 
@@ -75,6 +90,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     process_group: ProcessGroup
+    layouts: dict[str, Declared]
     _planned: Planned | None
 
     def __init__(
@@ -96,7 +112,7 @@ class Muon(torch.optim.Optimizer):
         state_dtype: torch.dtype = torch.float32,
         master_dtype: torch.dtype | None = None,
         process_group: ProcessGroup = None,
-        layouts: Mapping[str, Any] | None = None,
+        layouts: Mapping[str, Declared] | None = None,
         shard_state: bool = False,
         exchange: Literal["owner"] = "owner",
         bucket_cap_mb: float = 16.0,
@@ -112,6 +128,8 @@ class Muon(torch.optim.Optimizer):
             bucket_cap_mb=bucket_cap_mb,
         )
         self.process_group = process_group
+        self.layouts = dict(layouts or {})
+        self._shard_state = bool(shard_state)
         self._precision = Precision(compute_dtype, state_dtype, master_dtype)
         self._bucket_cap_mb = float(bucket_cap_mb)
         self._reset()
@@ -185,6 +203,8 @@ class Muon(torch.optim.Optimizer):
                 'one entry per parameter. Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
             )
         for name, tensor, spec in zip(names, tensors, specs, strict=True):
+            if name in self.layouts:
+                continue  # shards: the shape that counts is known with the ranks, at the first step
             matrices = split_matrices(name, tuple(tensor.shape), spec)
             method_of(group, matrices[0].rows, matrices[0].cols, self._precision.compute)
 
@@ -192,39 +212,57 @@ class Muon(torch.optim.Optimizer):
 
     def _plan(self) -> Planned:
         """Read the layouts and make the plan, if that has not been done for these very parameters; local."""
-        members = members_of(self.param_groups)
-        signature = signature_of(self.param_groups, members, self.process_group)
-        if self._planned is None or self._planned.signature != signature:
-            self._planned = plan_members(
-                self.param_groups, members, self.process_group, self._precision, self._bucket_cap_mb
-            )
-        return self._planned
+        planned, _, error = self._read()
+        if error is not None:
+            raise error
+        assert planned is not None
+        return planned
+
+    def _read(self) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
+        """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything."""
+        replicas = replicas_of(self.process_group)
+        signature = signature_of(self.param_groups, self.process_group, self.layouts)
+        if self._planned is not None and self._planned.signature == signature:
+            return self._planned, [], None
+        members, sets, error = members_of(
+            self.param_groups, replicas, self.layouts, group_for(self.process_group), shard_state=self._shard_state
+        )
+        if error is None:
+            try:
+                self._planned = plan_members(
+                    self.param_groups, members, signature, self._precision, self._bucket_cap_mb
+                )
+            except (LayoutError, ValueError) as found:
+                error = found
+        return None if error is not None else self._planned, sets, error
 
     def _connect(self) -> tuple[Planned, Exchange]:
-        """Plan, and on first use compare the plans of all ranks and make the exchange.
+        """Plan, and on first use meet the ranks that share parameters, compare plans and make the exchange.
 
         A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
         """
-        error: Exception | None = None
-        planned: Planned | None = None
-        try:
-            planned = self._plan()
-        except (LayoutError, ValueError) as found:
-            error = found
+        planned, sets, error = self._read()
         if planned is not None and planned.exchange is not None:
             return planned, planned.exchange
-        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        candidates = mesh_groups(tensors)
+        if planned is not None:
+            sets = [p.target.ranks for p in planned.plan.parameters] + [o.target.ranks for o in planned.plan.others]
+        ranks = connected(sets)
+        candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
         if isinstance(self.process_group, dist.ProcessGroup):
             candidates.insert(0, self.process_group)
-        group = group_of(connected_ranks(tensors, replicas_of(self.process_group)), candidates)
+        group = group_of(ranks, candidates)
         try:
-            compare(group, planned.plan if planned is not None else None, None if error is None else str(error))
+            views = compare(group, planned.plan if planned is not None else None, None if error is None else str(error))
         except PlanError:
             if error is not None:
                 raise error from None
             raise
         assert planned is not None
+        if views is not None or ranks != planned.plan.ranks:
+            elements = bucket_elements(self._bucket_cap_mb, self._precision)
+            views = views or [View(planned.plan.parameters, planned.plan.others)] * len(ranks)
+            planned = self._planned = widened(planned, views, ranks, elements)
+            insist(group, planned.plan)
         planned.exchange = Exchange(planned.plan, group=group, dtype=self._precision.compute, device=planned.device)
         self._warn_about_rounding(planned)
         return planned, planned.exchange
@@ -261,27 +299,27 @@ class Muon(torch.optim.Optimizer):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.raise_errors(exchange)
-        muon, adamw, error = self._collect(planned)
+        muon, others, adamw, error = self._collect(planned)
         rates = [group["lr"] for group in self.param_groups]
         flags, self._pending = preflight(
             planned,
             exchange,
             muon,
-            adamw,
+            others,
             error=error,
             at_rest=all(not (isinstance(lr, Tensor) and lr.is_cuda) and float(lr) == 0 for lr in rates),
             waits=planned.device.type == "cpu" if self._waits is None else self._waits,
         )
         if self._sums is not None:
             self._sums = Sums()
-        rules = [self._rule(self.param_groups[slot.group]) for slot in muon]
         work = MuonStep(
             planned.plan,
-            planned.holdings,
+            planned.state_holdings,
             muon,
-            rules,
+            [None if slot is None else self._rule(self.param_groups[slot.group]) for slot in muon],
             flags,
             self._precision,
+            device=planned.device,
             meanwhile=lambda: self._step_adamw(adamw, flags),
             sums=self._sums,
         )
@@ -289,24 +327,37 @@ class Muon(torch.optim.Optimizer):
         work.finish()
         return loss
 
-    def _collect(self, planned: Planned) -> tuple[list[Slot], list[list[Slot]], Exception | None]:
-        """Read every gradient; an error is kept, so that this rank takes part in what others wait for."""
-        error: Exception | None = None
+    def _collect(
+        self, planned: Planned
+    ) -> tuple[list[Slot | None], list[Slot | None], list[list[Slot]], Exception | None]:
+        """Read every gradient: of the Muon half, of AdamW's that other ranks know of, and of each AdamW group.
 
-        def slot(member: Member) -> Slot:
+        An error is kept, so that this rank takes part in what others wait for.
+        """
+        error: Exception | None = None
+        slots: dict[int, Slot] = {}
+
+        def slot(member: Member | None) -> Slot | None:
             nonlocal error
+            if member is None:
+                return None
             gradient = None
             try:
                 gradient = gradient_of(member.name, member.tensor)
             except (LayoutError, TypeError) as found:
                 error = error or found
-            if gradient is not None:
+            if gradient is not None and not any(partial_axes(gradient)):
                 gradient = gradient.contiguous()
-            return Slot(member.name, member.tensor, self.state[member.tensor], gradient, member.group)
+            name, tensor, state = member.name, member.tensor, self.state[member.tensor]
+            slots[id(member)] = Slot(name, tensor, state, gradient, member.group, member.storage, member.state)
+            return slots[id(member)]
 
-        muon = [slot(member) for member in planned.muon]
-        adamw = [[slot(member) for member in members] for members in planned.adamw]
-        return muon, adamw, error
+        muon, others = [slot(member) for member in planned.muon], [slot(member) for member in planned.others]
+        adamw: list[list[Slot]] = []
+        for members in planned.adamw:
+            tensors = {id(member.tensor): member for member in members}  # a flat buffer is stepped once
+            adamw.append([slots.get(id(m)) or slot(m) for m in tensors.values()])  # type: ignore[misc]
+        return muon, others, adamw, error
 
     def _step_adamw(self, adamw: Sequence[Sequence[Slot]], flags: Flags) -> None:
         for slots in adamw:
@@ -318,8 +369,7 @@ class Muon(torch.optim.Optimizer):
             for slot, old in zip(slots, before, strict=False):
                 assert self._sums is not None
                 moved = local_of(slot.tensor).double() - old * (1 - group["lr"] * group["weight_decay"])
-                copies = copies_of(slot.tensor, replicas_of(self.process_group))
-                self._sums.add(slot.group, moved.square().sum() / copies)
+                self._sums.add(slot.group, moved.square().sum() / slot.storage.copies)
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:
         return Rule(
@@ -340,6 +390,8 @@ class Muon(torch.optim.Optimizer):
             return
         self._warned = True
         for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
+            if member is None:
+                continue
             local = local_of(member.tensor).detach()
             if local.dtype not in (torch.bfloat16, torch.float16) or not local.numel():
                 continue
@@ -370,9 +422,10 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: max_norm is negative or NaN, or the policy is unknown.
         """
-        _, exchange = self._connect()
-        replicas = replicas_of(self.process_group)
-        return clip_gradients(self.param_groups, replicas, exchange, max_norm, policy=policy, norms=norms)
+        planned, exchange = self._connect()
+        return clip_gradients(
+            planned.members, self.param_groups, exchange, planned.device, max_norm, policy=policy, norms=norms
+        )
 
     # ---------------------------------------------------------------- state
 
@@ -383,7 +436,8 @@ class Muon(torch.optim.Optimizer):
             StateError: the state is of another layout, algorithm or splitting than this optimizer's parameters;
                 nothing has been loaded.
         """
-        restore_state(self, state_dict, self._precision, super().load_state_dict)
+        places = {member.tensor: (member.storage, member.state) for member in self._plan().members}
+        restore_state(self, state_dict, self._precision, places, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""
@@ -391,6 +445,8 @@ class Muon(torch.optim.Optimizer):
         return {
             **super().__getstate__(),
             "process_group": LOST_GROUP if isinstance(group, dist.ProcessGroup) else group,
+            "layouts": LOST_LAYOUTS if self.layouts else {},
+            "_shard_state": self._shard_state,
             "_precision": self._precision,
             "_bucket_cap_mb": self._bucket_cap_mb,
             "_warned": self._warned,
@@ -406,7 +462,7 @@ class Muon(torch.optim.Optimizer):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin.process_group = self.process_group
+        twin.process_group, twin.layouts = self.process_group, self.layouts
         return twin
 
     # ---------------------------------------------------------------- telling
@@ -425,7 +481,7 @@ class Muon(torch.optim.Optimizer):
     def explain(self) -> Explanation:
         """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication."""
         planned = self._plan()
-        return explain(self.param_groups, planned.plan, planned.rank, self._precision.compute.itemsize)
+        return explain(self.param_groups, planned, self._precision.compute.itemsize)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.
@@ -434,9 +490,9 @@ class Muon(torch.optim.Optimizer):
         decay) and ``<group>/update_to_weight`` (ratio of norms). Call it after ``step`` and before ``zero_grad``. The
         update is recorded from the first call on, so the last two appear after the following step.
         """
-        _, exchange = self._connect()
+        planned, exchange = self._connect()
         sums, self._sums = self._sums, self._sums or Sums()
-        return measure(self.param_groups, self.state, replicas_of(self.process_group), sums, exchange)
+        return measure(planned.members, self.param_groups, self.state, sums, exchange, planned.device)
 
 
 def from_model(model: nn.Module, lr: float | Tensor = 3e-4, **settings: Any) -> Muon:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonmesh.comm.exchange import Exchange, compare
+from muonmesh.census import Census
+from muonmesh.comm.agreement import compare
+from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.storage import local_of, partial_axes, reduced
 from muonmesh.errors import PlanError, explain_error
-from muonmesh.layout import Plan
+from muonmesh.layout import Elementwise, Parameter
 from muonmesh.planning import Planned
 from muonmesh.step import Flags, Slot, nonzero_on_device, nonzero_on_host
 
@@ -22,29 +25,31 @@ class Pending:
     flags: Tensor
     arrived: torch.cuda.Event | None
     error: Exception | None
+    planned: Planned
+    census: Census
 
     @staticmethod
-    def start(flags: Tensor, error: Exception | None) -> Pending:
+    def start(flags: Tensor, error: Exception | None, planned: Planned, census: Census) -> Pending:
         """Begin to copy them."""
         if not flags.is_cuda:
-            return Pending(flags.clone(), None, error)
+            return Pending(flags.clone(), None, error, planned, census)
         host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return Pending(host, arrived, error)
+        return Pending(host, arrived, error, planned, census)
 
     def raise_errors(self, exchange: Exchange) -> None:
         """Raise on every rank what the flags say, a step late."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        _raise_errors(exchange, self.flags.tolist(), self.error)
+        _raise_errors(self.planned, self.census, exchange, self.flags.tolist(), self.error)
 
 
 def preflight(
     planned: Planned,
     exchange: Exchange,
-    muon: Sequence[Slot],
-    adamw: Sequence[Sequence[Slot]],
+    muon: Sequence[Slot | None],
+    adamw: Sequence[Slot | None],
     *,
     error: Exception | None,
     at_rest: bool,
@@ -52,13 +57,14 @@ def preflight(
 ) -> tuple[Flags, Pending | None]:
     """Reduce one vector of small flags over all ranks; raise on every rank if any found an error.
 
-    The vector holds for each Matrix "any non-zero gradient", for each Muon parameter "present" and "missing", and
-    last "something moves" and "error".
+    The vector holds for each Matrix "any non-zero gradient", then what `Census` says, and last "something moves" and
+    "error". Partial gradients are reduced: on a host that waits after the ranks have agreed on who takes part, else
+    before, by the ranks that have one.
 
     Args:
         planned: What is stepped.
         exchange: Reduces.
-        muon, adamw: The parameters with their gradients.
+        muon, adamw: The parameters with their gradients, as `Planned` numbers them.
         error: What this rank found wrong; it takes part all the same, so that nobody waits for it.
         at_rest: Every learning rate is exactly 0.
         waits: Whether the host reads the flags now. If not, writes are masked by them on the device, and errors are
@@ -68,12 +74,16 @@ def preflight(
         Exception: ``error``, on the rank that found it.
         PlanError: on the other ranks; and on every rank if some replicas lack a gradient that others have.
     """
-    plan, device = planned.plan, planned.device
+    plan, device, slots = planned.plan, planned.device, (*muon, *adamw)
+    census = planned.census
     waits = waits or at_rest
-    gradients = [slot.gradient for slots in adamw for slot in slots if slot.gradient is not None]
+    if not waits:
+        for slot in slots:
+            if slot is not None and any(axes := partial_axes(slot.gradient)):
+                slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
+    gradients = [local_of(slot.gradient) for slot in adamw if slot is not None and slot.gradient is not None]
     tail = [
-        *(int(slot.gradient is not None) for slot in muon),
-        *(int(slot.gradient is None) for slot in muon),
+        *census.counted(slots, planned.rank),
         int(at_rest and any(bool(gradient.any()) for gradient in gradients)),
         int(error is not None),
     ]
@@ -84,19 +94,35 @@ def preflight(
     flags = torch.cat([nonzero, torch.tensor(tail, dtype=torch.uint8).to(device, non_blocking=True)])
     exchange.reduce_flags(flags)
     matrices = len(plan.assignments)
-    if waits:
-        found = flags.tolist()
-        _raise_errors(exchange, found, error)
-        present = [bool(flag) for flag in found[matrices : matrices + len(muon)]]
-        only_creates_state = at_rest and not found[-2] and not any(found[:matrices])
-        return Flags([bool(flag) for flag in found[:matrices]], present, only_creates_state), None
-    stop = _stop(plan, flags)
-    active = (flags[:matrices] != 0) & ~stop
-    present = [slot.gradient is not None for slot in muon]
-    return Flags(list(active.unbind()), present, stop=stop), Pending.start(flags, error)
+    if not waits:
+        stop = _stop(census, matrices, flags)
+        active = (flags[:matrices] != 0) & ~stop
+        present = [slot is not None and slot.gradient is not None for slot in muon]
+        return Flags(list(active.unbind()), present, stop=stop), Pending.start(flags, error, planned, census)
+    found = flags.tolist()
+    _raise_errors(planned, census, exchange, found, error)
+    for number, axes in _partial(census, found[matrices + 2 * census.size :]).items():
+        slot = slots[number]
+        if slot is not None:
+            slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
+    present = [any(found[matrices + first : matrices + first + count]) for first, count in census.presence]
+    only_creates_state = at_rest and not found[-2] and not any(found[:matrices])
+    return Flags([bool(flag) for flag in found[:matrices]], present[: len(muon)], only_creates_state), None
 
 
-def _raise_errors(exchange: Exchange, flags: Sequence[int], error: Exception | None) -> None:
+def _partial(census: Census, flags: Sequence[int]) -> dict[int, tuple[bool, ...]]:
+    """Return the parameters of which some rank has a partial gradient, with the axes."""
+    found = {}
+    for number, first, count in census.axes:
+        axes = tuple(bool(flag) for flag in flags[first : first + count])
+        if any(axes):
+            found[number] = axes
+    return found
+
+
+def _raise_errors(
+    planned: Planned, census: Census, exchange: Exchange, flags: Sequence[int], error: Exception | None
+) -> None:
     if flags[-1]:
         try:
             compare(exchange.group, exchange.plan, None if error is None else str(error))
@@ -104,9 +130,12 @@ def _raise_errors(exchange: Exchange, flags: Sequence[int], error: Exception | N
             if error is not None:
                 raise error from None
             raise
-    matrices, count = len(exchange.plan.assignments), len(exchange.plan.parameters)
-    for number, parameter in enumerate(exchange.plan.parameters):
-        if flags[matrices + number] and flags[matrices + count + number] and parameter.target.copies() > 1:
+    parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.others]
+    present = flags[len(planned.plan.assignments) :]
+    missing, partial = present[census.size :], present[2 * census.size :]
+    for parameter, (first, count) in zip(parameters, census.presence, strict=True):
+        differ = any(present[first + part] and missing[first + part] for part in range(count))
+        if differ and parameter.target.copies() > 1:
             raise PlanError(
                 explain_error(
                     parameter.name,
@@ -115,12 +144,24 @@ def _raise_errors(exchange: Exchange, flags: Sequence[int], error: Exception | N
                     "Let DDP handle parameters that some ranks do not use (find_unused_parameters=True)",
                 )
             )
+    for number, first, count in census.axes:
+        if any(partial[axis] and partial[census.width + axis] for axis in range(first, first + count)):
+            raise PlanError(
+                explain_error(
+                    parameters[number].name,
+                    f"a partial gradient on some of the ranks {parameters[number].target.ranks} and a whole one on "
+                    "others",
+                    "the same kind on every rank",
+                    "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
+                )
+            )
 
 
-def _stop(plan: Plan, flags: Tensor) -> Tensor:
+def _stop(census: Census, matrices: int, flags: Tensor) -> Tensor:
     """Return on the device whether `_raise_errors` will raise."""
-    matrices, count = len(plan.assignments), len(plan.parameters)
-    present, missing = flags[matrices : matrices + count], flags[matrices + count : matrices + 2 * count]
-    copies = [parameter.target.copies() > 1 for parameter in plan.parameters]
-    replicated = torch.tensor(copies, dtype=torch.uint8).to(flags.device, non_blocking=True)
-    return (flags[-1] != 0) | (present * missing * replicated != 0).any()
+    present = flags[matrices : matrices + census.size]
+    missing = flags[matrices + census.size : matrices + 2 * census.size]
+    replicated = torch.tensor(census.replicated, dtype=torch.uint8).to(flags.device, non_blocking=True)
+    partial = flags[matrices + 2 * census.size :]
+    mixed = partial[: census.width] * partial[census.width : 2 * census.width]
+    return (flags[-1] != 0) | (present * missing * replicated != 0).any() | (mixed != 0).any()

@@ -20,6 +20,9 @@ ProcessGroup = Literal["world", "local"] | dist.ProcessGroup | None
 LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
 """Stands for a ProcessGroup, which cannot be pickled, in an unpickled optimizer."""
 
+LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
+"""Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
+
 _GROUP_KEYS = (
     "lr",
     "momentum",
@@ -70,11 +73,10 @@ def check_optimizer(
     Raises:
         ValueError: one is out of range, or this version does not have it.
     """
-    if layouts is not None or shard_state or exchange != "owner":
-        raise ValueError(
-            f"found layouts={layouts!r}, shard_state={shard_state!r}, exchange={exchange!r}; needed None, False "
-            'and "owner": this version supports one process, DDP and FSDP2. Leave these arguments out'
-        )
+    needed = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
+    _check(layouts is None or isinstance(layouts, Mapping), "layouts", layouts, needed)
+    _check(isinstance(shard_state, bool), "shard_state", shard_state, "True or False")
+    _check(exchange == "owner", "exchange", exchange, '"owner"')
     _check(compute_dtype in _COMPUTE_DTYPES, "compute_dtype", compute_dtype, "a float dtype such as torch.bfloat16")
     _check(_is_float(state_dtype), "state_dtype", state_dtype, "a float dtype such as torch.float32")
     _check(master_dtype is None or _is_float(master_dtype), "master_dtype", master_dtype, "None or torch.float32")

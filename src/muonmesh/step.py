@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from muonmesh.comm.exchange import Local, contiguous, place
-from muonmesh.comm.storage import like, local_of
-from muonmesh.layout import Piece, Plan
+from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg, pieces
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import Rule, apply_update, update_momentum, write_direction
@@ -43,8 +43,10 @@ class Slot:
         name: Canonical name.
         tensor: The parameter as the user holds it, possibly a DTensor.
         state: Its entry in the optimizer's state.
-        gradient: Local part of its gradient, contiguous, or None.
+        gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
         group: Number of its group.
+        storage: Where it lives.
+        place: Where its momentum lives.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Slot:
     state: dict[str, Any]
     gradient: Tensor | None
     group: int
+    storage: Storage
+    place: Storage
 
 
 @dataclass(frozen=True)
@@ -109,38 +113,47 @@ class MuonStep:
         self,
         plan: Plan,
         holdings: Holdings,
-        slots: Sequence[Slot],
-        rules: Sequence[Rule],
+        slots: Sequence[Slot | None],
+        rules: Sequence[Rule | None],
         flags: Flags,
         precision: Precision,
         *,
+        device: torch.device,
         meanwhile: Callable[[], None],
         sums: Sums | None,
     ) -> None:
         self._plan = plan
         self._holdings = holdings
-        self._slots = slots
-        self._rules = rules
+        self._slots = {number: slot for number, slot in enumerate(slots) if slot is not None}
+        self._rules = {number: rule for number, rule in enumerate(rules) if rule is not None}
+        self._device = device
         self._flags = flags
         self._precision = precision
         self.meanwhile = meanwhile
         self._sums = sums
-        self._weights = [_contiguous(local_of(slot.tensor)) for slot in slots]
+        self._weights = {number: _contiguous(local_of(slot.tensor)) for number, slot in self._slots.items()}
+        self._ready: set[int] = set()  # parameters whose state and gradient are as the momentum is stored
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state and fold the gradients into the momenta of these matrices."""
         self._create_states(assignments)
         if assignments:
             tasks = [functools.partial(self._fold, number) for number in assignments]
-            run_all(tasks, device=self._slots[0].tensor.device)
+            run_all(tasks, device=self._device)
 
     def _create_states(self, assignments: Sequence[int]) -> None:
-        for number in {self._plan.assignments[assignment].parameter for assignment in assignments}:
+        fresh = {self._plan.assignments[assignment].parameter for assignment in assignments} - self._ready
+        self._ready |= fresh
+        for number in fresh & self._slots.keys():
             slot = self._slots[number]
             if self._flags.present[number]:
                 create_state(slot, self._precision)
-            if slot.gradient is None and "momentum_buffer" in slot.state:  # missing on this shard only: counts as zero
+            if "momentum_buffer" not in slot.state:
+                continue
+            if slot.gradient is None:  # missing on this shard only: counts as zero
                 slot.gradient = torch.zeros_like(local_of(slot.state["momentum_buffer"]))
+            elif slot.place is not slot.storage:
+                slot.gradient = _restricted(slot.gradient, slot.storage, slot.place)
 
     def _fold(self, assignment: int) -> None:
         flag = self._active(assignment)
@@ -174,7 +187,7 @@ class MuonStep:
 
     def _local(self, batch: Sequence[Local]) -> None:
         matrix = self._plan.assignments[batch[0].assignment].matrix
-        device = self._slots[0].tensor.device
+        device = self._device
         x, out = (
             scratch(role, (len(batch), *matrix.shape), dtype=self._precision.compute, device=device)
             for role in ("matrices", "results")
@@ -214,7 +227,7 @@ class MuonStep:
 
     def _at_once(self, count: int, numel: int) -> int:
         """Return how many of ``count`` equal matrices are orthogonalised by one task."""
-        if self._slots[0].tensor.device.type != "cpu" or self._precision.compute != torch.bfloat16:
+        if self._device.type != "cpu" or self._precision.compute != torch.bfloat16:
             return max(1, _TOGETHER_ELSEWHERE // numel)
         return max(1, min(-(-count // torch.get_num_threads()), _TOGETHER // numel))
 
@@ -223,7 +236,7 @@ class MuonStep:
         tasks = sorted(tasks, key=lambda task: -task[0])
         ordered = [task for _, task in tasks]
         if self._precision.compute == torch.bfloat16 and ordered:
-            run_all(ordered, device=self._slots[0].tensor.device, costs=[cost for cost, _ in tasks])
+            run_all(ordered, device=self._device, costs=[cost for cost, _ in tasks])
         else:
             for task in ordered:
                 task()
@@ -257,16 +270,16 @@ class MuonStep:
             apply_update(held, update, rule, scale=scale, active=_mask(flag))
             weights.copy_(held)
         if self._sums is not None:
-            copies = self._plan.parameters[leg.parameter].target.copies()
+            copies = slot.storage.copies
             squares = update.double().square().sum() * (rule.lr * scale) ** 2 / copies
             self._sums.add(slot.group, squares)
 
     def finish(self) -> None:
         """Write back the storages that were worked on in a copy."""
-        for slot, weights in zip(self._slots, self._weights, strict=True):
+        for number, slot in self._slots.items():
             local = local_of(slot.tensor)
-            if weights is not local:
-                local.copy_(weights)
+            if self._weights[number] is not local:
+                local.copy_(self._weights[number])
 
     def _active(self, assignment: int) -> bool | Tensor:
         return self._flags.nonzero[assignment]
@@ -276,36 +289,59 @@ def create_state(slot: Slot, precision: Precision) -> None:
     """Create the momentum, and the master, of a Muon parameter where missing."""
     local = local_of(slot.tensor)
     if "momentum_buffer" not in slot.state:
-        zeros = torch.zeros(local.shape, dtype=precision.state, device=local.device)
-        slot.state["momentum_buffer"] = like(slot.tensor, zeros)
+        shape = local.shape if slot.place is slot.storage else local_shape(slot.place)
+        zeros = torch.zeros(shape, dtype=precision.state, device=local.device)
+        slot.state["momentum_buffer"] = slot.place.wrap(zeros)
     _create_master(slot, precision)
 
 
 def _create_master(slot: Slot, precision: Precision) -> None:
     local = local_of(slot.tensor)
     if precision.master is not None and precision.master != local.dtype and "master" not in slot.state:
-        slot.state["master"] = like(slot.tensor, local.detach().to(precision.master).contiguous())
+        slot.state["master"] = slot.storage.wrap(local.detach().to(precision.master).contiguous())
 
 
-def holdings_of(plan: Plan, rank: int) -> Holdings:
-    """Return for each Matrix of a plan the pieces of it that ``rank`` stores."""
-    return tuple(tuple(pieces(plan.parameters[a.parameter].target, rank, a.matrix)) for a in plan.assignments)
+def _layout(storage: Storage) -> Layout:
+    assert storage.layout is not None  # only AdamW steps parameters of which nobody said where they live
+    return storage.layout
 
 
-def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot]) -> list[int]:
+def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
+    """Return the elements of a local tensor that this rank also stores at ``place``, as they are stored there."""
+    rank = this_rank()
+    kept = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
+    for target in _layout(place).blocks(rank):
+        for block in _layout(storage).blocks(rank):
+            shared = overlap(block, target)
+            if shared is not None:
+                part = local.as_strided(shared.shape, shared.storage_strides, shared.storage_start)
+                kept.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
+    return kept
+
+
+def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:
+    """Return for each Matrix of a plan the pieces of it that ``rank`` stores, or stores the momentum of."""
+    found = []
+    for assignment in plan.assignments:
+        parameter = plan.parameters[assignment.parameter]
+        found.append(tuple(pieces(parameter.source if state else parameter.target, rank, assignment.matrix)))
+    return tuple(found)
+
+
+def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:
     """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
     found = []
     for assignment, parts in zip(plan.assignments, holdings, strict=True):
-        gradient = slots[assignment.parameter].gradient
+        gradient = _gradient(slots[assignment.parameter])
         found.append(int(gradient is not None and any(_any_nonzero(_view(gradient, piece)) for piece in parts)))
     return found
 
 
-def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot], device: torch.device) -> Tensor:
+def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None], device: torch.device) -> Tensor:
     """Return the same as a uint8 tensor, without waiting for the device."""
     numbers, views = [], []
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
-        gradient = slots[assignment.parameter].gradient
+        gradient = _gradient(slots[assignment.parameter])
         if gradient is not None:
             numbers += [number] * len(parts)
             views += [_view(gradient, piece) for piece in parts]
@@ -315,6 +351,10 @@ def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot], dev
         index = torch.tensor(numbers).to(device, non_blocking=True)
         found.index_add_(0, index, (norms != 0).to(torch.uint8))
     return found.clamp_(max=1)
+
+
+def _gradient(slot: Slot | None) -> Tensor | None:
+    return None if slot is None or slot.gradient is None else local_of(slot.gradient)
 
 
 def _any_nonzero(view: Tensor) -> bool:
@@ -337,8 +377,8 @@ def adamw_step(slots: Sequence[Slot], group: dict[str, Any], precision: Precisio
         if "step" not in slot.state:
             local = local_of(weight)
             slot.state["step"] = torch.zeros((), dtype=torch.float32, device=local.device if fused else "cpu")
-            slot.state["exp_avg"] = like(slot.tensor, torch.zeros_like(local, memory_format=torch.preserve_format))
-            slot.state["exp_avg_sq"] = like(slot.tensor, torch.zeros_like(local, memory_format=torch.preserve_format))
+            slot.state["exp_avg"] = slot.storage.wrap(torch.zeros_like(local))
+            slot.state["exp_avg_sq"] = slot.storage.wrap(torch.zeros_like(local))
         if slot.gradient is None:
             continue
         weights.append(local_of(weight))

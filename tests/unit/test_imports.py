@@ -19,9 +19,9 @@ SOURCE = Path(__file__).parents[2] / "src"
 LEVELS = (
     ("cli", "integrations"),
     ("optimizer",),
-    ("preflight",),
+    ("preflight", "checkpoint", "clip", "explain", "metrics"),
     ("planning",),
-    ("checkpoint", "clip", "explain", "metrics"),  # what the optimizer offers besides its step
+    ("census",),
     ("step", "settings"),
     ("comm", "groups"),
     ("numerics", "layout", "names"),

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.storage import this_rank
-from muonmesh.errors import PlanError
 from muonmesh.layout import Piece, Plan, Routes
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.threads import run_all, scratch
@@ -367,60 +366,3 @@ def contiguous(update: Tensor) -> Tensor:
 
 def _wire(segment: Tensor, leg: Leg) -> Tensor:
     return segment[leg.start : leg.start + leg.piece.numel].view(leg.piece.shape)
-
-
-def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: str | None) -> None:
-    """Make sure that all ranks of a group have the same plan and found no error.
-
-    A rank that could not make a plan passes None and its error; every rank then raises instead of waiting.
-
-    Raises:
-        PlanError: on every rank, naming the first difference between two plans, or the rank and its error.
-    """
-    if group is None:
-        if error is not None:
-            raise PlanError(error)
-        return
-    mine = (None if plan is None else plan.digest, error)
-    everyone: list[tuple[str | None, str | None]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    for rank, (_, message) in zip(ranks, everyone, strict=True):
-        if message is not None:
-            raise PlanError(f"rank {rank}: {message}")
-    if len({digest for digest, _ in everyone}) == 1:
-        return
-    lines = [] if plan is None else plan.description()
-    descriptions: list[list[str]] = [[]] * len(everyone)
-    dist.all_gather_object(descriptions, lines, group=group)
-    other = next(i for i, (digest, _) in enumerate(everyone) if digest != everyone[0][0])
-    raise PlanError(_first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other]))
-
-
-def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> str:
-    pairs = list(zip(lines_a, lines_b, strict=False))
-    if len(lines_a) != len(lines_b):
-        pairs.append(
-            ("nothing more", lines_b[len(lines_a)])
-            if len(lines_a) < len(lines_b)
-            else (lines_a[len(lines_b)], "nothing more")
-        )
-    found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
-    return (
-        f"the plans differ: rank {a} has '{found[0]}' where rank {b} has '{found[1]}'; needed the same parameters, "
-        "in the same order, with the same settings on every rank. Build the model and the groups alike everywhere"
-    )
-
-
-def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """Return a process group of exactly these ranks: one of the candidates, the world, or a new one.
-
-    A new group is made by its members alone (``use_local_synchronization``): ranks outside do not take part.
-    """
-    if len(ranks) == 1:
-        return None
-    for candidate in (*candidates, dist.group.WORLD):
-        if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
-            return candidate
-    group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    return group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,20 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout import (
+    FlatParameter,
+    FlatShards,
+    Layout,
+    MeshLayout,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from muonmesh.layout.region import row_major
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -55,46 +67,197 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
     return tuple(translated)
 
 
-def layout_of(name: str, tensor: Tensor, replicas: Sequence[int] | None) -> Layout:
+@dataclass(frozen=True)
+class Storage:
+    """Where a parameter lives, and how a tensor that lives there is wrapped.
+
+    Attributes:
+        layout: Which rank stores what; None for a plain tensor of AdamW's of which nobody said who holds it.
+        shape: Global shape.
+        stride: Global strides.
+        mesh: Mesh of a DTensor or of a declared shard; None for a plain or a flat tensor.
+        placements: Torch's placements on that mesh.
+    """
+
+    layout: Layout | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] = ()
+    mesh: DeviceMesh | None = None
+    placements: tuple[TorchPlacement, ...] = ()
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """Return a local tensor as what it is: a DTensor where there is a mesh, else itself."""
+        if self.mesh is None:
+            return local
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each element, as far as known."""
+        return 1 if self.layout is None else self.layout.copies()
+
+    def parts(self, local: Tensor) -> Sequence[Tensor]:
+        """Return the stored elements that belong to the parameter, without a flat buffer's neighbours and padding."""
+        if not isinstance(self.layout, FlatShards):
+            return (local,)
+        flat = local.reshape(-1)
+        return [flat[start : start + length] for _, length, start in self.layout.held(this_rank())]
+
+
+def local_shape(storage: Storage) -> tuple[int, ...]:
+    """Return the shape of what this rank stores, as its layout says."""
+    assert storage.layout is not None
+    return storage.layout.local_shape(this_rank())
+
+
+Declared = tuple[Any, ...] | FlatShards | Sequence[FlatParameter]
+"""An entry of ``layouts=``: (mesh, placements) or (mesh, placements, shape) of a plain local shard, the FlatShards of
+a flat one, or the FlatParameters that share a flat buffer."""
+
+
+def layout_of(
+    name: str, tensor: Tensor, replicas: Sequence[int] | None, declared: Declared | None = None, *, needed: bool = True
+) -> Storage:
     """Return where a parameter lives; no communication.
 
     Args:
         name: The parameter's name, for messages.
         tensor: The parameter. A DTensor says itself where it lives.
-        replicas: Global ranks that each hold a plain tensor whole; None if nobody said.
+        replicas: Global ranks that each hold a plain tensor whole, or the same shard of a DTensor; None if nobody
+            said.
+        declared: What ``layouts=`` says of it.
+        needed: Whether it is an error if nobody said who holds a plain tensor.
 
     Raises:
-        LayoutError: the tensor is partial, or plain while several ranks run and nobody said who holds it.
+        LayoutError: the tensor is partial, plain while several ranks run and nobody said who holds it, or not as
+            declared.
     """
     shape = tuple(tensor.shape)
+    if isinstance(declared, FlatShards):
+        _check_local(name, tensor, declared)
+        return Storage(declared, declared.shape)
+    if declared is not None:
+        if isinstance(tensor, DTensor):
+            found, write = "a DTensor with an entry in layouts=", "Remove the entry: a DTensor says where it lives"
+            raise LayoutError(explain_error(name, found, "a plain local shard", write))
+        return _declared(name, tensor, declared)
     if isinstance(tensor, DTensor):
         mesh: DeviceMesh = tensor.device_mesh
-        ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-        placements = placements_of(name, tensor.placements)
-        layout = MeshLayout(shape, tuple(mesh.mesh.shape), ranks, placements)
-        if replicas is not None and not set(ranks) >= set(replicas) and len(replicas) > 1:
-            raise LayoutError(
-                explain_error(
-                    name,
-                    f"a DTensor on ranks {ranks} and process_group= with ranks {tuple(replicas)}",
-                    "replicas outside a DTensor's mesh, which this version does not support yet",
-                    "Put the replicate axis into the mesh (HSDP), or leave process_group out",
-                )
-            )
-        return layout
+        ranks = _ranks(mesh)
+        layout = MeshLayout(shape, tuple(mesh.mesh.shape), ranks, placements_of(name, tensor.placements))
+        if replicas is not None and not set(replicas) <= set(ranks):
+            layout = _replicated_outside(name, layout, mesh, replicas)
+        return Storage(layout, shape, tensor.stride(), mesh, tuple(tensor.placements))
     if replicas is not None:
-        return MeshLayout.replicated(shape, tuple(replicas))
+        return Storage(MeshLayout.replicated(shape, tuple(replicas)), shape)
     if world_size() > 1:
+        if not needed:
+            return Storage(None, shape)
         raise LayoutError(
             explain_error(
                 name,
                 f"a plain tensor while {world_size()} ranks run",
                 "to know which ranks hold the same parameter; guessing wrong would train silently wrong",
                 'Write Muon(..., process_group="world") under DDP, process_group="local" if every rank trains a '
-                "copy of its own, or a ProcessGroup; a sharded parameter must be a DTensor (fully_shard)",
+                "copy of its own, or a ProcessGroup; a sharded parameter must be a DTensor (fully_shard) or declared: "
+                f"layouts={{{name!r}: (mesh, placements)}}",
             )
         )
-    return MeshLayout.replicated(shape, (0,))
+    return Storage(MeshLayout.replicated(shape, (0,)), shape)
+
+
+def ranks_of(tensor: Tensor, replicas: Sequence[int] | None, declared: Any = None) -> tuple[int, ...]:
+    """Return the ranks that share a parameter as far as can be told of one that is held wrongly."""
+    if isinstance(declared, FlatShards):
+        return declared.ranks
+    if isinstance(declared, (tuple, list)) and declared and isinstance(declared[0], DeviceMesh):
+        return _ranks(declared[0])
+    if isinstance(tensor, DTensor):
+        return _ranks(tensor.device_mesh)
+    return tuple(replicas or ())
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+
+
+def _declared(name: str, tensor: Tensor, declared: Any) -> Storage:
+    """Return where a plain local shard lives that was declared as (mesh, placements) or (mesh, placements, shape)."""
+    fits = isinstance(declared, (tuple, list)) and len(declared) in (2, 3) and isinstance(declared[0], DeviceMesh)
+    placements = declared[1] if fits and isinstance(declared[1], (tuple, list)) else None
+    if placements is None or not all(isinstance(placement, TorchPlacement) for placement in placements):
+        raise LayoutError(
+            explain_error(
+                name,
+                f"layouts entry {declared!r}",
+                "(mesh, placements), (mesh, placements, global shape), a FlatShards, or a list of FlatParameter",
+                "Write (init_device_mesh('cuda', (8,)), [Shard(0)])",
+            )
+        )
+    mesh = declared[0]
+    translated = placements_of(name, placements)
+    shape = list(tensor.shape)
+    if len(declared) == 3:
+        shape = [int(size) for size in declared[2]]
+    elif len(translated) == mesh.ndim:
+        for size, placement in zip(mesh.mesh.shape, translated, strict=True):
+            if not isinstance(placement, Replicate) and placement.dim < len(shape):
+                shape[placement.dim] *= size
+    try:
+        layout = MeshLayout(tuple(shape), tuple(mesh.mesh.shape), _ranks(mesh), translated)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: layouts entry: {error}") from None
+    _check_local(name, tensor, layout)
+    stride = row_major(layout.shape)
+    return Storage(layout, layout.shape, stride, mesh, tuple(placements))
+
+
+def _check_local(name: str, tensor: Tensor, layout: Layout) -> None:
+    rank = this_rank()
+    expected = layout.local_shape(rank) if rank in layout.ranks else None
+    if expected != tuple(tensor.shape):
+        raise LayoutError(
+            explain_error(
+                name,
+                f"a local tensor of shape {tuple(tensor.shape)} on rank {rank}",
+                f"{expected} by its entry in layouts= ({layout.describe()} of {layout.shape})",
+                "Correct the entry; where shards are uneven write (mesh, placements, global shape)",
+            )
+        )
+
+
+def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replicas: Sequence[int]) -> MeshLayout:
+    """Return the layout with a replicate axis in front: process_group= names replicas outside a DTensor's mesh.
+
+    With "world" the other copies are those of the mesh that this one was sliced from. A ProcessGroup holds the peers
+    of this very rank; those of the others are as far from them, as in every grid of ranks.
+    """
+    me, ranks = this_rank(), layout.ranks
+    copies: list[tuple[int, ...]] = []
+    if len(replicas) == world_size():
+        root = mesh._get_root_mesh()
+        names, wanted = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
+        if wanted and set(wanted) <= set(names) and root.mesh.numel() == world_size():
+            inside = [names.index(axis) for axis in wanted]
+            outside = [axis for axis in range(root.ndim) if axis not in inside]
+            grid = root.mesh.permute(*outside, *inside).reshape(-1, len(ranks))
+            copies = [tuple(row) for row in grid.tolist()]
+    elif me in ranks and me in replicas:
+        copies = [tuple(rank + peer - me for rank in ranks) for peer in replicas]
+    everyone = [rank for copy in copies for rank in copy]
+    if ranks not in copies or len(set(everyone)) < len(everyone) or not set(everyone) <= set(range(world_size())):
+        raise LayoutError(
+            explain_error(
+                name,
+                f"a DTensor on ranks {ranks} and process_group= with ranks {tuple(replicas)}",
+                "to know which ranks hold the same shards; they are no regular grid",
+                "Slice the DTensor's mesh from one mesh of all ranks with names for its dims, put the replicate axis "
+                "into it (HSDP), or pass the ProcessGroup of this rank's replicas",
+            )
+        )
+    return MeshLayout(layout.shape, (len(copies), *layout.mesh), tuple(everyone), (Replicate(), *layout.placements))
 
 
 def world_size() -> int:
@@ -126,8 +289,8 @@ class Signature:
 def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
     """Return the local part of a parameter's gradient, laid out as the parameter, or None.
 
-    A partial gradient (pure tensor parallelism with ``SequenceParallel`` leaves norm weights so) is reduced
-    to its parameter's placements; all ranks of the mesh take part in that.
+    A partial gradient (pure tensor parallelism with ``SequenceParallel`` leaves norm weights so) comes back as the
+    DTensor that it is, for `reduced`.
 
     Raises:
         LayoutError: the gradient lives elsewhere than its parameter.
@@ -168,7 +331,7 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
                         "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
                     )
                 )
-            gradient = gradient.redistribute(placements=parameter.placements)
+            return gradient
         gradient = local_of(gradient)
     if gradient.shape != local_of(parameter).shape:
         raise LayoutError(
@@ -182,40 +345,86 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
     return gradient
 
 
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Wrap a local tensor as the parameter is: a DTensor of the same mesh and placements, or as it is."""
-    if isinstance(parameter, DTensor):
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return local
+def partial_axes(tensor: Tensor | None) -> tuple[bool, ...]:
+    """Return for each axis of a DTensor's mesh whether the tensor is a partial sum over it; empty for others."""
+    return tuple(isinstance(p, Partial) for p in tensor.placements) if isinstance(tensor, DTensor) else ()
 
 
-def connected_ranks(tensors: Sequence[Tensor], replicas: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the ranks that this rank's step involves: all meshes of its tensors, and ``replicas`` of plain ones."""
+def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[bool]) -> Tensor:
+    """Return the local part of a partial gradient's sum over these mesh axes; None counts as zero.
+
+    All ranks of the mesh call it with the same axes.
+    """
+    assert isinstance(parameter, DTensor)
+    axes = axes[-parameter.device_mesh.ndim :]
+    local = torch.zeros_like(local_of(parameter)) if gradient is None else local_of(gradient)
+    placements = [Partial() if partial else p for p, partial in zip(parameter.placements, axes, strict=True)]
+    summands = DTensor.from_local(
+        local, parameter.device_mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return local_of(summands.redistribute(placements=parameter.placements))
+
+
+def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, device: str) -> Storage:
+    """Return a storage in which replicas share the parameter instead of each holding all of it.
+
+    What a rank holds there is part of what it holds here. A replicate axis becomes a shard of the largest dim that no
+    axis to its right cuts; of a dim that is cut there too only where all cuts are even. An axis for which there is no
+    such dim stays replicated.
+
+    Args:
+        storage: Where the parameter lives.
+        group: Of the ranks that hold a plain tensor whole.
+        device: Device type for the mesh made of ``group``.
+    """
+    layout = storage.layout
+    if not isinstance(layout, MeshLayout) or storage.copies == 1:
+        return storage
+    mesh, placements = storage.mesh, list(storage.placements)
+    if mesh is None:
+        if group is None:
+            return storage
+        mesh, placements = _mesh_of(group, device), [TorchReplicate()]
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, TorchReplicate) and mesh.size(axis) > 1:
+            placements[axis] = _shard_for(storage.shape, tuple(mesh.mesh.shape), placements, axis)
+    shape = storage.shape
+    translated = placements_of("", placements)
+    layout = MeshLayout(shape, tuple(mesh.mesh.shape), _ranks(mesh), translated)
+    return Storage(layout, shape, storage.stride or row_major(shape), mesh, tuple(placements))
+
+
+def _shard_for(
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: Sequence[TorchPlacement], axis: int
+) -> TorchPlacement:
+    def cuts(dim: int, axes: range) -> list[int]:
+        return [sizes[i] for i in axes if getattr(placements[i], "dim", None) == dim]
+
+    left, right = range(axis), range(axis + 1, len(sizes))
+    free = [dim for dim in range(len(shape)) if not cuts(dim, right)]
+    if free:
+        return TorchShard(max(free, key=lambda dim: shape[dim] // math.prod(cuts(dim, left))))
+    strided = any(getattr(placement, "split_factor", None) is not None for placement in placements)
+    for dim, size in enumerate(shape):
+        later = math.prod(cuts(dim, right))
+        if not strided and not cuts(dim, left) and size % (later * sizes[axis]) == 0:
+            return _StridedShard(dim, split_factor=later)
+    return placements[axis]
+
+
+def _mesh_of(group: dist.ProcessGroup, device: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device)
+
+
+def connected_ranks(storages: Sequence[Storage]) -> tuple[int, ...]:
+    """Return the ranks that hold any of these parameters, and this one."""
     ranks = {this_rank()}
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            ranks.update(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist())
-        elif replicas is not None:
-            ranks.update(replicas)
+    for layout in {id(storage.layout): storage.layout for storage in storages}.values():
+        ranks.update(layout.ranks if layout is not None else ())
     return tuple(sorted(ranks))
 
 
-def mesh_groups(tensors: Sequence[Tensor]) -> list[dist.ProcessGroup]:
-    """Return the process groups of the one-dimensional meshes that hold any of the tensors."""
-    meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor) and t.device_mesh.ndim == 1}
-    return [mesh.get_group() for mesh in meshes.values()]
-
-
-def copies_of(tensor: Tensor, replicas: Sequence[int] | None) -> int:
-    """Return how many ranks hold each element of a tensor."""
-    if isinstance(tensor, DTensor):
-        sizes = zip(tensor.device_mesh.mesh.shape, tensor.placements, strict=True)
-        return math.prod(size for size, placement in sizes if isinstance(placement, TorchReplicate))
-    return len(replicas) if replicas is not None else 1
+def mesh_groups(storages: Sequence[Storage]) -> list[dist.ProcessGroup]:
+    """Return the process groups of the one-dimensional meshes that hold any of the parameters."""
+    meshes = {id(storage.mesh): storage.mesh for storage in storages}
+    return [mesh.get_group() for mesh in meshes.values() if mesh is not None and mesh.ndim == 1]

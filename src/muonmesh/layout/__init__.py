@@ -4,14 +4,19 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/architectu
 """
 
 from muonmesh.layout.cost import cost
+from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
 from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
-from muonmesh.layout.plan import Assignment, Parameter, Plan, Routes, make_plan
+from muonmesh.layout.plan import Assignment, Elementwise, Parameter, Plan, Routes, make_plan
 from muonmesh.layout.region import Block, Piece, Region, overlap
 
 __all__ = [
     "Assignment",
     "Block",
+    "Elementwise",
+    "FlatParameter",
+    "FlatShards",
+    "Interval",
     "Layout",
     "Matrix",
     "MatrixSpec",

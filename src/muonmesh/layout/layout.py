@@ -7,13 +7,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout.region import Block, Region, row_major
 
 Run = tuple[int, int]
 """Consecutive indices along one dim: (first, count)."""
+
+Runs = tuple[Run, ...]
+"""Indices along one dim, in the order of the local tensor."""
+
+_Cut = tuple[int, int, int]
+"""A mesh axis that cuts a dim: (axis, its size, split factor)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,10 @@ class Layout(ABC):
         """Return how many ranks hold each element."""
 
     @abstractmethod
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Return which of how many parts of a copy ``rank`` holds: (index, count); replicas have the same."""
+
+    @abstractmethod
     def holders(self, region: Region) -> tuple[int, ...]:
         """Return the ranks that hold all of ``region``."""
 
@@ -83,7 +93,7 @@ class Layout(ABC):
 
 
 @lru_cache(maxsize=65536)
-def _chunk(runs: tuple[Run, ...], chunks: int, index: int) -> tuple[Run, ...]:
+def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
     """Return chunk ``index`` of an ordered index set, by the rule of ``torch.chunk``."""
     total = sum(count for _, count in runs)
     size = -(-total // chunks)
@@ -98,20 +108,20 @@ def _chunk(runs: tuple[Run, ...], chunks: int, index: int) -> tuple[Run, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _split(size: int, cuts: tuple[tuple[int, int], ...], coordinates: tuple[int, ...]) -> tuple[Run, ...]:
-    """Return the indices of a dim of ``size`` left after ``cuts`` (axis size, split factor), left to right.
+def _split(size: int, cuts: tuple[_Cut, ...], coordinates: tuple[int, ...]) -> Runs:
+    """Return the indices of a dim of ``size`` left after ``cuts``, left to right, at a coordinate of each axis.
 
     Derived by splitting index sets, as torch splits tensors: torch's own offset helpers return only the
     first offset of an interleaved shard.
     """
-    runs: tuple[Run, ...] = ((0, size),) if size else ()
-    for (axis_size, split_factor), coordinate in zip(cuts, coordinates, strict=True):
+    runs: Runs = ((0, size),) if size else ()
+    for (_, axis_size, split_factor), coordinate in zip(cuts, coordinates, strict=True):
         parts = [_chunk(runs, split_factor, i) for i in range(split_factor)]
         runs = _joined(run for part in parts for run in _chunk(part, axis_size, coordinate))
     return runs
 
 
-def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+def _joined(runs: Iterable[Run]) -> Runs:
     """Merge runs that follow each other."""
     merged: list[Run] = []
     for first, count in runs:
@@ -147,65 +157,44 @@ class MeshLayout(Layout):
         for placement in self.placements:
             if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
                 raise LayoutError(f"{placement} on a parameter of shape {self.shape}")
+        object.__setattr__(self, "ranks", self._grid.ranks)  # thousands of numbers, kept once for all parameters
 
     @staticmethod
     def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> MeshLayout:
         """Return the layout of a tensor that every rank of ``ranks`` holds whole."""
         return MeshLayout(shape, (len(ranks),), ranks, (Replicate(),))
 
-    def _coordinates(self, rank: int) -> tuple[int, ...]:
-        index = self.ranks.index(rank)
-        return tuple(index // stride % size for size, stride in zip(self.mesh, row_major(self.mesh), strict=True))
+    @cached_property
+    def _grid(self) -> _Grid:
+        return _grid_of(self.mesh, self.ranks)
 
-    def _axes(self, dim: int) -> tuple[int, ...]:
-        """Mesh axes that cut ``dim``."""
-        return tuple(
-            axis
-            for axis, placement in enumerate(self.placements)
-            if not isinstance(placement, Replicate) and placement.dim == dim
-        )
-
-    def _cuts(self, dim: int) -> tuple[tuple[int, int], ...]:
-        placed = [(self.mesh[axis], self.placements[axis]) for axis in self._axes(dim)]
-        return tuple((n, p.split_factor if isinstance(p, StridedShard) else 1) for n, p in placed)
-
-    def _runs(self, rank: int) -> list[tuple[Run, ...]]:
-        at = self._coordinates(rank)
-        return [
-            _split(size, self._cuts(dim), tuple(at[axis] for axis in self._axes(dim)))
-            for dim, size in enumerate(self.shape)
-        ]
+    @cached_property
+    def _cuts(self) -> tuple[tuple[_Cut, ...], ...]:
+        """For each dim the mesh axes that cut it, left to right."""
+        cuts: list[list[_Cut]] = [[] for _ in self.shape]
+        for axis, (size, placement) in enumerate(zip(self.mesh, self.placements, strict=True)):
+            if not isinstance(placement, Replicate):
+                split_factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+                cuts[placement.dim].append((axis, size, split_factor))
+        return tuple(tuple(cut) for cut in cuts)
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores; one block unless a strided shard interleaves."""
-        if rank not in self.ranks:
-            return ()
-        strides = row_major(self.local_shape(rank))
-        placed = []  # per dim: the runs with their position in the local tensor
-        for runs in self._runs(rank):
-            starts = itertools.accumulate((count for _, count in runs), initial=0)
-            placed.append([(start, first, count) for start, (first, count) in zip(starts, runs, strict=False)])
-        return tuple(
-            Block(
-                Region.box(tuple(first for _, first, _ in box), tuple(count for _, _, count in box)),
-                sum(start * stride for (start, _, _), stride in zip(box, strides, strict=True)),
-                strides,
-            )
-            for box in itertools.product(*placed)
-        )
+        return _blocks(self._grid, self.shape, self._cuts, rank) if rank in self._grid.index else ()
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor on ``rank``."""
-        return tuple(sum(count for _, count in runs) for runs in self._runs(rank))
+        return tuple(sum(count for _, count in runs) for runs in _runs(self._grid, self.shape, self._cuts, rank))
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same coordinates as ``rank`` on the replicated axes."""
-        at = self._coordinates(rank)
-        return self._ranks_at(
-            [
+        at = self._grid.coordinates(rank)
+        return _ranks_at(
+            self._grid,
+            tuple(
                 (at[axis],) if isinstance(placement, Replicate) else range(self.mesh[axis])
                 for axis, placement in enumerate(self.placements)
-            ]
+            ),
         )
 
     def copies(self) -> int:
@@ -213,39 +202,25 @@ class MeshLayout(Layout):
         pairs = zip(self.mesh, self.placements, strict=True)
         return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Return which of how many parts of a copy ``rank`` holds: its place on the axes that cut."""
+        index, count = 0, 1
+        for at, size, placement in zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True):
+            if not isinstance(placement, Replicate):
+                index, count = index * size + at, count * size
+        return index, count
+
     def holders(self, region: Region) -> tuple[int, ...]:
         """Return the ranks that hold all of ``region``."""
-        choices: list[Sequence[int]] = [range(size) for size in self.mesh]
-        for dim, size in enumerate(self.shape):
-            axes = self._axes(dim)
-            if not axes:
-                continue
-            first = region.offset[dim]
-            last = first + (region.shape[dim] - 1) * region.step[dim]
-            found = _holding(size, self._cuts(dim), first, last)
-            if len(axes) > 1:  # several axes cut one dim: at most one combination holds a run
-                if not found:
-                    return ()
-                for axis, coordinate in zip(axes, found[0], strict=True):
-                    choices[axis] = (coordinate,)
-            else:
-                choices[axes[0]] = [at[0] for at in found]
-        return self._ranks_at(choices)
-
-    def _ranks_at(self, choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        strides = row_major(self.mesh)
-        return tuple(
-            self.ranks[sum(c * stride for c, stride in zip(at, strides, strict=True))]
-            for at in itertools.product(*choices)
-        )
+        return _holders(self._grid, self.shape, self._cuts, region)
 
     def prove_cover(self) -> None:
         """Raise LayoutError unless each replica covers each element exactly once.
 
         A mesh cuts every dim on its own, so the product covers exactly if the runs of each dim do.
         """
-        for dim, size in enumerate(self.shape):
-            _prove_dim(size, self._cuts(dim))
+        for size, cuts in zip(self.shape, self._cuts, strict=True):
+            _prove_dim(size, cuts)
 
     def describe(self) -> str:
         """Return e.g. ``Shard(0)×2 on 2 ranks``."""
@@ -262,21 +237,104 @@ class MeshLayout(Layout):
         return ", ".join(names)
 
 
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """The ranks of a mesh and each one's place; equal meshes share one, so caches know it by identity."""
+
+    mesh: tuple[int, ...]
+    strides: tuple[int, ...]
+    ranks: tuple[int, ...]
+    index: dict[int, int]
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the place of a rank on each mesh axis."""
+        index = self.index[rank]
+        return tuple(index // stride % size for size, stride in zip(self.mesh, self.strides, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _grid_of(mesh: tuple[int, ...], ranks: tuple[int, ...]) -> _Grid:
+    return _Grid(mesh, row_major(mesh), ranks, {rank: index for index, rank in enumerate(ranks)})
+
+
+# What follows is the same for all parameters of one shape and placement, hundreds in a large model.
+
+
+def _runs(grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int) -> tuple[Runs, ...]:
+    """Return the indices that a rank stores, dim by dim."""
+    at = grid.coordinates(rank)
+    return tuple(
+        _split(size, cut, tuple(at[axis] for axis, _, _ in cut)) for size, cut in zip(shape, cuts, strict=True)
+    )
+
+
 @lru_cache(maxsize=65536)
-def _holding(size: int, cuts: tuple[tuple[int, int], ...], first: int, last: int) -> tuple[tuple[int, ...], ...]:
+def _blocks(grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int) -> tuple[Block, ...]:
+    return _blocks_of(_runs(grid, shape, cuts, rank))
+
+
+@lru_cache(maxsize=65536)
+def _blocks_of(runs_by_dim: tuple[Runs, ...]) -> tuple[Block, ...]:
+    """Return the blocks of a local tensor that is the product of these indices."""
+    strides = row_major(tuple(sum(count for _, count in runs) for runs in runs_by_dim))
+    placed = []  # per dim: the runs with their position in the local tensor
+    for runs in runs_by_dim:
+        starts = itertools.accumulate((count for _, count in runs), initial=0)
+        placed.append([(start, first, count) for start, (first, count) in zip(starts, runs, strict=False)])
+    return tuple(
+        Block(
+            Region.box(tuple(first for _, first, _ in box), tuple(count for _, _, count in box)),
+            sum(start * stride for (start, _, _), stride in zip(box, strides, strict=True)),
+            strides,
+        )
+        for box in itertools.product(*placed)
+    )
+
+
+@lru_cache(maxsize=65536)
+def _holders(
+    grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], region: Region
+) -> tuple[int, ...]:
+    choices: list[Sequence[int]] = [range(size) for size in grid.mesh]
+    for dim, (size, cut) in enumerate(zip(shape, cuts, strict=True)):
+        if not cut:
+            continue
+        first = region.offset[dim]
+        last = first + (region.shape[dim] - 1) * region.step[dim]
+        found = _holding(size, cut, first, last)
+        if len(cut) > 1:  # several axes cut one dim: at most one combination holds a run
+            if not found:
+                return ()
+            for (axis, _, _), coordinate in zip(cut, found[0], strict=True):
+                choices[axis] = (coordinate,)
+        else:
+            choices[cut[0][0]] = tuple(at[0] for at in found)
+    return _ranks_at(grid, tuple(choices))
+
+
+@lru_cache(maxsize=65536)
+def _ranks_at(grid: _Grid, choices: tuple[Sequence[int], ...]) -> tuple[int, ...]:
+    """Return the ranks at every combination of these coordinates."""
+    return tuple(
+        grid.ranks[sum(c * stride for c, stride in zip(at, grid.strides, strict=True))]
+        for at in itertools.product(*choices)
+    )
+
+
+@lru_cache(maxsize=65536)
+def _holding(size: int, cuts: tuple[_Cut, ...], first: int, last: int) -> tuple[tuple[int, ...], ...]:
     """Return the coordinates whose runs contain both ends of an index range within one run."""
     return tuple(
         at
-        for at in itertools.product(*(range(axis_size) for axis_size, _ in cuts))
+        for at in itertools.product(*(range(axis_size) for _, axis_size, _ in cuts))
         if any(low <= first and last < low + count for low, count in _split(size, cuts, at))
     )
 
 
 @lru_cache(maxsize=65536)
-def _prove_dim(size: int, cuts: tuple[tuple[int, int], ...]) -> None:
-    runs = sorted(
-        run for at in itertools.product(*(range(axis_size) for axis_size, _ in cuts)) for run in _split(size, cuts, at)
-    )
+def _prove_dim(size: int, cuts: tuple[_Cut, ...]) -> None:
+    coordinates = itertools.product(*(range(axis_size) for _, axis_size, _ in cuts))
+    runs = sorted(run for at in coordinates for run in _split(size, cuts, at))
     position = 0
     for first, count in runs:
         if first != position:

@@ -38,6 +38,29 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Elementwise:
+    """A parameter that needs no orthogonalisation (AdamW's): nothing of it moves, but the ranks agree on it."""
+
+    name: str
+    target: Layout
+
+
+def describe(parameter: Parameter | Elementwise) -> str:
+    """Return a line that says all that the ranks must agree on about a parameter."""
+    target = parameter.target
+    line = f"{parameter.name}: shape {target.shape}, {target.describe()} {_told(target.ranks)}"
+    if isinstance(parameter, Elementwise):
+        return f"{line}, not orthogonalised"
+    sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
+    return f"{line}, state {parameter.source.describe()}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
+
+
+def _told(ranks: Sequence[int]) -> str:
+    """Return ranks as text, many of them as a number that is the same for the same ranks."""
+    return f"on {ranks}" if len(ranks) <= 8 else f"on {len(ranks)} ranks ({hash(tuple(ranks)) & 0xFFFFFFFF:08x})"
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """One Matrix of the plan, of parameter number ``parameter``, and the rank that orthogonalises it."""
 
@@ -81,12 +104,14 @@ class Plan:
         parameters: What was planned.
         assignments: Every Matrix once, with its owner.
         buckets: Numbers of the assignments that move and compute together, in order.
+        others: Parameters that are not orthogonalised.
     """
 
     ranks: tuple[int, ...]
     parameters: tuple[Parameter, ...]
     assignments: tuple[Assignment, ...]
     buckets: tuple[tuple[int, ...], ...]
+    others: tuple[Elementwise, ...] = ()
 
     def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
         """Return what ``rank`` exchanges for a bucket on the way to the owners, or on the way back.
@@ -144,12 +169,7 @@ class Plan:
     def description(self) -> list[str]:
         """Return the lines that must be the same on every rank."""
         lines = [f"ranks {self.ranks}"]
-        for parameter in self.parameters:
-            lines.append(
-                f"{parameter.name}: shape {parameter.target.shape}, {parameter.target.describe()}, "
-                f"state {parameter.source.describe()}, {parameter.settings}, "
-                f"{[(m.rows, m.cols) for m in parameter.matrices[:8]]} ×{len(parameter.matrices)}"
-            )
+        lines += [describe(parameter) for parameter in self.parameters] + [describe(other) for other in self.others]
         for number, bucket in enumerate(self.buckets):
             for index in bucket:
                 lines.append(
@@ -195,7 +215,13 @@ def _pieces_by_holder(
         yield holder, found[stored]
 
 
-def make_plan(parameters: Sequence[Parameter], *, ranks: Sequence[int] | None = None, bucket_elements: int) -> Plan:
+def make_plan(
+    parameters: Sequence[Parameter],
+    *,
+    ranks: Sequence[int] | None = None,
+    bucket_elements: int,
+    others: Sequence[Elementwise] = (),
+) -> Plan:
     """Assign every matrix an owner and a bucket.
 
     Owners: longest processing time first on FLOPs over all ranks that hold the parameter, replicas included
@@ -211,6 +237,7 @@ def make_plan(parameters: Sequence[Parameter], *, ranks: Sequence[int] | None = 
         parameters: What to plan, in the same order on every rank.
         ranks: The connected set; by default the ranks that hold any of the parameters.
         bucket_elements: Matrix elements of one owner in one bucket, about.
+        others: Parameters that are not orthogonalised.
 
     Raises:
         LayoutError: the layouts of a parameter or its matrices do not cover it exactly once.
@@ -241,7 +268,8 @@ def make_plan(parameters: Sequence[Parameter], *, ranks: Sequence[int] | None = 
         assignment = assignments[number]
         buckets.setdefault(filled[assignment.owner] // bucket_elements, []).append(number)
         filled[assignment.owner] += assignment.matrix.numel
-    return Plan(ranks, tuple(parameters), tuple(assignments), tuple(tuple(buckets[key]) for key in sorted(buckets)))
+    in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
+    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(others))
 
 
 def _assign(parameters: Sequence[Parameter], ranks: Sequence[int]) -> dict[tuple[int, int], int]:

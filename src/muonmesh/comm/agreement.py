@@ -1,0 +1,163 @@
+"""Agreement: which ranks belong together, and that they mean the same by it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from muonmesh.comm.storage import this_rank, world_size
+from muonmesh.errors import PlanError
+from muonmesh.layout import Elementwise, Parameter, Plan
+from muonmesh.layout.plan import describe
+
+_announced: Counter[tuple[int, ...]] = Counter()
+"""How often this process has announced each set of ranks; those of a set announce it equally often."""
+
+
+class View(NamedTuple):
+    """What one rank holds of the parameters of its connected set."""
+
+    parameters: tuple[Parameter, ...]
+    others: tuple[Elementwise, ...]
+
+
+def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return all ranks linked to this one by sharing parameters, directly or through others.
+
+    Each rank knows only whom it shares with. What the others know is asked for in the store by which the ranks found
+    each other, so ranks that share nothing, such as those of another pipeline stage, need not be there.
+
+    Args:
+        sets: The ranks of each parameter that this rank holds; all ranks of a set call this.
+    """
+    me = this_rank()
+    mine = sorted({ranks for ranks in sets if len(ranks) > 1})
+    if not mine or len(mine[-1]) == world_size() or any(len(ranks) == world_size() for ranks in mine):
+        return tuple(range(world_size())) if mine else (me,)
+    store = PrefixStore("muonmesh", _get_default_store())
+    numbered = []
+    for ranks in mine:
+        numbered.append((ranks, _announced[ranks]))
+        _announced[ranks] += 1
+    for ranks, number in numbered:
+        store.set(f"{ranks}/{number}/{me}", json.dumps(numbered))
+    found, waiting = set(numbered), list(numbered)
+    while waiting:
+        ranks, number = waiting.pop()
+        for answer in store.multi_get([f"{ranks}/{number}/{rank}" for rank in ranks]):  # waits for each
+            for others, count in json.loads(answer):
+                entry = tuple(others), count
+                if entry not in found:
+                    found.add(entry)
+                    waiting.append(entry)
+    return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
+
+
+def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: str | None) -> list[View] | None:
+    """Make sure that no rank of a group found an error, and that all have the same plan.
+
+    A rank that could not make a plan passes None and its error; every rank then raises instead of waiting.
+
+    Returns:
+        None if the plans are the same, else what each rank of the group holds, for `merged`.
+
+    Raises:
+        PlanError: on every rank, naming the rank and its error.
+    """
+    if group is None:
+        if error is not None:
+            raise PlanError(error)
+        return None
+    mine = (None if plan is None else plan.digest, error)
+    everyone: list[tuple[str | None, str | None]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (_, message) in zip(ranks, everyone, strict=True):
+        if message is not None:
+            raise PlanError(f"rank {rank}: {message}")
+    if len({digest for digest, _ in everyone}) == 1:
+        return None
+    assert plan is not None
+    views = [View(plan.parameters, plan.others)] * len(everyone)
+    dist.all_gather_object(views, views[0], group=group)
+    return views
+
+
+def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
+    """Return all parameters of a connected set, from what each of its ranks holds.
+
+    Raises:
+        PlanError: a rank lacks a parameter that another one says it holds, or sees it differently; the message names
+            the first difference.
+    """
+    lines = [{_key(p): describe(p) for some in view for p in some} for view in views]
+    place = {rank: number for number, rank in enumerate(ranks)}
+    everything = {_key(p): p for view in views for some in view for p in some}
+    for key, parameter in everything.items():
+        told = {rank: lines[place[rank]].get(key) for rank in parameter.target.ranks if rank in place}
+        if len(set(told.values())) > 1:
+            first, *rest = told
+            other = next(rank for rank in rest if told[rank] != told[first])
+            a, b = lines[place[first]], lines[place[other]]
+            raise PlanError(_first_difference(first, list(a.values()), other, list(b.values())))
+    if all(list(a) == list(lines[0]) for a in lines):
+        return views[0]
+    names = sorted(everything)
+    return View(
+        tuple(p for key in names if isinstance(p := everything[key], Parameter)),
+        tuple(p for key in names if isinstance(p := everything[key], Elementwise)),
+    )
+
+
+def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
+    """Make sure that all ranks of a group made the same plan.
+
+    Raises:
+        PlanError: on every rank, naming the first difference.
+    """
+    views = compare(group, plan, None)
+    if views is None:
+        return
+    descriptions: list[list[str]] = [[]] * len(views)
+    dist.all_gather_object(descriptions, plan.description(), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    other = next(i for i, lines in enumerate(descriptions) if lines != descriptions[0])
+    raise PlanError(_first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other]))
+
+
+def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
+    return parameter.name, tuple(parameter.target.ranks)
+
+
+def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> str:
+    pairs = list(zip(lines_a, lines_b, strict=False))
+    if len(lines_a) != len(lines_b):
+        pairs.append(
+            ("nothing more", lines_b[len(lines_a)])
+            if len(lines_a) < len(lines_b)
+            else (lines_a[len(lines_b)], "nothing more")
+        )
+    found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
+    return (
+        f"the plans differ: rank {a} has '{found[0]}' where rank {b} has '{found[1]}'; needed the same parameters, "
+        "in the same order, with the same settings on every rank. Build the model and the groups alike everywhere"
+    )
+
+
+def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """Return a process group of exactly these ranks: one of the candidates, the world, or a new one.
+
+    A new group is made by its members alone (``use_local_synchronization``): ranks outside do not take part.
+    """
+    if len(ranks) == 1:
+        return None
+    for candidate in (*candidates, dist.group.WORLD):
+        if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
+            return candidate
+    group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    return group

@@ -1,0 +1,210 @@
+"""FlatShards: intervals of flattened parameters, as ZeRO, FSDP1 and Megatron's distributed optimizer hold them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from muonmesh.errors import LayoutError
+from muonmesh.layout.layout import Layout, MeshLayout
+from muonmesh.layout.region import Block, Region, overlap, row_major
+
+
+class Interval(NamedTuple):
+    """Elements ``first`` to ``first + length`` of a flattened tensor, stored from place ``start`` on."""
+
+    first: int
+    length: int
+    start: int
+
+
+@dataclass(frozen=True)
+class FlatShards(Layout):
+    """Each rank holds intervals of what it would hold under another layout, flattened row by row.
+
+    Borders may lie anywhere, inside rows too; a rank may hold nothing. Its storage is a flat buffer that may hold
+    other parameters and padding besides. An interval of a matrix is at most three boxes: the end of a row, whole
+    rows, the beginning of a row.
+
+    Args:
+        within: What is cut up: replicated for ZeRO over plain parameters, a mesh with a shard axis for ZeRO over
+            tensor parallelism. Ranks that would hold the same share it.
+        intervals: For each rank of ``within.ranks``, in that order, what it holds.
+        sizes: For each rank the elements of its flat buffer.
+        replicas: Sets of ranks that each hold all of the parameter; one set of all ranks by default.
+
+    Raises:
+        LayoutError: the numbers do not fit each other.
+    """
+
+    within: Layout
+    intervals: tuple[tuple[Interval, ...], ...]
+    sizes: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...] = ()
+    _found: dict[int, tuple[Block, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "intervals", tuple(tuple(Interval(*i) for i in some) for some in self.intervals))
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        object.__setattr__(self, "replicas", tuple(map(tuple, self.replicas)) or (tuple(self.within.ranks),))
+        count = len(self.within.ranks)
+        if len(self.intervals) != count or len(self.sizes) != count:
+            raise LayoutError(f"intervals of {len(self.intervals)} and sizes of {len(self.sizes)} for {count} ranks")
+        if sorted(rank for replica in self.replicas for rank in replica) != sorted(self.within.ranks):
+            raise LayoutError(f"replicas {self.replicas} of the ranks {self.within.ranks}: needed each rank once")
+        for rank, some, size in zip(self.within.ranks, self.intervals, self.sizes, strict=True):
+            held = math.prod(self.within.local_shape(rank))
+            for interval in some:
+                first, length, start = interval
+                if min(first, length, start) < 0 or first + length > held or start + length > size:
+                    raise LayoutError(f"{interval} on rank {rank}, which has {held} elements and a buffer of {size}")
+
+    @staticmethod
+    def cut(shape: tuple[int, ...], ranks: Sequence[int], borders: Sequence[int]) -> FlatShards:
+        """Return the layout of a parameter that is alone in its buffers: rank i holds [borders[i], borders[i + 1])."""
+        pairs = list(itertools.pairwise(borders))
+        intervals = tuple((Interval(low, high - low, 0),) if high > low else () for low, high in pairs)
+        within = MeshLayout.replicated(tuple(shape), tuple(ranks))
+        return FlatShards(within, intervals, tuple(high - low for low, high in pairs))
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Global shape of the parameter."""
+        return self.within.shape
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The ranks that may hold some of it."""
+        return self.within.ranks
+
+    def held(self, rank: int) -> tuple[Interval, ...]:
+        """Return the intervals of one rank."""
+        return self.intervals[self.ranks.index(rank)] if rank in self.ranks else ()
+
+    def blocks(self, rank: int) -> tuple[Block, ...]:
+        """Return what ``rank`` stores and where in its flat buffer."""
+        if rank not in self._found:
+            self._found[rank] = tuple(self._blocks(rank))
+        return self._found[rank]
+
+    def _blocks(self, rank: int) -> Iterator[Block]:
+        local = self.within.local_shape(rank) if rank in self.ranks else ()
+        for first, count, start in self.held(rank):
+            for offset, shape in _boxes(local, first, first + count):
+                for block in self.within.blocks(rank):
+                    yield from _within(block, local, offset, shape, start - first)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the flat buffer on ``rank``."""
+        return (self.sizes[self.ranks.index(rank)],)
+
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold one whole copy together with ``rank``."""
+        return next(replica for replica in self.replicas if rank in replica)
+
+    def copies(self) -> int:
+        """Return how many ranks hold each element."""
+        return len(self.replicas)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Return which of how many parts of a copy ``rank`` holds."""
+        replica = self.replica(rank)
+        return replica.index(rank), max(map(len, self.replicas))
+
+    def holders(self, region: Region) -> tuple[int, ...]:
+        """Return the ranks that hold all of ``region``."""
+        wanted = Block(region, 0, (0,) * len(region.shape))
+        found = []
+        for rank, some in zip(self.ranks, self.intervals, strict=True):
+            if sum(interval.length for interval in some) < region.numel:
+                continue
+            shared = (overlap(block, wanted) for block in self.blocks(rank))
+            if sum(piece.numel for piece in shared if piece is not None) == region.numel:
+                found.append(rank)
+        return tuple(found)
+
+    def prove_cover(self) -> None:
+        """Raise LayoutError unless in each replica the intervals cover each element exactly once."""
+        self.within.prove_cover()
+        everything = {self.within.blocks(rank) for rank in self.ranks}
+        for replica in self.replicas:
+            sharing: dict[tuple[Block, ...], list[int]] = {}
+            for rank in replica:
+                sharing.setdefault(self.within.blocks(rank), []).append(rank)
+            if sharing.keys() != everything:
+                raise LayoutError(f"the ranks {replica} do not hold all of the parameter")
+            for ranks in sharing.values():
+                position = 0
+                for first, count, _ in sorted(i for rank in ranks for i in self.held(rank) if i.length):
+                    if first != position:
+                        raise LayoutError(f"elements {position} to {first} are held twice or by none of {ranks}")
+                    position = first + count
+                if position != math.prod(self.within.local_shape(ranks[0])):
+                    raise LayoutError(f"the elements from {position} on are held by none of the ranks {ranks}")
+
+    def describe(self) -> str:
+        """Return e.g. ``flat×4`` or ``flat×4 of Replicate×2, Shard(0)×2``, with the intervals' fingerprint."""
+        parts = sum(1 for some in self.intervals if any(interval.length for interval in some))
+        whole = isinstance(self.within, MeshLayout) and self.within.copies() == len(self.ranks)
+        of = "" if whole else f" of {self.within.describe()}"
+        return f"flat×{parts}{of} ({hash((self.intervals, self.sizes, self.replicas)) & 0xFFFFFFFF:08x})"
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """One parameter in a flat buffer.
+
+    Attributes:
+        name: Its canonical name.
+        layout: Which of its elements each rank holds, and where in the buffer.
+        matrices: How it splits, see `split_matrices`; AdamW does not ask.
+    """
+
+    name: str
+    layout: FlatShards
+    matrices: Any = None
+
+
+def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the boxes (offset, shape) that elements ``low`` to ``high`` of a row-major array consist of, in order."""
+    if low >= high:
+        return
+    if len(shape) == 1:
+        yield (low,), (high - low,)
+        return
+    size = math.prod(shape[1:])
+    row, rest = divmod(low, size)
+    if rest:  # from within a row on
+        for offset, box in _boxes(shape[1:], rest, min(size, high - row * size)):
+            yield (row, *offset), (1, *box)
+        row += 1
+    rows = high // size - row
+    if rows > 0:
+        yield (row, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+    if rows >= 0 and high % size:
+        for offset, box in _boxes(shape[1:], 0, high % size):
+            yield (row + rows, *offset), (1, *box)
+
+
+def _within(
+    block: Block, local: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], shift: int
+) -> Iterator[Block]:
+    """Yield what a box of the local index space shares with a block of the local storage, moved by ``shift``."""
+    strides = row_major(local)
+    begins, sizes = [], []
+    rest = block.start
+    for low, size, stride, count in zip(offset, shape, strides, block.region.shape, strict=True):
+        position, rest = divmod(rest, stride)  # of the block along this dim of the local storage
+        begin, end = max(low, position), min(low + size, position + count)
+        if begin >= end:
+            return
+        begins.append(begin - position)
+        sizes.append(end - begin)
+    region = Region.box(
+        tuple(first + begin for first, begin in zip(block.region.offset, begins, strict=True)), tuple(sizes)
+    )
+    start = block.start + sum(begin * stride for begin, stride in zip(begins, strides, strict=True))
+    yield Block(region, start + shift, strides)
