@@ -113,8 +113,8 @@ def members_of(
     """
     if layouts == LOST_LAYOUTS:
         raise ValueError(
-            "layouts: found an optimizer that was unpickled without its layouts, whose meshes cannot be pickled; needed "
-            "them again. Write optimizer.layouts = layouts before the first step"
+            "layouts: found an optimizer that was unpickled without its layouts, since meshes cannot be pickled; "
+            "needed them again. Write optimizer.layouts = layouts before the first step"
         )
     members: list[Member] = []
     sets: list[tuple[int, ...]] = []

@@ -133,9 +133,10 @@ def _raise_errors(
     parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.others]
     present = flags[len(planned.plan.assignments) :]
     missing, partial = present[census.size :], present[2 * census.size :]
-    for parameter, (first, count) in zip(parameters, census.presence, strict=True):
+    summed = _partial(census, partial)  # a missing summand is zero
+    for number, (parameter, (first, count)) in enumerate(zip(parameters, census.presence, strict=True)):
         differ = any(present[first + part] and missing[first + part] for part in range(count))
-        if differ and parameter.target.copies() > 1:
+        if differ and parameter.target.copies() > 1 and number not in summed:
             raise PlanError(
                 explain_error(
                     parameter.name,

@@ -136,15 +136,14 @@ class MuonStep:
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state and fold the gradients into the momenta of these matrices."""
-        self._create_states(assignments)
-        if assignments:
-            tasks = [functools.partial(self._fold, number) for number in assignments]
-            run_all(tasks, device=self._device)
+        here = [number for number in assignments if self._plan.assignments[number].parameter in self._slots]
+        self._create_states(here)
+        run_all([functools.partial(self._fold, number) for number in here], device=self._device)
 
     def _create_states(self, assignments: Sequence[int]) -> None:
         fresh = {self._plan.assignments[assignment].parameter for assignment in assignments} - self._ready
         self._ready |= fresh
-        for number in fresh & self._slots.keys():
+        for number in fresh:
             slot = self._slots[number]
             if self._flags.present[number]:
                 create_state(slot, self._precision)

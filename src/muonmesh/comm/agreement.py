@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from muonmesh.comm.storage import this_rank, world_size
@@ -17,6 +19,9 @@ from muonmesh.layout.plan import describe
 
 _announced: Counter[tuple[int, ...]] = Counter()
 """How often this process has announced each set of ranks; those of a set announce it equally often."""
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many groups of each set of ranks it has made, likewise."""
 
 
 class View(NamedTuple):
@@ -159,5 +164,26 @@ def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> d
     for candidate in (*candidates, dist.group.WORLD):
         if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
             return candidate
-    group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    with _same_name(tuple(sorted(ranks))):
+        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
     return group
+
+
+@contextmanager
+def _same_name(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Let all ranks give a new group the same name.
+
+    With local synchronization torch makes the name of the ranks and the number of groups that this process is in.
+    Where one member is in more groups than another, they would wait for each other under different names for ever.
+    """
+    name = f"muonmesh {ranks} {_made[ranks]}"
+    _made[ranks] += 1
+    honest = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    if honest is None:
+        yield
+        return
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = honest
