@@ -3,16 +3,20 @@
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
 from muonmesh.explain import Explanation
 from muonmesh.groups import split_params
+from muonmesh.layout import FlatParameter, FlatShards, Rates
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.scale import update_scale
 from muonmesh.optimizer import Muon, from_model
 
 __all__ = [
     "Explanation",
+    "FlatParameter",
+    "FlatShards",
     "LayoutError",
     "Muon",
     "MuonMeshError",
     "PlanError",
+    "Rates",
     "StateError",
     "from_model",
     "orthogonalize",

@@ -144,6 +144,17 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int
         collectives += plan.gathers(bucket) + plan.scatters(bucket)
         sent += _moved(gather.held, rank) + _moved(scatter.owned, rank)
         received += sum((_moved(gather.owned, rank) + _moved(scatter.held, rank)).values())
+    summed_numbers = set(plan.grams)
+    if plan.grams:  # one sum of norms, and one of Gram matrices for each segment
+        summed = [
+            (plan.assignments[n].matrix.shape[0], plan.parameters[plan.assignments[n].parameter].segments)
+            for n in plan.grams
+        ]
+        collectives += 1 + max(segments for _, segments in summed)
+        size = max(itemsize, 4)
+        reduced = 8 * len(summed) + sum(size * rows * rows * segments for rows, segments in summed)
+    else:
+        reduced = 0
     rows = []
     for group in groups:
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
@@ -158,17 +169,20 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int
     return Explanation(
         tuple(rows),
         rank,
-        sum(assignment.owner == rank for assignment in plan.assignments),
+        sum(a.owner == rank and number not in summed_numbers for number, a in enumerate(plan.assignments)),
         collectives + (len(plan.ranks) > 1),  # one more for the flags
-        sum(sent.values()) * itemsize,
-        received * itemsize,
+        sum(sent.values()) * itemsize + reduced,
+        received * itemsize + reduced,
         plan.loads,
     )
 
 
 def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Parameter, reason: str, moved: int) -> Row:
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
-    owners = Counter(a.owner for a in plan.assignments if a.parameter == number)
+    summed = set(plan.grams)
+    owners = Counter(
+        a.owner for index, a in enumerate(plan.assignments) if a.parameter == number and index not in summed
+    )
     steps = [step_size(group, matrix.rows, matrix.cols) for matrix in parameter.matrices]
     return Row(
         parameter.name,
@@ -176,7 +190,7 @@ def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Para
         reason,
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
         parameter.target.describe(),
-        dict(owners),
+        dict(owners) if owners else {rank: 0 for rank in parameter.target.ranks},
         sum(parameter.flops),
         moved,
         max(step.rms for step in steps),

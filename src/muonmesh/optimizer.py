@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from muonmesh.numerics.scale import ScaleMode
 from muonmesh.planning import (
     Member,
     Planned,
-    bucket_elements,
     group_for,
     members_of,
     method_of,
@@ -39,7 +38,15 @@ from muonmesh.planning import (
     widened,
 )
 from muonmesh.preflight import Pending, preflight
-from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup, algorithm_of, check_group, check_optimizer
+from muonmesh.settings import (
+    LOST_GROUP,
+    LOST_LAYOUTS,
+    ExchangeMode,
+    ProcessGroup,
+    algorithm_of,
+    check_group,
+    check_optimizer,
+)
 from muonmesh.step import Flags, MuonStep, Precision, Slot, Sums, adamw_step
 
 
@@ -82,7 +89,10 @@ class Muon(torch.optim.Optimizer):
             flat buffer of several parameters. A DTensor needs no entry.
         shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
             replicas, as DTensors: less memory, the same bits.
-        exchange: "owner": whole matrices move to one owner each.
+        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "gram": for a
+            matrix that is cut along its long dim only, the ranks sum the small X Xᵀ instead and each applies the
+            result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
+            whichever takes less time.
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
 
     Raises:
@@ -114,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         process_group: ProcessGroup = None,
         layouts: Mapping[str, Declared] | None = None,
         shard_state: bool = False,
-        exchange: Literal["owner"] = "owner",
+        exchange: ExchangeMode = "owner",
         bucket_cap_mb: float = 16.0,
     ) -> None:
         check_optimizer(
@@ -130,6 +140,7 @@ class Muon(torch.optim.Optimizer):
         self.process_group = process_group
         self.layouts = dict(layouts or {})
         self._shard_state = bool(shard_state)
+        self._exchange_mode = exchange
         self._precision = Precision(compute_dtype, state_dtype, master_dtype)
         self._bucket_cap_mb = float(bucket_cap_mb)
         self._reset()
@@ -230,7 +241,7 @@ class Muon(torch.optim.Optimizer):
         if error is None:
             try:
                 self._planned = plan_members(
-                    self.param_groups, members, signature, self._precision, self._bucket_cap_mb
+                    self.param_groups, members, signature, self._precision, self._bucket_cap_mb, self._exchange_mode
                 )
             except (LayoutError, ValueError) as found:
                 error = found
@@ -259,9 +270,10 @@ class Muon(torch.optim.Optimizer):
             raise
         assert planned is not None
         if views is not None or ranks != planned.plan.ranks:
-            elements = bucket_elements(self._bucket_cap_mb, self._precision)
             views = views or [View(planned.plan.parameters, planned.plan.others)] * len(ranks)
-            planned = self._planned = widened(planned, views, ranks, elements)
+            planned = self._planned = widened(
+                planned, views, ranks, self._precision, self._bucket_cap_mb, self._exchange_mode
+            )
             insist(group, planned.plan)
         planned.exchange = Exchange(planned.plan, group=group, dtype=self._precision.compute, device=planned.device)
         self._warn_about_rounding(planned)
@@ -447,6 +459,7 @@ class Muon(torch.optim.Optimizer):
             "process_group": LOST_GROUP if isinstance(group, dist.ProcessGroup) else group,
             "layouts": LOST_LAYOUTS if self.layouts else {},
             "_shard_state": self._shard_state,
+            "_exchange_mode": self._exchange_mode,
             "_precision": self._precision,
             "_bucket_cap_mb": self._bucket_cap_mb,
             "_warned": self._warned,

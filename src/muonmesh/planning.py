@@ -26,10 +26,11 @@ from muonmesh.comm.storage import (
     world_size,
 )
 from muonmesh.errors import LayoutError
-from muonmesh.layout import Elementwise, FlatParameter, Parameter, Plan, cost, make_plan, split_matrices
+from muonmesh.layout import Elementwise, FlatParameter, Parameter, Plan, Rates, cost, make_plan, split_matrices
+from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.newton_schulz import resolve_method
-from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
+from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
+from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, ProcessGroup
 from muonmesh.step import Holdings, Precision, holdings_of
 
 
@@ -216,6 +217,7 @@ def plan_members(
     signature: object,
     precision: Precision,
     bucket_cap_mb: float,
+    exchange: ExchangeMode,
 ) -> Planned:
     """Make the plan of this rank's parameters.
 
@@ -230,11 +232,13 @@ def plan_members(
             "Give each device an optimizer of its own"
         )
     others = tuple(m for m in members if groups[m.group]["algorithm"] == "adamw" and m.storage.layout is not None)
+    parameters = [_parameter(groups[member.group], member, precision.compute) for member in muon]
     plan = make_plan(
-        [_parameter(groups[member.group], member, precision.compute) for member in muon],
+        parameters,
         ranks=connected_ranks([member.storage for member in members]),
         bucket_elements=bucket_elements(bucket_cap_mb, precision),
         others=[Elementwise(m.name, m.storage.layout) for m in others if m.storage.layout is not None],
+        grams=grams_of(parameters, exchange, precision),
     )
     adamw = tuple(
         tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
@@ -244,7 +248,29 @@ def plan_members(
     return _planned(signature, muon, others, adamw, plan, device)
 
 
-def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], elements: int) -> Planned:
+def grams_of(parameters: Sequence[Parameter], exchange: ExchangeMode, precision: Precision) -> set[tuple[int, int]]:
+    """Return the (parameter, index) of the matrices whose Gram matrices are summed: those that fit, if asked for."""
+    if exchange == "owner":
+        return set()
+    rates = exchange if isinstance(exchange, Rates) else Rates()
+    return {
+        (number, matrix.index)
+        for number, parameter in enumerate(parameters)
+        for matrix, flops in zip(parameter.matrices, parameter.flops, strict=True)
+        if parameter.segments
+        and fits(parameter, matrix)
+        and (exchange == "gram" or is_cheaper(parameter, matrix, flops, precision.compute.itemsize, rates))
+    }
+
+
+def widened(
+    planned: Planned,
+    views: Sequence[View],
+    ranks: Sequence[int],
+    precision: Precision,
+    bucket_cap_mb: float,
+    exchange: ExchangeMode,
+) -> Planned:
     """Return the plan of a connected set whose ranks hold different parameters, from what each of them holds.
 
     Raises:
@@ -256,7 +282,9 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], eleme
         for member in (*planned.muon, *planned.others)
         if member is not None and member.storage.layout is not None
     }
-    plan = make_plan(parameters, ranks=ranks, bucket_elements=elements, others=others)
+    grams = grams_of(parameters, exchange, precision)
+    elements = bucket_elements(bucket_cap_mb, precision)
+    plan = make_plan(parameters, ranks=ranks, bucket_elements=elements, others=others, grams=grams)
 
     def own(parameter: Parameter | Elementwise) -> Member | None:
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
@@ -296,4 +324,5 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     }
     settings = f"{group['ns_coefficients']}, {group['ns_steps']} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
-    return Parameter(member.name, member.state.layout, member.storage.layout, matrices, each, settings)
+    segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
+    return Parameter(member.name, member.state.layout, member.storage.layout, matrices, each, settings, segments)

@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.layout import Rates
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.scale import update_scale
 
 Algorithm = Literal["muon", "adamw"]
+ExchangeMode = Literal["owner", "gram", "auto"] | Rates
+"""Who computes a matrix: its owner; the ranks that hold it, by summing Gram matrices; or what is cheaper."""
+
 ProcessGroup = Literal["world", "local"] | dist.ProcessGroup | None
 
 LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
@@ -76,7 +80,8 @@ def check_optimizer(
     needed = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
     _check(layouts is None or isinstance(layouts, Mapping), "layouts", layouts, needed)
     _check(isinstance(shard_state, bool), "shard_state", shard_state, "True or False")
-    _check(exchange == "owner", "exchange", exchange, '"owner"')
+    known = isinstance(exchange, Rates) or exchange in ("owner", "gram", "auto")
+    _check(known, "exchange", exchange, '"owner", "gram", "auto" or Rates(...)')
     _check(compute_dtype in _COMPUTE_DTYPES, "compute_dtype", compute_dtype, "a float dtype such as torch.bfloat16")
     _check(_is_float(state_dtype), "state_dtype", state_dtype, "a float dtype such as torch.float32")
     _check(master_dtype is None or _is_float(master_dtype), "master_dtype", master_dtype, "None or torch.float32")

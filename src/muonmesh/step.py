@@ -16,7 +16,7 @@ from muonmesh.comm.exchange import Local, contiguous, place
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg, pieces
-from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
 from muonmesh.numerics.rules import Rule, apply_update, update_momentum, write_direction
 from muonmesh.numerics.scale import update_scale
 from muonmesh.numerics.threads import run_all, scratch
@@ -251,6 +251,11 @@ class MuonStep:
             out=out,
             overwrite=True,
         )
+
+    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
+        """Return what a segment of the steps multiplies a matrix by, from its Gram matrix."""
+        rule = self._rules[self._plan.assignments[assignment].parameter]
+        return gram_factor(gram, gram_segments(rule.coefficients, rule.steps)[segment])
 
     def write(self, leg: Leg, update: Tensor) -> None:
         """Decay and update a leg's elements, unless their matrix is left alone."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import this_rank
 from muonmesh.layout import Piece, Plan, Routes
+from muonmesh.layout.gram import slab
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.threads import run_all, scratch
 
@@ -48,6 +49,9 @@ class Work(Protocol):
 
         The last is the number of one of the batch's assignments.
         """
+
+    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
+        """Return F so that F X is X after a segment of the steps, from X Xᵀ (rows, rows)."""
 
     def write(self, leg: Leg, update: Tensor) -> None:
         """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
@@ -90,6 +94,18 @@ class _Stage:
     scatter: Routes
     gathers: bool
     scatters: bool
+
+
+@dataclass
+class _Slab:
+    """The columns of a matrix that this rank stores, for the Gram exchange."""
+
+    assignment: int
+    rows: int
+    segments: int
+    width: int
+    legs: tuple[Leg, ...]
+    counts: bool  # whether this rank is of the copy whose columns are summed
 
 
 @dataclass
@@ -145,6 +161,7 @@ class Exchange:
         self.counts = Counts()
         self._buffers = _Buffers(dtype, device)
         self._stages = self._stage_buckets()
+        self._slabs = [self._slab(number) for number in plan.grams]
 
     def reduce_flags(self, flags: Tensor) -> Tensor:
         """Return the elementwise maximum of small integer flags over all ranks."""
@@ -178,6 +195,62 @@ class Exchange:
         if stages:
             self._receive(len(stages) - 1, scattered[-1], work)
         self.counts.orthogonalized += sum(len(stage.local) for stage in stages)
+        if self._slabs:
+            self._sum_grams(work)
+
+    def _slab(self, number: int) -> _Slab:
+        assignment = self.plan.assignments[number]
+        parameter = self.plan.parameters[assignment.parameter]
+        found = slab(parameter.target, self.rank, assignment.matrix)
+        assert found is not None  # `fits` has seen to it
+        width, parts = found
+        legs = tuple(Leg(number, assignment.parameter, piece, 0) for piece in parts)
+        counts = self.rank in parameter.target.replica(parameter.target.ranks[0])
+        return _Slab(number, assignment.matrix.shape[0], parameter.segments, width, legs, counts)
+
+    def _sum_grams(self, work: Work) -> None:
+        """Orthogonalise matrices where they lie, from sums of X Xᵀ over the ranks; in fp32, or fp64 if asked for."""
+        dtype, device = torch.promote_types(self._buffers.dtype, torch.float32), self._buffers.device
+        work.prepare([part.assignment for part in self._slabs if part.legs])
+        columns = []
+        for part in self._slabs:
+            x = torch.zeros(part.rows, part.width, dtype=dtype, device=device)
+            for leg in part.legs:
+                work.read(leg, place(leg.piece, x))
+            columns.append(x)
+        # Norms in fp64: squares of fp32 neither overflow nor vanish there, and no sum of them depends on the scale.
+        squares = [
+            x.double().square().sum() if p.counts else x.new_zeros((), dtype=torch.float64)
+            for p, x in zip(self._slabs, columns, strict=True)
+        ]
+        norms = self._reduce(torch.stack(squares)).sqrt()
+        norms = torch.where(norms == 0, 1.0, torch.where(norms.isfinite(), norms, torch.nan))
+        columns = [(x.double() / norm).to(dtype) for x, norm in zip(columns, norms, strict=True)]
+        for segment in range(max(part.segments for part in self._slabs)):
+            active = [number for number, part in enumerate(self._slabs) if segment < part.segments]
+            sizes = [self._slabs[number].rows ** 2 for number in active]
+            sums = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            grams = [g.view(math.isqrt(len(g)), -1) for g in torch.split(sums, sizes)]
+            for number, gram in zip(active, grams, strict=True):
+                if self._slabs[number].counts and self._slabs[number].width:
+                    torch.mm(columns[number], columns[number].mT, out=gram)
+            self._reduce(sums)
+            for number, gram in zip(active, grams, strict=True):
+                if self._slabs[number].width:
+                    factor = work.factor(self._slabs[number].assignment, segment, gram)
+                    columns[number] = factor @ columns[number]
+        for part, x in zip(self._slabs, columns, strict=True):
+            for leg in part.legs:
+                work.write(leg, contiguous(place(leg.piece, x)))
+
+    def _reduce(self, sums: Tensor) -> Tensor:
+        started = time.perf_counter()
+        dist.all_reduce(sums, group=self.group)
+        self.counts.seconds_waiting += time.perf_counter() - started
+        self.counts.collectives += 1
+        self.counts.bytes_sent += sums.numel() * sums.element_size()
+        self.counts.bytes_received += sums.numel() * sums.element_size()
+        return sums
 
     def _stage_buckets(self) -> list[_Stage]:
         plan, stages, waiting = self.plan, list[_Stage](), list[Local]()

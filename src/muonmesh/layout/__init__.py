@@ -5,6 +5,7 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/architectu
 
 from muonmesh.layout.cost import cost
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
+from muonmesh.layout.gram import Rates
 from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.plan import Assignment, Elementwise, Parameter, Plan, Routes, make_plan
@@ -25,6 +26,7 @@ __all__ = [
     "Piece",
     "Placement",
     "Plan",
+    "Rates",
     "Region",
     "Replicate",
     "Routes",

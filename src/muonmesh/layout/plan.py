@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +27,7 @@ class Parameter:
         flops: Cost of one of the matrices, in their order.
         settings: Text of everything that decides what an orthogonalisation computes. Matrices are batched
             only with equals, and the ranks compare it.
+        segments: Into how many sums over the ranks a Gram exchange divides the steps; 0 if there can be none.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Parameter:
     matrices: tuple[Matrix, ...]
     flops: tuple[int, ...]
     settings: str
+    segments: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Plan:
         assignments: Every Matrix once, with its owner.
         buckets: Numbers of the assignments that move and compute together, in order.
         others: Parameters that are not orthogonalised.
+        grams: Numbers of the assignments that no owner computes: their Gram matrices are summed (`layout.gram`).
     """
 
     ranks: tuple[int, ...]
@@ -112,6 +115,7 @@ class Plan:
     assignments: tuple[Assignment, ...]
     buckets: tuple[tuple[int, ...], ...]
     others: tuple[Elementwise, ...] = ()
+    grams: tuple[int, ...] = ()
 
     def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
         """Return what ``rank`` exchanges for a bucket on the way to the owners, or on the way back.
@@ -162,8 +166,11 @@ class Plan:
     def loads(self) -> dict[int, int]:
         """FLOPs of one step by rank."""
         loads = dict.fromkeys(self.ranks, 0)
-        for assignment in self.assignments:
-            loads[assignment.owner] += assignment.flops
+        summed = set(self.grams)
+        for number, assignment in enumerate(self.assignments):
+            holders = self.parameters[assignment.parameter].target.ranks if number in summed else (assignment.owner,)
+            for rank in holders:
+                loads[rank] += assignment.flops // len(holders)
         return loads
 
     def description(self) -> list[str]:
@@ -175,6 +182,7 @@ class Plan:
                 lines.append(
                     f"bucket {number}: {self.assignments[index].matrix.name} on {self.assignments[index].owner}"
                 )
+        lines += [f"Gram matrices of {self.assignments[index].matrix.name}" for index in self.grams]
         return lines
 
     @cached_property
@@ -221,6 +229,7 @@ def make_plan(
     ranks: Sequence[int] | None = None,
     bucket_elements: int,
     others: Sequence[Elementwise] = (),
+    grams: Collection[tuple[int, int]] = (),
 ) -> Plan:
     """Assign every matrix an owner and a bucket.
 
@@ -238,6 +247,7 @@ def make_plan(
         ranks: The connected set; by default the ranks that hold any of the parameters.
         bucket_elements: Matrix elements of one owner in one bucket, about.
         others: Parameters that are not orthogonalised.
+        grams: (parameter, index) of the matrices whose Gram matrices are summed instead.
 
     Raises:
         LayoutError: the layouts of a parameter or its matrices do not cover it exactly once.
@@ -266,10 +276,13 @@ def make_plan(
     buckets: dict[int, list[int]] = {}
     for number in order:
         assignment = assignments[number]
+        if (assignment.parameter, assignment.matrix.index) in grams:
+            continue
         buckets.setdefault(filled[assignment.owner] // bucket_elements, []).append(number)
         filled[assignment.owner] += assignment.matrix.numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
-    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(others))
+    summed = tuple(n for n, a in enumerate(assignments) if (a.parameter, a.matrix.index) in grams) if grams else ()
+    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(others), summed)
 
 
 def _assign(parameters: Sequence[Parameter], ranks: Sequence[int]) -> dict[tuple[int, int], int]:

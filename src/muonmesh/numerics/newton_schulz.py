@@ -103,6 +103,36 @@ def orthogonalize(
     return result
 
 
+def gram_segments(coefficients: Coefficients, steps: int) -> tuple[tuple[Polynomial, ...], ...]:
+    """Return the steps as the Gram form takes them: one or two polynomials between two sums of X Xᵀ.
+
+    Empty for a set that prepares X by its rows (AOL), which the Gram exchange does not.
+    """
+    if coefficient_set(coefficients).preconditioner == "aol":
+        return ()
+    return tuple(_segments(coefficient_schedule(coefficients, steps), "gram"))
+
+
+def gram_factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
+    """Return F so that F X is X after the steps of a segment.
+
+    Args:
+        gram: X Xᵀ with the norm of X divided out, shape (rows, rows), fp32 or fp64.
+        segment: One polynomial or more.
+    """
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factor = eye
+    for number, polynomial in enumerate(segment):
+        step = polynomial[-1] * eye
+        for coefficient in reversed(polynomial[:-1]):
+            step = torch.addmm(coefficient * eye, step, gram)
+        factor = step @ factor
+        if number + 1 < len(segment):
+            gram = step @ gram @ step
+            gram = (gram + gram.mT) / 2
+    return factor
+
+
 def resolve_method(
     rows: int,
     cols: int,
