@@ -38,11 +38,12 @@ def split(x: Tensor, spec: Any) -> list[Tensor]:
             n, dim = rest
             assert x.shape[dim] % n == 0
             return list(x.split(x.shape[dim] // n, dim=dim))
-        case "interleaved":  # k matrices take turns along the axis, in runs of `block`
-            k, dim, block = (*rest, 1)[:3]
-            assert x.shape[dim] % (k * block) == 0
-            turns = x.unflatten(dim, (-1, k, block))
-            return [turns.select(dim + 1, j).flatten(dim, dim + 1) for j in range(k)]
+        case "interleaved":  # k matrices take turns along the axis, in runs of `block` or of the lengths given for k
+            runs, dim, block = (*rest, 1)[:3]
+            runs = [block] * runs if isinstance(runs, int) else list(runs)
+            assert x.shape[dim] % sum(runs) == 0
+            turns = x.unflatten(dim, (-1, sum(runs)))
+            return [turn.flatten(dim, dim + 1) for turn in turns.split(runs, dim=dim + 1)]
         case "transposed":  # stored in × out
             return split(x.mT, rest[0] if rest else "whole")
         case "stack":  # leading dims are a batch

@@ -239,7 +239,16 @@ WRONG = {
     "--data nothing/here": r"--data 'nothing/here': found no file",
     "--vocab 12": r"--vocab 12: needed a whole number of at least 257",
     "--optimizer sgd": r"(?s)--optimizer.*sgd.*muon.*adamw.*both",
-    "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp",
+    "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp.*hsdp.*tp",
+    "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needed a multiple of 2. Write: --ranks 4",
+    "--parallel fsdp+tp --ranks 1": r"--ranks 1: --parallel fsdp\+tp needed a multiple of 2. Write: --ranks 2",
+    "--parallel tp --ranks 0": r"--ranks 0: needed a whole number of at least 1",
+    "--parallel tp --ranks 4": r"--model small: 4 ranks cannot share a layer of 2 heads, 2 key-value heads and an MLP "
+    r"320 wide; needed a divisor of 2",
+    "--parallel fsdp+tp --model nano": r"--model nano: 2 ranks cannot share a layer of 1 heads",
+    "--parallel tp --model gpt2": r"--model gpt2: .*no tensor-parallel plan for gpt2; .* Write: --parallel fsdp",
+    "--parallel tp --seq 99": r"--seq 99: cannot be divided over the 2 ranks that share a layer. Write: --seq 100",
+    "--parallel tp --batch 3 --grad-accum 2": r"over 1 group of 2 ranks × 2 micro-steps; .* Write: --batch 4",
     "--schedule never": r"(?s)--schedule.*never.*cosine",
     "--resume nowhere": r"nowhere: found no config.json; needed the directory of a run",
 }

@@ -83,6 +83,21 @@ def test_a_missing_shard_counts_as_zero(workers) -> None:
     assert workers(2).run(missing_on_one_shard) == [(True, True)] * 2
 
 
+def whole_gradient(shape: tuple[int, ...]) -> bool:
+    """Tensor parallelism leaves the gradient of a vocabulary-parallel embedding whole on every rank."""
+    weight, twin = (nn.Parameter(distribute_tensor(torch.ones(shape), mesh(), [Shard(0)])) for _ in range(2))
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight.grad = distribute_tensor(gradient, mesh(), [Replicate()], src_data_rank=None)
+    twin.grad = distribute_tensor(gradient, mesh(), [Shard(0)], src_data_rank=None)
+    for parameter in (weight, twin):
+        mm.Muon([parameter], lr=0.1).step()
+    return torch.equal(problem.whole(weight), problem.whole(twin)) and weight.grad.placements == (Replicate(),)
+
+
+def test_a_whole_gradient_of_a_sharded_parameter_is_cut(workers) -> None:
+    assert workers(4).run(whole_gradient, (9, 6)) == [True] * 4
+
+
 def own_nothing() -> tuple[int, bool]:
     weight = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh(), [Shard(0)]))
     optimizer = mm.Muon([weight], lr=0.1)
@@ -121,7 +136,7 @@ def mistake(kind: str) -> None:
         elif kind == "sparse":
             parameter.grad = torch.zeros(parameter.shape).to_sparse()
         elif kind == "placement":
-            parameter.grad = distribute_tensor(torch.ones(64, 96), mesh(), [Replicate()], src_data_rank=None)
+            parameter.grad = distribute_tensor(torch.ones(64, 96), mesh(), [Shard(1)], src_data_rank=None)
     try:
         optimizer.step()
         if optimizer._waits is False:
@@ -137,8 +152,12 @@ def mistake(kind: str) -> None:
     [
         ("missing", "even: found a gradient on some of the ranks", "every rank"),
         ("sparse", "sparse=False", "rank 1"),
-        ("placement", "even: found a gradient placed (Replicate(),); needed the parameter's placements", "rank 1"),
-        ("late placement", "even: found a gradient placed (Replicate(),); needed the parameter's placements", "rank 1"),
+        ("placement", "even: found a gradient placed (Shard(dim=1),); needed the parameter's placements", "rank 1"),
+        (
+            "late placement",
+            "even: found a gradient placed (Shard(dim=1),); needed the parameter's placements",
+            "rank 1",
+        ),
     ],
 )
 def test_a_mistake_on_one_rank_is_an_error_on_every_rank(workers, kind: str, message: str, culprit: str) -> None:

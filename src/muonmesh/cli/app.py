@@ -18,6 +18,7 @@ from muonmesh.cli.settings import (
     Settings,
     load_config,
     load_settings,
+    tensor_parallel_ranks,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +107,12 @@ def train(
         typer.Option(help="Processes. Default: one a GPU, or 2 on a CPU.", rich_help_panel=WHERE, show_default=False),
     ] = None,
     parallel: Annotated[
-        Parallel, typer.Option(help="FSDP2 shards every layer; DDP replicates.", rich_help_panel=WHERE)
+        Parallel,
+        typer.Option(
+            help="FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; TP shares the "
+            "work in every layer of a Llama-like model; FSDP+TP shares it in pairs of ranks and shards over the pairs.",
+            rich_help_panel=WHERE,
+        ),
     ] = Settings.parallel,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Auto: the GPUs where there are any.", rich_help_panel=WHERE)
@@ -211,6 +217,7 @@ def _new(
     warmup: int | None,
     eval_every: int | None,
     ranks: int | None,
+    parallel: Parallel,
     device: Literal["auto", "cpu", "cuda"],
     dtype: Literal["auto", "bf16", "fp32"],
     out: Path | None,
@@ -231,7 +238,8 @@ def _new(
     if dtype == "auto":
         dtype = "bf16" if _has_bf16(device) else "fp32"
     if batch is None:
-        parts = max(1, ranks * grad_accum)
+        readers = ranks // (tensor_parallel_ranks(parallel, ranks) or 1)
+        parts = max(1, readers * grad_accum)
         batch = -(-Settings.batch // parts) * parts
     if out is None:
         out = Path("runs") / f"{Path(model).stem}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -244,6 +252,7 @@ def _new(
         warmup=steps // 10 if warmup is None else warmup,
         eval_every=max(1, steps // 20) if eval_every is None else eval_every,
         ranks=ranks,
+        parallel=parallel,
         device=device,
         dtype=dtype,
         **rest,
@@ -277,7 +286,9 @@ def _prepare(run: Path, settings: Settings, *, resuming: bool) -> None:
     console = Console(highlight=False)
     if not resuming and run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
-    parameters = check_model(settings.model, vocab=settings.vocab, seq=settings.seq)
+    parameters = check_model(
+        settings.model, vocab=settings.vocab, seq=settings.seq, tensor_parallel=settings.tensor_parallel
+    )
     status = (
         console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -47,36 +49,30 @@ def seconds_between(first: Moment, last: Moment) -> float:
 class CollectiveClock:
     """Host seconds spent waiting for collectives inside ``with`` blocks, summed until :meth:`take`.
 
-    With gloo every wait of FSDP2 and of gradient clipping ends in ``Work.wait``, which torch gives no hook for; so it
-    is wrapped for the duration of the block. DDP waits in C++, at the end of backward: what it does after its last
-    bucket is ready is waiting. With NCCL a wait returns at once and orders streams instead: there is nothing for the
-    host to measure, and nothing is counted.
+    With gloo every wait of FSDP2 ends in ``Work.wait``, and every wait of a DTensor (tensor parallelism, clipping) in
+    ``wait_tensor``. Torch gives no hook for either; so they are wrapped for the duration of the block. DDP waits in
+    C++, at the end of backward: what it does after its last bucket is ready is waiting. With NCCL a wait returns at
+    once and orders streams instead: there is nothing for the host to measure, and nothing is counted.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._seconds = 0.0
-        self._original: Any = None
+        self._originals: tuple[Any, Any] | None = None
         self._last_bucket: float | None = None
         if isinstance(model, DistributedDataParallel) and model.device_type == "cpu":
             model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     def __enter__(self) -> CollectiveClock:
-        original = self._original = dist.Work.wait
-
-        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return original(work, *args, **kwargs)
-            finally:
-                self._seconds += time.perf_counter() - start
-
-        dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+        self._originals = dist.Work.wait, functional.wait_tensor
+        dist.Work.wait = self._timed(dist.Work.wait)  # type: ignore[method-assign]
+        functional.wait_tensor = self._timed(functional.wait_tensor)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        dist.Work.wait = self._original  # type: ignore[method-assign]
+        assert self._originals is not None
+        dist.Work.wait, functional.wait_tensor = self._originals  # type: ignore[method-assign]
         if self._last_bucket is not None:
             self._seconds += time.perf_counter() - self._last_bucket
             self._last_bucket = None
@@ -85,6 +81,16 @@ class CollectiveClock:
         """The seconds so far; counting starts again from zero."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return wait(*args, **kwargs)
+            finally:
+                self._seconds += time.perf_counter() - start
+
+        return timed
 
     def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """DDP's own reduction of a bucket, with the time at which it was asked for."""

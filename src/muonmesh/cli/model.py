@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from muonmesh.cli.settings import Dtype, Parallel
+from muonmesh.cli.settings import REPLICAS, Dtype, Parallel, tensor_parallel_ranks
+from muonmesh.cli.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID
 
 # Llama architectures: heads of 64, gated MLPs of 8/3 the width.
@@ -77,10 +79,17 @@ def build_model(config: Any) -> nn.Module:
     return model
 
 
-def check_model(model: str, *, vocab: int, seq: int) -> int:
-    """Build the model without memory and return its number of parameters; raises what a rank would raise."""
+def check_model(model: str, *, vocab: int, seq: int, tensor_parallel: int = 1) -> int:
+    """Build the model without memory and return its number of parameters; raises what a rank would raise.
+
+    Raises:
+        ValueError: there is no such model, or ``tensor_parallel`` ranks cannot share its layers.
+    """
     with torch.device("meta"):
-        return sum(p.numel() for p in build_model(model_config(model, vocab=vocab, seq=seq)).parameters())
+        built = build_model(model_config(model, vocab=vocab, seq=seq))
+    if tensor_parallel > 1:
+        check_tensor_parallel(built, name=model, ranks=tensor_parallel, seq=seq)
+    return sum(p.numel() for p in built.parameters())
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -94,14 +103,33 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: torch.device) -> nn.Module:
-    """Shard with FSDP2 (each layer, then the root) or replicate with DDP, over all ranks; weights stay fp32.
+    """Spread the model over all ranks; weights stay fp32.
 
-    With bf16, FSDP2 casts the weights it gathers and reduces gradients in fp32; DDP runs under autocast.
+    ``ddp`` replicates. ``fsdp`` shards each layer, then the root, with FSDP2; ``hsdp`` shards within each of two
+    replicas. ``tp`` shares the work in each layer; ``fsdp+tp`` shares it in pairs of ranks and shards over the pairs.
+    With bf16, FSDP2 casts the weights it gathers and reduces gradients in fp32; ``ddp`` and ``tp`` run under autocast.
+
+    Raises:
+        ValueError: the ranks cannot share the layers of this model; :func:`check_model` says so without ranks.
     """
     model = model.to(device)
     if parallel == "ddp":
         return DistributedDataParallel(model)
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    ranks = torch.distributed.get_world_size()
+    shared = tensor_parallel_ranks(parallel, ranks)
+    if parallel == "hsdp":
+        mesh = init_device_mesh(device.type, (REPLICAS, ranks // REPLICAS), mesh_dim_names=("replicate", "shard"))
+    elif shared == 1:
+        mesh = init_device_mesh(device.type, (ranks,))
+    else:
+        both = init_device_mesh(device.type, (ranks // shared, shared), mesh_dim_names=("shard", "tensor"))
+        both._flatten("all")  # so that the norm for clipping is one reduction and the same number on all ranks
+        apply_tensor_parallel(model, both["tensor"])
+        # The logits are a view of what was gathered from their parts. The loss only reads them.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        mesh = both["shard"]
+    if parallel == "tp":
+        return model
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if dtype == "bf16" else None, reduce_dtype=torch.float32)
     for block in reversed(blocks_of(model)):  # inner before outer, should one hold another
         fully_shard(block, mesh=mesh, mp_policy=policy)

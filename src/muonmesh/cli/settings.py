@@ -10,10 +10,13 @@ from typing import Any, Literal, get_args
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]
-Parallel = Literal["ddp", "fsdp"]
+Parallel = Literal["ddp", "fsdp", "hsdp", "tp", "fsdp+tp"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
+
+REPLICAS = 2  # of the model, under hsdp
+PAIR = 2  # ranks that share each layer, under fsdp+tp
 
 CONFIG_FILE = "config.json"
 
@@ -71,10 +74,20 @@ class Settings:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed one of {', '.join(choices)}.")
-        parts = self.ranks * self.grad_accum
-        if self.batch % parts:
+        multiple = {"hsdp": REPLICAS, "fsdp+tp": PAIR}.get(self.parallel, 1)
+        if self.ranks % multiple:
             raise ValueError(
-                f"--batch {self.batch}: cannot be divided over {self.ranks} ranks × {self.grad_accum} micro-steps; "
+                f"--ranks {self.ranks}: --parallel {self.parallel} needed a multiple of {multiple}. "
+                f"Write: --ranks {math.ceil(self.ranks / multiple) * multiple}"
+            )
+        parts = self.data_parallel * self.grad_accum
+        if self.batch % parts:
+            sharers = f"{self.ranks} ranks"
+            if self.tensor_parallel > 1:
+                groups = "group" if self.data_parallel == 1 else "groups"
+                sharers = f"{self.data_parallel} {groups} of {self.tensor_parallel} ranks"
+            raise ValueError(
+                f"--batch {self.batch}: cannot be divided over {sharers} × {self.grad_accum} micro-steps; "
                 f"needed a multiple of {parts}. Write: --batch {math.ceil(self.batch / parts) * parts}"
             )
         if self.warmup >= self.steps:
@@ -83,9 +96,19 @@ class Settings:
             )
 
     @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share each layer, and so read the same sequences."""
+        return tensor_parallel_ranks(self.parallel, self.ranks)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks, or groups of ranks that share each layer, that read sequences of their own."""
+        return self.ranks // self.tensor_parallel
+
+    @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass of one rank."""
-        return self.batch // (self.ranks * self.grad_accum)
+        return self.batch // (self.data_parallel * self.grad_accum)
 
     @property
     def tokens_per_step(self) -> int:
@@ -134,6 +157,17 @@ def load_config(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory}: found no {CONFIG_FILE}; needed the directory of a run, such as runs/NAME.")
     content: dict[str, Any] = json.loads(path.read_text())
     return content
+
+
+def tensor_parallel_ranks(parallel: Parallel, ranks: int) -> int:
+    """How many of ``ranks`` share each layer."""
+    match parallel:
+        case "tp":
+            return ranks
+        case "fsdp+tp":
+            return PAIR
+        case _:
+            return 1
 
 
 def option(name: str) -> str:

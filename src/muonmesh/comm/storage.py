@@ -289,7 +289,7 @@ class Signature:
 def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
     """Return the local part of a parameter's gradient, laid out as the parameter, or None.
 
-    A partial gradient (pure tensor parallelism with ``SequenceParallel`` leaves norm weights so) comes back as the
+    A gradient that is whole on every rank is cut as its parameter is. A partial one (pure tensor parallelism with ``SequenceParallel`` leaves norm weights so) comes back as the
     DTensor that it is, for `reduced`.
 
     Raises:
@@ -316,6 +316,7 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
             )
         )
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = _cut_where_replicated(gradient, parameter)
         if gradient.placements != parameter.placements:
             partial = any(isinstance(placement, Partial) for placement in gradient.placements)
             kept = all(
@@ -343,6 +344,21 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
             )
         )
     return gradient
+
+
+def _cut_where_replicated(gradient: DTensor, parameter: DTensor) -> DTensor:
+    """Cut a gradient that every rank has whole where its parameter is sharded; sends nothing.
+
+    Tensor parallelism leaves the gradient of an embedding that is sharded by vocabulary so.
+    """
+    if gradient.device_mesh != parameter.device_mesh or gradient.ndim != parameter.ndim:
+        return gradient
+    placements = list(gradient.placements)
+    cut = [getattr(placement, "dim", None) for placement in parameter.placements]
+    for axis, (mine, theirs) in enumerate(zip(gradient.placements, parameter.placements, strict=True)):
+        if isinstance(mine, TorchReplicate) and type(theirs) is TorchShard and cut.count(theirs.dim) == 1:
+            placements[axis] = theirs
+    return gradient if placements == list(gradient.placements) else gradient.redistribute(placements=placements)
 
 
 def partial_axes(tensor: Tensor | None) -> tuple[bool, ...]:

@@ -1,0 +1,317 @@
+"""`muonmesh train --parallel hsdp|tp|fsdp+tp` on four ranks learns what `--parallel ddp` learns, and resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.cli.clock import CollectiveClock
+from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
+from muonmesh.cli.metrics import MetricsLog, read_metrics
+from muonmesh.cli.model import build_model, check_model, model_config, parallelise
+from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
+from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.training import Training
+from tests.workers import Pool
+
+RANKS = 4
+STEPS = 6
+VOCAB = 401  # which four ranks cannot share evenly
+# Grouped queries, narrow enough for four ranks to share.
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 32,
+}
+Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
+NEW = ("hsdp", "tp", "fsdp+tp")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    (folder / "llama.json").write_text(json.dumps(LLAMA))
+    (folder / "text").mkdir()
+    for file in sorted(standard_library(), key=lambda path: path.name)[:40:2]:
+        (folder / "text" / f"{file.parent.name}-{file.name}").write_text(file.read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path) -> Corpus:
+    return prepare_corpus([str(folder / "text")], vocab=VOCAB, cache=folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def prepare(folder: Path, corpus: Corpus) -> Callable[..., Path]:
+    """`prepare(name, parallel=..., ...)` is the directory of a run that is ready for its ranks."""
+
+    def run(name: str, **changes: Any) -> Path:
+        values: dict[str, Any] = {
+            "model": str(folder / "llama.json"),
+            "data": (str(folder / "text"),),
+            "ranks": RANKS,
+            "steps": STEPS,
+            "warmup": 1,
+            "batch": 8,
+            "grad_accum": 2,
+            "seq": 32,
+            "vocab": VOCAB,
+            "dtype": "fp32",
+            "eval_every": 3,
+            "eval_sequences": 10,
+            "checkpoint_every": 0,
+        }
+        settings = Settings(out=str(folder / name), **{**values, **changes})
+        settings.directory.mkdir(exist_ok=True)
+        settings.save({})
+        save_corpus_of(settings.directory, corpus)
+        return settings.directory
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def pool(workers: Callable[[int], Pool]) -> Pool:
+    return workers(RANKS)
+
+
+@pytest.fixture(scope="module")
+def finished(pool: Pool, prepare: Callable[..., Path]) -> Callable[[Parallel], Path]:
+    """`finished("tp")` is an uninterrupted run of both optimizers."""
+    made: dict[Parallel, Path] = {}
+
+    def run(parallel: Parallel) -> Path:
+        if parallel not in made:
+            made[parallel] = prepare(parallel, parallel=parallel)
+            for outcome in pool.run(train_both, made[parallel], timeout=120):
+                assert outcome == [], "replicas differ"
+        return made[parallel]
+
+    return run
+
+
+class StopAfter(StopRequest):
+    """Asks to stop once it has been looked at so many times, which happens once a step."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        self.steps -= 1
+        return self.steps < 0
+
+
+def train_both(run: Path) -> list[str]:
+    """What a rank does; the parameters whose copies differ between ranks."""
+    return [name for optimizer in load_settings(run).optimizers for name in train(run, optimizer)]
+
+
+def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]:
+    training = Training(optimizer, load_settings(run), load_corpus_of(run), torch.device("cpu"))
+    training.restore()
+    training.explain()
+    log = MetricsLog(run) if dist.get_rank() == 0 else None
+    if log is not None:
+        log.cut(optimizer, training.start if training.start else -1)
+    training.run(log, StopAfter(stop_after))
+    if log is not None:
+        log.close()
+    return differing_copies(training.model)
+
+
+def differing_copies(model: torch.nn.Module) -> list[str]:
+    found = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            for axis, placement in enumerate(parameter.placements):
+                if isinstance(placement, Replicate):
+                    local = parameter.to_local().detach()
+                    group = parameter.device_mesh.get_group(axis)
+                    copies = [torch.empty_like(local) for _ in range(group.size())]
+                    dist.all_gather(copies, local.contiguous(), group=group)
+                    found += [name for copy in copies if not torch.equal(copy, local)]
+    return found
+
+
+def losses(run: Path) -> Losses:
+    """Every loss and validation loss of a run."""
+    return {
+        (record["run"], record["step"], key): record[key]
+        for record in read_metrics(run)
+        for key in ("loss", "validation_loss")
+        if key in record
+    }
+
+
+def losses_apart(found: Losses, expected: Losses) -> float:
+    assert found.keys() == expected.keys()
+    return max(abs(found[key] - expected[key]) for key in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", NEW)
+def test_every_layout_learns_what_ddp_learns(parallel: Parallel, finished: Callable[[Parallel], Path]) -> None:
+    found, expected = losses(finished(parallel)), losses(finished("ddp"))
+    assert found["muon", 0, "validation_loss"] == pytest.approx(expected["muon", 0, "validation_loss"], abs=1e-5)
+    # Gradients are summed in another order, and Muon multiplies in bf16; 3e-4 was seen.
+    assert losses_apart(found, expected) < 1e-3
+    for name in ("muon", "adamw"):
+        assert found[name, STEPS, "validation_loss"] < found[name, 0, "validation_loss"] - 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", NEW)
+def test_the_shares_of_a_step_add_up_and_waiting_is_seen(
+    parallel: Parallel, finished: Callable[[Parallel], Path]
+) -> None:
+    for record in read_metrics(finished(parallel)):
+        if "loss" in record:
+            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer", "communication")]
+            assert min(parts) > 0
+            assert sum(parts) == pytest.approx(record["step_seconds"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_waiting_for_the_other_ranks_of_a_layer_is_communication(pool: Pool) -> None:
+    assert min(pool.run(seconds_waited_for_rank_0)[1:]) > 0.2
+
+
+def seconds_waited_for_rank_0() -> float:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    clock = CollectiveClock(torch.nn.Identity())
+    if dist.get_rank() == 0:
+        time.sleep(0.4)
+    with clock:
+        DTensor.from_local(torch.ones(4), mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local().sum()
+    return clock.take()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "other"), [("tp", "hsdp"), ("fsdp+tp", "ddp")])
+def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(
+    parallel: Parallel,
+    other: Parallel,
+    finished: Callable[[Parallel], Path],
+    pool: Pool,
+    prepare: Callable[..., Path],
+    folder: Path,
+) -> None:
+    run, copy = prepare(f"{parallel}-stopped", parallel=parallel), folder / f"{parallel}-then-{other}"
+    for name in ("muon", "adamw"):
+        pool.run(train, run, name, stop_after=2)
+        assert latest_step(checkpoints_of(run, name)) == 3
+    shutil.copytree(run, copy)
+    pool.run(train_both, run)
+    expected = losses(finished(parallel))
+    assert losses(run) == expected
+    load_settings(copy, out=str(copy), parallel=other).save({})
+    pool.run(train_both, copy)
+    assert losses_apart(losses(copy), expected) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["tp", "fsdp+tp"])
+def test_bf16_reaches_the_projections(
+    parallel: Parallel, finished: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path]
+) -> None:
+    run = prepare(f"{parallel}-bf16", parallel=parallel, dtype="bf16", optimizer="muon")
+    assert pool.run(train_both, run) == [[]] * RANKS, "replicas differ"
+    expected = {key: loss for key, loss in losses(finished(parallel)).items() if key[0] == "muon"}
+    assert 1e-5 < losses_apart(losses(run), expected) < 0.02
+
+
+@pytest.mark.slow
+def test_the_command_shards_pairs_of_ranks_that_share_layers(folder: Path, corpus: Corpus) -> None:
+    run, momentum = folder / "command", folder / "momentum.safetensors"
+    options: list[object] = ["--model", folder / "llama.json", "--data", folder / "text", "--vocab", VOCAB]
+    options += ["--seq", 32, "--steps", 3, "--eval-sequences", 8, "--device", "cpu"]
+    options += ["--parallel", "fsdp+tp", "--ranks", RANKS, "--out", run, "--save-momentum", momentum]
+    command = [sys.executable, "-c", "from muonmesh.cli import main; main()", "train", *map(str, options)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "4 ranks, FSDP+TP over gloo" in result.stdout
+    assert "Warning" not in result.stderr
+    assert "_NormPartial" not in result.stderr, "a reduction of the norm for each axis of the mesh"
+    assert (run / "report.html").is_file()
+    assert [step for _, step, key in losses(run) if key == "loss"] == [1, 2, 3, 1, 2, 3]
+    assert "StridedShard(0, 2)×2, Shard(0)×2" in (run / "explain.txt").read_text()
+    momenta = load_file(momentum)
+    assert momenta["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
+    assert len(momenta) == 14
+    assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
+
+
+LLAMA_LIKE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "cohere", "olmo", "granite", "smollm3", "arcee"]
+OTHERS = {
+    "gpt2": "transformers has no tensor-parallel plan for gpt2",
+    "gpt_neox": "nothing says how to share gpt_neox.final_layer_norm",
+    "mixtral": "the plan that transformers has for it asks for moe_tp_experts, packed_colwise",
+}
+
+
+def small_config(folder: Path, model_type: str, **changes: object) -> str:
+    path = folder / f"{model_type}.json"
+    path.write_text(json.dumps({**LLAMA, "model_type": model_type, **changes}))
+    return str(path)
+
+
+@pytest.mark.parametrize("model_type", LLAMA_LIKE)
+def test_models_with_the_layers_of_llama_can_be_shared(model_type: str, tmp_path: Path) -> None:
+    assert check_model(small_config(tmp_path, model_type), vocab=VOCAB, seq=32, tensor_parallel=4) > 0
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_models_are_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"--model .*{OTHERS[model_type]}; .* Write: --parallel fsdp"):
+        check_model(small_config(tmp_path, model_type), vocab=VOCAB, seq=32, tensor_parallel=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "cohere"])
+def test_a_shared_model_has_the_gradients_of_a_whole_one(model_type: str, pool: Pool, tmp_path: Path) -> None:
+    """Grouped queries, norms of queries and keys, norms after a layer and a tied embedding, layers in parallel."""
+    assert pool.run(worst_gradient, small_config(tmp_path, model_type)) < [1e-5] * RANKS
+
+
+def worst_gradient(config: str) -> float:
+    """Largest relative difference of a parameter's gradient between a model that all ranks share and a whole one."""
+
+    def built() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = build_model(model_config(config, vocab=VOCAB, seq=32))
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)  # or norms would be told apart by nothing
+        return model
+
+    tokens = torch.randint(0, VOCAB, (2, 33), generator=torch.Generator().manual_seed(1))
+    whole, shared = built(), parallelise(built(), parallel="tp", dtype="fp32", device=torch.device("cpu"))
+    for model in (whole, shared):
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    worst = 0.0
+    for expected, parameter in zip(whole.parameters(), shared.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        assert expected.grad is not None
+        difference = (parameter.grad.full_tensor() - expected.grad).norm() / expected.grad.norm()
+        worst = max(worst, float(difference))
+    return worst
