@@ -38,6 +38,8 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {
     "norm": ((13,), "adamw"),
     "bias": ((2,), "adamw"),
 }
+# Placements on a mesh of 2 × half of the ranks.
+TWO_DIMS: dict[str, tuple[Any, Any]] = {"hsdp": (Replicate(), Shard(0)), "rows-cols": (Shard(0), Shard(1))}
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 
 
@@ -95,6 +97,13 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
         return model, "local"
     if layout == "ddp":
         return model, "world"
+    if layout in TWO_DIMS:
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        for name, value in values.items():
+            placed = [p if not p.is_shard() or p.dim < value.ndim else Shard(0) for p in TWO_DIMS[layout]]
+            distributed = distribute_tensor(value.clone(), mesh, placed, src_data_rank=None)
+            model.register_parameter(name, nn.Parameter(distributed))
+        return model, None
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if layout == "fsdp":
         return fully_shard(model, mesh=mesh), None

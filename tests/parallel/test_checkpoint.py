@@ -25,8 +25,10 @@ COMPUTE = torch.float32
 
 
 def build(layout: str) -> tuple[nn.Module, mm.Muon]:
-    model, group = problem.hold(layout, problem.initial())
-    return model, mm.Muon(problem.groups(model), process_group=group, compute_dtype=COMPUTE, **problem.SETTINGS)
+    """``-shared`` after the name of a layout stores momentum sharded over its replicas."""
+    model, group = problem.hold(layout.removesuffix("-shared"), problem.initial())
+    settings = {**problem.SETTINGS, "compute_dtype": COMPUTE, "shard_state": layout.endswith("-shared")}
+    return model, mm.Muon(problem.groups(model), process_group=group, **settings)
 
 
 def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
@@ -80,9 +82,25 @@ def test_resharding_continues_bit_for_bit(
         assert problem.differing(result, expected) == []
 
 
-def full_state(path: str) -> None:
-    """A full state dict from FSDP ranks, as a single process would save it."""
-    model, optimizer = build("fsdp")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, "ddp-shared"), (2, "ddp")),
+        ((2, "fsdp"), (4, "hsdp-shared")),
+        ((4, "hsdp-shared"), (2, "ddp-shared")),
+        ((4, "rows-cols"), (4, "hsdp")),
+    ],
+    ids=["shared-to-ddp", "fsdp-to-shared-hsdp", "shared-to-shared", "two-dims"],
+)
+def test_resharding_between_meshes_and_shared_momentum(
+    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    test_resharding_continues_bit_for_bit(workers, tmp_path, before, after, flat=False)
+
+
+def full_state(path: str, layout: str = "fsdp") -> None:
+    """A full state dict from several ranks, as a single process would save it."""
+    model, optimizer = build(layout)
     advance(model, optimizer, 0, 2)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
@@ -90,9 +108,9 @@ def full_state(path: str) -> None:
         torch.save(state, path)
 
 
-def broadcast(path: str) -> dict[str, Tensor]:
-    """A full state dict, read by rank 0 only, into FSDP ranks."""
-    model, optimizer = build("fsdp")
+def broadcast(path: str, layout: str = "fsdp") -> dict[str, Tensor]:
+    """A full state dict, read by rank 0 only, into several ranks."""
+    model, optimizer = build(layout)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     full: tuple[Any, Any] = torch.load(path, weights_only=True) if dist.get_rank() == 0 else ({}, {})
     set_model_state_dict(model, full[0], options=options)
@@ -101,9 +119,10 @@ def broadcast(path: str) -> dict[str, Tensor]:
     return problem.result(model, optimizer)
 
 
-def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["fsdp", "ddp-shared", "hsdp-shared"])
+def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path: Path, layout: str) -> None:
     path = str(tmp_path / "full.pt")
-    workers(4).run(full_state, path)
+    workers(4).run(full_state, path, layout)
     model, optimizer = build("local")
     advance(model, optimizer, 0, 4)
     expected = problem.result(model, optimizer)
@@ -114,7 +133,7 @@ def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path
     set_optimizer_state_dict(alone, other, state)
     advance(alone, other, 2, 4)
     assert problem.differing(problem.result(alone, other), expected) == []
-    for result in workers(2).run(broadcast, path):
+    for result in workers(2).run(broadcast, path, layout):
         assert problem.differing(result, expected) == []
 
 
