@@ -279,8 +279,10 @@ class MuonStep:
             self._sums.add(slot.group, squares)
 
     def finish(self) -> None:
-        """Write back the storages that were worked on in a copy."""
+        """Write back the storages that were worked on in a copy, and give empty shards their empty state."""
         for number, slot in self._slots.items():
+            if self._flags.present[number]:
+                create_state(slot, self._precision)
             local = local_of(slot.tensor)
             if self._weights[number] is not local:
                 local.copy_(self._weights[number])

@@ -289,8 +289,8 @@ class Signature:
 def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
     """Return the local part of a parameter's gradient, laid out as the parameter, or None.
 
-    A gradient that is whole on every rank is cut as its parameter is. A partial one (pure tensor parallelism with ``SequenceParallel`` leaves norm weights so) comes back as the
-    DTensor that it is, for `reduced`.
+    A gradient that is whole on every rank is cut as its parameter is. A partial one (pure tensor parallelism with
+    ``SequenceParallel`` leaves norm weights so) comes back as the DTensor that it is, for `reduced`.
 
     Raises:
         LayoutError: the gradient lives elsewhere than its parameter.
