@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+N ?= 20000
+SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
 .PHONY: help setup train test check fuzz test-gpu bench clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
+	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
 	@echo "make test-gpu    the tests and the benchmark that need CUDA"
 	@echo "make bench       one optimizer step against its peers"
 
@@ -31,6 +34,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+
+# The command that make prints names the seed.
+fuzz: setup
+	FUZZ=$(N) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest tests/unit/test_fuzz.py tests/parallel/test_fuzz.py $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m tests.gpu.run

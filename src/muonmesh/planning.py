@@ -89,7 +89,7 @@ class Planned:
     @cached_property
     def census(self) -> Census:
         """Where the flags of each parameter stand."""
-        return Census.of(self.plan)
+        return Census.of(self.plan, self.rank)
 
     @property
     def members(self) -> list[Member]:

@@ -83,7 +83,7 @@ def preflight(
                 slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
     gradients = [local_of(slot.gradient) for slot in adamw if slot is not None and slot.gradient is not None]
     tail = [
-        *census.counted(slots, planned.rank),
+        *census.counted(slots),
         int(at_rest and any(bool(gradient.any()) for gradient in gradients)),
         int(error is not None),
     ]

@@ -302,6 +302,9 @@ def wrong(kind: str) -> None:
         layouts = {"w": (mesh, [Shard(rank)])}
     elif kind == "one shape":
         weight = nn.Parameter(torch.ones(4 + rank, 6))
+    elif kind == "attribute":
+        weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        mm.Muon([{"params": [("w", weight)]}], process_group="world").explain()
     elif kind == "flat":
         weight = nn.Parameter(torch.ones(12))
         layouts = {"w": FlatShards.cut((4, 6), (0, 1), [0, 11, 24])}
@@ -330,6 +333,7 @@ def wrong(kind: str) -> None:
         ("dtensor", "w: found a DTensor with an entry in layouts="),
         ("one rank", "the plans differ: rank 0 has 'w: "),
         ("one shape", "the plans differ: rank 0 has 'w: shape|local tensor of shape"),
+        ("attribute", "w: found tensor_model_parallel=True on a plain tensor"),
         ("flat", r"w: found a local tensor of shape \(12,\)"),
         ("flat gap", "w: the elements from 23 on are held by none"),
         ("flat differs", "the plans differ: rank 0 has 'w: shape"),

@@ -151,6 +151,15 @@ def layout_of(
             layout = _replicated_outside(name, layout, mesh, replicas)
         return Storage(layout, shape, tensor.stride(), mesh, tuple(tensor.placements))
     if replicas is not None:
+        if len(replicas) > 1 and getattr(tensor, "tensor_model_parallel", False):
+            raise LayoutError(
+                explain_error(
+                    name,
+                    "tensor_model_parallel=True on a plain tensor that process_group= calls a replica",
+                    "to know how it is sharded, or that it is not",
+                    "Write Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))",
+                )
+            )
         return Storage(MeshLayout.replicated(shape, tuple(replicas)), shape)
     if world_size() > 1:
         if not needed:

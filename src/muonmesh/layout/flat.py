@@ -109,10 +109,27 @@ class FlatShards(Layout):
         """Return how many ranks hold each element."""
         return len(self.replicas)
 
-    def shard(self, rank: int) -> tuple[int, int]:
-        """Return which of how many parts of a copy ``rank`` holds."""
-        replica = self.replica(rank)
-        return replica.index(rank), max(map(len, self.replicas))
+    def parts(self, rank: int) -> tuple[int, ...]:
+        """Return what ``rank`` holds of the runs between all borders, wherever replicas are cut."""
+        runs = self._runs()
+        where = self.within.blocks(rank)
+        return tuple(
+            number
+            for number, (blocks, low, high) in enumerate(runs)
+            if blocks == where and any(i.first <= low and high <= i.first + i.length for i in self.held(rank))
+        )
+
+    def part_count(self) -> int:
+        """Return the number of runs between borders."""
+        return len(self._runs())
+
+    def _runs(self) -> list[tuple[tuple[Block, ...], int, int]]:
+        """Return the runs between the borders of all ranks, for each thing that is cut up."""
+        borders: dict[tuple[Block, ...], set[int]] = {}
+        for rank in self.ranks:
+            ends = {end for i in self.held(rank) if i.length for end in (i.first, i.first + i.length)}
+            borders.setdefault(self.within.blocks(rank), set()).update(ends)
+        return [(blocks, *run) for blocks, ends in borders.items() for run in itertools.pairwise(sorted(ends))]
 
     def holders(self, region: Region) -> tuple[int, ...]:
         """Return the ranks that hold all of ``region``."""

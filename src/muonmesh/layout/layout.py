@@ -76,8 +76,12 @@ class Layout(ABC):
         """Return how many ranks hold each element."""
 
     @abstractmethod
-    def shard(self, rank: int) -> tuple[int, int]:
-        """Return which of how many parts of a copy ``rank`` holds: (index, count); replicas have the same."""
+    def parts(self, rank: int) -> tuple[int, ...]:
+        """Return which parts of a copy ``rank`` holds, so that ranks share elements where they share a part."""
+
+    @abstractmethod
+    def part_count(self) -> int:
+        """Return how many parts a copy has."""
 
     @abstractmethod
     def holders(self, region: Region) -> tuple[int, ...]:
@@ -202,13 +206,19 @@ class MeshLayout(Layout):
         pairs = zip(self.mesh, self.placements, strict=True)
         return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
-    def shard(self, rank: int) -> tuple[int, int]:
-        """Return which of how many parts of a copy ``rank`` holds: its place on the axes that cut."""
-        index, count = 0, 1
+    def parts(self, rank: int) -> tuple[int, ...]:
+        """Return the place of ``rank`` on the axes that cut; nothing if it holds nothing."""
+        if not math.prod(self.local_shape(rank)):
+            return ()
+        index = 0
         for at, size, placement in zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True):
             if not isinstance(placement, Replicate):
-                index, count = index * size + at, count * size
-        return index, count
+                index = index * size + at
+        return (index,)
+
+    def part_count(self) -> int:
+        """Return the number of places on the axes that cut."""
+        return len(self.ranks) // self.copies()
 
     def holders(self, region: Region) -> tuple[int, ...]:
         """Return the ranks that hold all of ``region``."""
