@@ -22,6 +22,7 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
 from muonmesh.numerics.normalize import load, rescale_rows, store
+from muonmesh.numerics.squares import add_scaled, symmetric_part
 from muonmesh.numerics.threads import scratch
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -281,7 +282,7 @@ class _Iteration:
             if number == len(segments):
                 self._scale = self._norm.reciprocal()
             if len(segment) == 2:
-                self.gram_steps(*segment)
+                self.gram_steps(*segment, last=number == len(segments))
             else:
                 self.step(*segment)
         if self.x is not out:
@@ -301,22 +302,31 @@ class _Iteration:
         z = self._without_constant(p, self._gram(), self._b, self._c)
         self._apply(z, p[0])
 
-    def gram_steps(self, p: Polynomial, q: Polynomial) -> None:
+    def gram_steps(self, p: Polynomial, q: Polynomial, *, last: bool) -> None:
         """X ← q(p(X)) with two products of X instead of four.
 
         With p(X) = P X and P = p₀ + Z, the next Gram matrix is P A P and q(p(X)) = (q₀ + W)(p₀ + Z) X. The factor is
         held as μ + Q with zero mean on Q's diagonal: in bf16 a diagonal of nearly equal entries rounds the same way
         in every entry, which shifts all singular values together and can push them past where q diverges.
+
+        Rounded matrices commute only nearly, so mirroring one triangle of their product is an error too. What later
+        steps repair may have it; the last two steps multiply in full.
         """
         matmuls, p0, q0 = self._matmuls, p[0], q[0]
         a = self._gram()
         z = self._without_constant(p, a, self._b, self._c)
         spare = self._c if z is self._b else self._b
         pa = matmuls.product(z, a, a, p0, spare)
-        pap = matmuls.product(z, pa, pa, p0, self._a)
-        w = self._without_constant(q, pap, spare, self._d)
-        both = torch.lerp(z, w, p0 / (p0 + q0), out=self._a)
-        factor = matmuls.product(w, z, both, p0 + q0, self._e)
+        if last:
+            pap = symmetric_part(matmuls.full(z, pa, pa, p0, self._a), self._d, self._e)
+            w = self._without_constant(q, pap, spare, self._d)
+            factor = matmuls.full(w, z, z, 0.0, self._a)
+            factor = add_scaled(factor, z, q0, w, p0, self._e)
+        else:
+            pap = matmuls.product(z, pa, pa, p0, self._a)
+            w = self._without_constant(q, pap, spare, self._d)
+            both = torch.lerp(z, w, p0 / (p0 + q0), out=self._a)
+            factor = matmuls.product(w, z, both, p0 + q0, self._e)
 
         # The diagonal of the factor again, in fp32: its own term exactly, the others are many and small.
         zw = torch.mul(z, w, out=self._a)

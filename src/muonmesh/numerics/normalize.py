@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_CACHED = 1 << 15
+"""Elements a CPU works on at a time, so that the wider copies stay in its cache."""
+
 
 def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
     """Write matrices to `out`, wide and times a power of two, and return the Frobenius norms of what was written.
@@ -38,8 +41,12 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     # By rows first: one running fp32 sum over a whole matrix would stop growing after some ten million terms. Of
     # what was written, so that a transposed matrix sums in the same order.
     exact = torch.promote_types(out.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=exact)
-    norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=x.ndim == 3)
+    if x.ndim == 3:
+        rows = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=exact)
+    else:  # a few rows at a time: torch's norm of 4 MiB in bf16 takes anything from 0.5 to 6 ms on a CPU [measured]
+        few = torch.split(out, max(1, _CACHED // out.shape[1]))
+        rows = torch.cat([part.to(exact).square().sum(-1) for part in few]).sqrt_()
+    norm = torch.linalg.vector_norm(rows, dim=(-2, -1) if x.ndim == 3 else None, keepdim=x.ndim == 3)
     norm = torch.where(norm == 0, 1.0, norm)
     # Not infinity: dividing by that gives zeros, as if there had been no gradient.
     return torch.where(norm.isfinite(), norm, torch.nan)

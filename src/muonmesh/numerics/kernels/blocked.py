@@ -60,6 +60,12 @@ def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tens
     return out
 
 
+def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
+    """factor·C + A B, both triangles."""
+    torch.addmm(c[0], a[0], b[0], beta=factor, out=out[0])
+    return out
+
+
 def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
     """s·(a·X + B X)."""
     (x2,), (b2,) = x, b
@@ -68,5 +74,5 @@ def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tenso
     return out
 
 
-BLOCKED = Matmuls(gram=gram, polynomial=polynomial, product=product, apply=apply, at_once=1, together=False)
+BLOCKED = Matmuls(gram=gram, polynomial=polynomial, product=product, full=full, apply=apply, at_once=1, together=False)
 """For one matrix at a time: a batch of matrices this large gains nothing."""

@@ -55,6 +55,7 @@ def dense(*, at_once: int, together: bool) -> Matmuls:
         gram=partial(gram, together=together),
         polynomial=polynomial,
         product=product,
+        full=product,
         apply=partial(apply, together=together),
         at_once=at_once,
         together=together,

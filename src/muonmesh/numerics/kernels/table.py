@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Matmuls:
-    """Four products on batches of matrices, the only place where Newton–Schulz spends its time.
+    """Five products on batches of matrices, the only place where Newton–Schulz spends its time.
 
     X has shape (batch, rows, cols); A, B and C have shape (batch, rows, rows) and are symmetric. `out` is
     contiguous, shares no memory with an operand, and is returned.
@@ -19,6 +19,7 @@ class Matmuls:
         gram: `gram(X, s, out)`: s·X Xᵀ; `s` is one number a matrix, shape (batch, 1, 1).
         polynomial: `polynomial(A, b, c, out)`: b·A + c·A².
         product: `product(A, B, C, c, out)`: c·C + A B, for A and B that commute, so the result is symmetric.
+        full: `full(A, B, C, c, out)`: the same, each element computed for itself; c may be 0.
         apply: `apply(X, B, a, s, out)`: s·(a·X + B X); `a` and `s` are numbers, or one number a matrix as above.
         at_once: How many matrices of this shape one call should be given at most.
         together: Whether reductions and elementwise operations should take all matrices at once: not on a CPU,
@@ -28,6 +29,7 @@ class Matmuls:
     gram: Callable[[Tensor, Tensor, Tensor], Tensor]
     polynomial: Callable[[Tensor, float, float, Tensor], Tensor]
     product: Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
+    full: Callable[[Tensor, Tensor, Tensor, float, Tensor], Tensor]
     apply: Callable[[Tensor, Tensor, float | Tensor, float | Tensor, Tensor], Tensor]
     at_once: int
     together: bool

@@ -1,0 +1,32 @@
+"""Elementwise work on rows × rows matrices, computed in fp32 or wider and rounded once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CACHED = 1 << 15
+"""Elements a CPU works on at a time, so that the wider copies stay in its cache."""
+
+
+def symmetric_part(x: Tensor, spare: Tensor, out: Tensor) -> Tensor:
+    """Return (X + Xᵀ)/2 in `out`.
+
+    Args:
+        x: Shape (batch, rows, rows).
+        spare: Memory of that shape.
+        out: Another one.
+    """
+    for matrix, transposed in zip(x, spare, strict=True):  # torch transposes fast only two dims at a time
+        transposed.copy_(matrix.mT)
+    return torch.lerp(x, spare, 0.5, out=out)
+
+
+def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor) -> Tensor:
+    """Return X + a·Y + b·Z in `out`; all of one shape, contiguous."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    flat = [t.view(-1) for t in (x, y, z, out)]
+    parts = zip(*(torch.split(t, _CACHED) for t in flat), strict=True) if x.device.type == "cpu" else [tuple(flat)]
+    for x_part, y_part, z_part, target in parts:
+        target.copy_(x_part.to(exact).add_(y_part, alpha=a).add_(z_part, alpha=b))
+    return out
