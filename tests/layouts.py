@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -35,14 +35,6 @@ class Held:
     give: Callable[[dict[str, Tensor | None]], None]
     whole: Callable[[Any], dict[str, Tensor]]
     tensors: dict[str, Tensor] = field(default_factory=dict)
-
-
-def mesh_of(sizes: Sequence[int], order: Sequence[int] | None = None) -> DeviceMesh:
-    """A mesh over the whole world, its ranks in any order."""
-    ranks = torch.tensor(list(order) if order is not None else list(range(math.prod(sizes)))).reshape(tuple(sizes))
-    if order is None:
-        return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple("abcd"[: len(sizes)]))
-    return DeviceMesh("cpu", ranks, mesh_dim_names=tuple("abcd"[: len(sizes)]))
 
 
 def layout_on(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> MeshLayout:

@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.meshes import mesh_of
+
 VOCAB = 101  # which no number of ranks divides
 EXPERTS = 6  # four ranks hold 2, 2, 2 and none
 COMMON = {
@@ -103,7 +105,7 @@ def hold(family: str, layout: str) -> Held:
     if layout == "tp":
         tensor_parallel(model, init_device_mesh("cpu", (world,)), sequence_parallel=True)
         return Held(model, 0, 1)
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
+    mesh = mesh_of((2, world // 2), names=("outer", "inner"))
     if layout == "hsdp":
         shard(model, mesh)
         return Held(model, dist.get_rank(), world)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
+from tests.meshes import mesh_of
 
 # name: (shape, matrices); "adamw" instead of matrices puts the parameter into the AdamW group. Dims smaller than
 # the ranks, dims that no number of ranks divides, tall, wide and square, and every way to split a parameter.
@@ -98,7 +99,7 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
     if layout == "ddp":
         return model, "world"
     if layout in TWO_DIMS:
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        mesh = mesh_of((2, dist.get_world_size() // 2))
         for name, value in values.items():
             placed = [p if not p.is_shard() or p.dim < value.ndim else Shard(0) for p in TWO_DIMS[layout]]
             distributed = distribute_tensor(value.clone(), mesh, placed, src_data_rank=None)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from tests import layouts, problem
+from tests.meshes import mesh_of
 
 S, R = Shard, Replicate()
 
@@ -75,7 +76,7 @@ def on_mesh(name: str, how: str, settings: dict[str, Any]) -> Any:
     def placements(_: str, shape: tuple[int, ...]) -> Sequence[Placement]:
         return place(len(shape))
 
-    held = hold(problem.PARAMETERS, problem.initial(), layouts.mesh_of(sizes), placements)
+    held = hold(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placements)
     return compared(held, settings)
 
 
@@ -140,7 +141,7 @@ def with_shared_state(layout: str, settings: dict[str, Any]) -> tuple[list[str],
         result = problem.result(model, optimizer)
     else:
         sizes, place = {**MESHES, **EIGHT}[layout]
-        mesh = layouts.mesh_of(sizes)
+        mesh = mesh_of(sizes)
         held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh, lambda _, shape: place(len(shape)))
         result, optimizer = outcome(held, 4, {"shard_state": True, **settings})
     stored = whole = 0.0

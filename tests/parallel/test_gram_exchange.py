@@ -13,7 +13,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.coefficients import coefficient_schedule
-from tests import layouts, problem
+from tests import problem
+from tests.meshes import mesh_of
 from tests.reference import reference_step
 
 # name: (shape, mesh, placements, whether the Gram exchange fits)
@@ -42,7 +43,7 @@ def decaying(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def stepped(name: str, exchange: Any, scale: float = 1.0) -> dict[str, Any]:
     shape, sizes, placements, _ = CASES[name]
-    mesh = layouts.mesh_of(sizes)
+    mesh = mesh_of(sizes)
     initial = decaying(shape, 0).float()
     weight = nn.Parameter(distribute_tensor(initial.clone(), mesh, placements, src_data_rank=None))
     optimizer = mm.Muon([{"params": [("w", weight)]}], exchange=exchange, compute_dtype=torch.float32, **SETTINGS)
@@ -91,7 +92,7 @@ def test_the_gram_exchange_does_not_see_magnitudes(workers, scale: float) -> Non
 
 
 def chosen(shape: tuple[int, ...], exchange: Any) -> tuple[int, int, float]:
-    mesh = layouts.mesh_of((dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     weight = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None))
     optimizer = mm.Muon([{"params": [("w", weight)]}], exchange=exchange)
     told = optimizer.explain()

@@ -21,6 +21,7 @@ import muonmesh as mm
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.numerics.coefficients import coefficient_schedule
 from tests import layouts, problem
+from tests.meshes import mesh_of
 from tests.parallel.test_megatron import groups_of, shard, stamped
 from tests.reference import reference_step
 
@@ -280,7 +281,7 @@ def test_state_of_flat_partitions_continues_bit_for_bit(workers, tmp_path: Path)
 def norms_over_groups() -> tuple[list[float], list[float]]:
     """Dense weights on four ranks, experts on pairs, AdamW's half sharded and replicated: each element once."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    mesh = mesh_of((2, 2), names=("data", "expert"))
     dense, table, norm = random(12, 10, seed=0), random(9, 5, seed=1), random(7, seed=2)
     experts = [random(8, 6, seed=3 + i) for i in range(2)]
     gradients = {"dense": dense, "expert": experts[rank % 2], "table": table.chunk(2)[rank % 2], "norm": norm}

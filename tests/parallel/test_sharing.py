@@ -17,6 +17,7 @@ import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
 from tests import problem
+from tests.meshes import mesh_of
 from tests.reference import reference_step
 
 
@@ -117,7 +118,7 @@ def test_stages_do_not_wait_for_each_other(workers) -> None:
 def experts_of_one_name() -> tuple[bool, int]:
     """Experts under expert parallelism as Megatron and DeepSpeed hold them: plain, whole, and all of one name."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    mesh = mesh_of((2, 2), names=("data", "expert"))
     dense, own = values(1, 0)[0], values(3, 5)[rank % 2]
     parameters = {"dense": nn.Parameter(dense.clone()), "expert": nn.Parameter(own.clone())}
     layouts = {"dense": (mesh, [Replicate(), Replicate()]), "expert": (mesh["data"], [Replicate()])}
@@ -140,7 +141,7 @@ def test_experts_of_one_name_on_different_ranks(workers) -> None:
 
 def replicas_outside(how: str) -> tuple[bool, int]:
     """DDP over tensor parallelism: DTensors on the tensor-parallel mesh, replicas named by process_group=."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of((2, 2), names=("data", "tensor"))
     tensor = mesh["tensor"]
     weights, gradients = values(4, 0), [values(4, step) for step in (1, 2, 3)]
     parameters = [
@@ -168,7 +169,7 @@ def test_replicas_outside_a_mesh_share_the_work(workers, how: str) -> None:
 
 def missing_under_hsdp(kind: str) -> bool:
     """HSDP: the gradient of the second shard is missing on all of its replicas, or on one of them."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = mesh_of((2, 2))
     rank = dist.get_rank()
     weight, twin = (nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Replicate(), Shard(0)])) for _ in range(2))
     optimizers = [mm.Muon([p], lr=0.1, compute_dtype=torch.float32) for p in (weight, twin)]

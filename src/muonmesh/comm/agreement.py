@@ -23,6 +23,9 @@ _announced: Counter[tuple[int, ...]] = Counter()
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups of each set of ranks it has made, likewise."""
 
+_kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""The groups it has made."""
+
 
 class View(NamedTuple):
     """What one rank holds of the parameters of its connected set."""
@@ -157,16 +160,19 @@ def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) ->
 def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     """Return a process group of exactly these ranks: one of the candidates, the world, or a new one.
 
-    A new group is made by its members alone (``use_local_synchronization``): ranks outside do not take part.
+    A new group is made by its members alone (``use_local_synchronization``), ranks outside do not take part, and kept
+    for the next optimizer, since each costs threads or a communicator.
     """
     if len(ranks) == 1:
         return None
     for candidate in (*candidates, dist.group.WORLD):
         if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
             return candidate
-    with _same_name(tuple(sorted(ranks))):
-        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    return group
+    key = tuple(sorted(ranks))
+    if _kept.get(key) not in distributed_c10d._world.pg_map:  # there is none, or it has been destroyed
+        with _same_name(key):
+            _kept[key] = dist.new_group(list(key), use_local_synchronization=True)
+    return _kept[key]
 
 
 @contextmanager
