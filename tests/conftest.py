@@ -17,6 +17,8 @@ from tests.workers import Pool
 
 torch.set_num_threads(1)
 
+_pools: dict[int, Pool] = {}
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests marked gpu unless `-m` names them: skipped, they would look like tested."""
@@ -31,13 +33,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], Pool]]:
     """`workers(n)` is the session's pool of n gloo ranks; they start when it first runs something."""
-    pools: dict[int, Pool] = {}
 
     def pool(world_size: int) -> Pool:
-        if world_size not in pools:
-            pools[world_size] = Pool(world_size)
-        return pools[world_size]
+        if world_size not in _pools:
+            _pools[world_size] = Pool(world_size)
+        return _pools[world_size]
 
     yield pool
-    for each in pools.values():
+    for each in _pools.values():
         each.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_ranks() -> Iterator[None]:
+    """End ranks that have made hundreds of groups: gloo's threads wake up all the time, and all that follows waits."""
+    yield
+    for pool in _pools.values():
+        if pool.most_threads() > 150:
+            pool.close()

@@ -84,6 +84,11 @@ class Pool:
         """The process ids of the running ranks; empty while none run."""
         return [process.pid for process in self._processes]
 
+    def most_threads(self) -> int:
+        """The threads of the rank that has most; 0 where the system does not say."""
+        tasks = [Path(f"/proc/{pid}/task") for pid in self.pids]
+        return max((len(list(path.iterdir())) for path in tasks if path.exists()), default=0)
+
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
         """Run `function(*args, **kwargs)` on every rank and return the values in rank order.
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import muonmesh as mm
@@ -171,3 +171,31 @@ def test_momentum_shared_by_replicas_has_the_same_bits_and_takes_less(
 def test_momentum_is_shared_where_it_can_be(workers, layout: str) -> None:
     outcomes = workers(4).run(with_shared_state, layout, {"compute_dtype": torch.float32})
     assert [differing for differing, _, _ in outcomes] == [[]] * 4
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_bit_for_bit_on_eight_ranks(workers, name: str) -> None:
+    check(workers(8).run(on_mesh, name, "dtensor", {"compute_dtype": torch.float32}), divided=True)
+
+
+def whole_experts(dim: int) -> tuple[int, int, bool]:
+    """Eight experts on four ranks, two each, or each cut among all."""
+    mesh = mesh_of((4,))
+    value = torch.randn(8, 12, 20, generator=torch.Generator().manual_seed(0))
+    twin = nn.Parameter(value.clone())
+    weight = nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(dim)], src_data_rank=None))
+    optimizers = [mm.Muon([weight], lr=0.1), mm.Muon([twin], lr=0.1, process_group="local")]
+    gradient = torch.randn(8, 12, 20, generator=torch.Generator().manual_seed(1))
+    weight.grad, twin.grad = distribute_tensor(gradient, mesh, [Shard(dim)], src_data_rank=None), gradient.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    counts = optimizers[0].counts
+    return counts.bytes_sent, counts.orthogonalized, torch.equal(weight.full_tensor(), twin)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_whole_experts_cost_no_communication(workers, dim: int) -> None:
+    outcomes = workers(4).run(whole_experts, dim)
+    assert [same for _, _, same in outcomes] == [True] * 4
+    assert [count for _, count, _ in outcomes] == [2] * 4
+    assert all((sent == 0) == (dim == 0) for sent, _, _ in outcomes)
