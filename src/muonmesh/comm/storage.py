@@ -246,7 +246,7 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
     me, ranks = this_rank(), layout.ranks
     copies: list[tuple[int, ...]] = []
     if len(replicas) == world_size():
-        root = mesh._get_root_mesh()
+        root = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # newer than torch 2.11
         names, wanted = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
         if wanted and set(wanted) <= set(names) and root.mesh.numel() == world_size():
             inside = [names.index(axis) for axis in wanted]
