@@ -226,8 +226,10 @@ class MuonStep:
 
     def _at_once(self, count: int, numel: int) -> int:
         """Return how many of ``count`` equal matrices are orthogonalised by one task."""
-        if self._device.type != "cpu" or self._precision.compute != torch.bfloat16:
+        if self._device.type != "cpu":
             return max(1, _TOGETHER_ELSEWHERE // numel)
+        if self._precision.compute != torch.bfloat16:
+            return 1  # multiplied one by one anyhow, and memory for more would be kept
         return max(1, min(-(-count // torch.get_num_threads()), _TOGETHER // numel))
 
     def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:

@@ -481,3 +481,13 @@ def test_gram_multiplies_the_last_pair_in_full() -> None:
     expected = oracle(x, "polar_express", 5)
     plain, gram = (error(orthogonalize(x, method=method), expected) for method in ("standard", "gram"))
     assert gram <= 1.3 * plain
+
+
+def test_out_is_written_and_must_be_like_x() -> None:
+    x = matrix(24, 40, "gaussian").float()
+    out = torch.empty_like(x)
+    assert orthogonalize(x, out=out) is out
+    assert torch.equal(out, orthogonalize(x))
+    for wrong in (torch.empty(40, 24).mT, torch.empty(24, 41), torch.empty(24, 40, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="^out: found .*Write out="):
+            orthogonalize(x, out=wrong)

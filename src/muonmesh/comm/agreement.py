@@ -45,8 +45,10 @@ def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """
     me = this_rank()
     mine = sorted({ranks for ranks in sets if len(ranks) > 1})
-    if not mine or len(mine[-1]) == world_size() or any(len(ranks) == world_size() for ranks in mine):
-        return tuple(range(world_size())) if mine else (me,)
+    if not mine:
+        return (me,)
+    if any(len(ranks) == world_size() for ranks in mine):
+        return tuple(range(world_size()))
     store = PrefixStore("muonmesh", _get_default_store())
     numbered = []
     for ranks in mine:

@@ -409,7 +409,7 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
     if mesh is None:
         if group is None:
             return storage
-        mesh, placements = _mesh_of(group, device), [TorchReplicate()]
+        mesh, placements = DeviceMesh.from_group(group, device), [TorchReplicate()]
     for axis, placement in enumerate(placements):
         if isinstance(placement, TorchReplicate) and mesh.size(axis) > 1:
             placements[axis] = _shard_for(storage.shape, tuple(mesh.mesh.shape), placements, axis)
@@ -435,10 +435,6 @@ def _shard_for(
         if not strided and not cuts(dim, left) and size % (later * sizes[axis]) == 0:
             return _StridedShard(dim, split_factor=later)
     return placements[axis]
-
-
-def _mesh_of(group: dist.ProcessGroup, device: str) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device)
 
 
 def connected_ranks(storages: Sequence[Storage]) -> tuple[int, ...]:

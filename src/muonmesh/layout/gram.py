@@ -23,12 +23,10 @@ class Rates:
     Attributes:
         flops: Floating-point operations a second of matrix products.
         bytes: Bytes a second that it sends while it receives as many.
-        latency: Seconds that a collective takes at least.
     """
 
     flops: float = 2e11
     bytes: float = 5e9
-    latency: float = 2e-5
 
 
 def slab(layout: Layout, rank: int, matrix: Matrix) -> tuple[int, tuple[Piece, ...]] | None:

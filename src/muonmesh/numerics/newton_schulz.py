@@ -82,10 +82,12 @@ def orthogonalize(
         TypeError: x is not a plain dense floating-point tensor, dtype cannot be computed in, or steps is no int.
     """
     _check_input(x)
-    if out is not None and (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
+    like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+    if out is not None and not (like_x and out.is_contiguous()):
         raise ValueError(
-            f"out: found {tuple(out.shape)}, {out.dtype} on {out.device}; needed x's {tuple(x.shape)}, {x.dtype} on "
-            f"{x.device}. Write out=torch.empty_like(x)."
+            f"out: found {tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}; needed x's "
+            f"{tuple(x.shape)}, {x.dtype} on {x.device}, contiguous. "
+            "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)."
         )
     rows, cols = sorted(x.shape[-2:])
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)

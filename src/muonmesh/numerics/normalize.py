@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CACHED = 1 << 15
+CACHED = 1 << 15
 """Elements a CPU works on at a time, so that the wider copies stay in its cache."""
 
 
@@ -44,7 +44,7 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     if x.ndim == 3:
         rows = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=exact)
     else:  # a few rows at a time: torch's norm of 4 MiB in bf16 takes anything from 0.5 to 6 ms on a CPU [measured]
-        few = torch.split(out, max(1, _CACHED // out.shape[1]))
+        few = torch.split(out, max(1, CACHED // out.shape[1]))
         rows = torch.cat([part.to(exact).square().sum(-1) for part in few]).sqrt_()
     norm = torch.linalg.vector_norm(rows, dim=(-2, -1) if x.ndim == 3 else None, keepdim=x.ndim == 3)
     norm = torch.where(norm == 0, 1.0, norm)

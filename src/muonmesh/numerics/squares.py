@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CACHED = 1 << 15
-"""Elements a CPU works on at a time, so that the wider copies stay in its cache."""
+from muonmesh.numerics.normalize import CACHED
 
 
 def symmetric_part(x: Tensor, spare: Tensor, out: Tensor) -> Tensor:
@@ -23,10 +22,10 @@ def symmetric_part(x: Tensor, spare: Tensor, out: Tensor) -> Tensor:
 
 
 def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor) -> Tensor:
-    """Return X + a·Y + b·Z in `out`; all of one shape, contiguous."""
+    """Return X + a·Y + b·Z in `out`; all of one shape, contiguous; X may be written."""
     exact = torch.promote_types(x.dtype, torch.float32)
     flat = [t.view(-1) for t in (x, y, z, out)]
-    parts = zip(*(torch.split(t, _CACHED) for t in flat), strict=True) if x.device.type == "cpu" else [tuple(flat)]
+    parts = zip(*(torch.split(t, CACHED) for t in flat), strict=True) if x.device.type == "cpu" else [tuple(flat)]
     for x_part, y_part, z_part, target in parts:
         target.copy_(x_part.to(exact).add_(y_part, alpha=a).add_(z_part, alpha=b))
     return out
