@@ -489,5 +489,5 @@ def test_out_is_written_and_must_be_like_x() -> None:
     assert orthogonalize(x, out=out) is out
     assert torch.equal(out, orthogonalize(x))
     for wrong in (torch.empty(40, 24).mT, torch.empty(24, 41), torch.empty(24, 40, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="^out: found .*Write out="):
+        with pytest.raises(ValueError, match=r"^out: found .*Write out="):
             orthogonalize(x, out=wrong)
