@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.storage import placements_of
-from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout
+from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout, split_matrices
+from muonmesh.step import RUNNING
 
 
 @dataclass
@@ -191,10 +192,17 @@ def flat(
     def whole(optimizer: Any) -> dict[str, Tensor]:
         result = {}
         for buffer, tensor in tensors.items():
+            first = 0  # of the entry's matrices among the buffer's
             for entry in contents[buffer]:
                 result[entry.name] = assemble(tensor, entry.layout)
+                count = len(split_matrices(entry.name, entry.layout.shape, entry.matrices)) if buffer == "muon" else 0
                 for key, value in optimizer.state[tensor].items():
-                    result[f"{entry.name}.{key}"] = assemble(value, entry.layout) if value.ndim else value.clone()
+                    if key in RUNNING:
+                        value = value.view(-1)[first : first + count]
+                        result[f"{entry.name}.{key}"] = value.clone().view(() if count == 1 else (count,))
+                    else:
+                        result[f"{entry.name}.{key}"] = assemble(value, entry.layout) if value.ndim else value.clone()
+                first += count
         return result
 
     return Held(groups, {"layouts": contents}, give, whole, dict(tensors))

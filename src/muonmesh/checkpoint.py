@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +11,25 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
-from muonmesh.step import Precision
+from muonmesh.step import RUNNING, Precision, running_shape
 
 _MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
+
+
+class Place(NamedTuple):
+    """Where a parameter lives, where its momentum does, and how many matrices it holds."""
+
+    storage: Storage
+    state: Storage
+    matrices: int
 
 
 def restore_state(
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     precision: Precision,
-    places: Mapping[Tensor, tuple[Storage, Storage]],
+    places: Mapping[Tensor, Place],
     load: Callable[[dict[str, Any]], None],
 ) -> None:
     """Load a state dict through torch's ``load``, then undo its casts to the parameters' dtypes.
@@ -33,7 +41,7 @@ def restore_state(
         optimizer: Its groups and state are written.
         state_dict: As from ``state_dict()``.
         precision: The dtypes to keep.
-        places: Where each parameter lives, and where its momentum does.
+        places: Where each parameter lives.
         load: Torch's ``load_state_dict``.
 
     Raises:
@@ -84,7 +92,9 @@ def _restored(key: str, value: Tensor, parameter: Tensor, precision: Precision) 
     device = parameter.device
     if key == "step":
         return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
-    if key == "momentum_buffer":
+    if key in RUNNING:
+        dtype = torch.float32
+    elif key == "momentum_buffer":
         dtype = precision.state
     elif key == "master":
         dtype = precision.master or value.dtype
@@ -93,9 +103,7 @@ def _restored(key: str, value: Tensor, parameter: Tensor, precision: Precision) 
     return value.detach().to(device, dtype, copy=True)
 
 
-def _check(
-    groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: Mapping[Tensor, tuple[Storage, Storage]]
-) -> None:
+def _check(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: Mapping[Tensor, Place]) -> None:
     saved_groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         raise StateError(
@@ -120,9 +128,7 @@ def _check(
                 _check_entry(name, parameter, places[parameter], group["algorithm"], entry)
 
 
-def _check_entry(
-    name: str, parameter: Tensor, place: tuple[Storage, Storage], algorithm: str, entry: Mapping[str, Any]
-) -> None:
+def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, entry: Mapping[str, Any]) -> None:
     needed = "momentum_buffer" if algorithm == "muon" else "exp_avg"
     if needed not in entry:
         raise StateError(
@@ -133,11 +139,18 @@ def _check_entry(
                 "Load the state of an optimizer of the same kind, or start with fresh state",
             )
         )
+    for key in RUNNING:
+        if key in entry and tuple(entry[key].shape) != running_shape(place.matrices):
+            found, needed = (
+                f"{key} of shape {tuple(entry[key].shape)}",
+                f"{running_shape(place.matrices)}, one a matrix",
+            )
+            raise StateError(explain_error(name, found, needed, "Split it as when the state was saved"))
     for key in _MOMENTS:
         value = entry.get(key)
         if value is None:
             continue
-        storage = place[key == "momentum_buffer"]
+        storage = place.state if key == "momentum_buffer" else place.storage
         if not _fits(value, storage, parameter):
             raise StateError(
                 explain_error(

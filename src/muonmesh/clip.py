@@ -5,18 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.agreement import compare
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.storage import gradient_of, local_of, partial_axes, reduced
-from muonmesh.planning import Member
+from muonmesh.comm.gradients import own_gradient, whole_gradient
+from muonmesh.comm.storage import local_of
+from muonmesh.errors import LayoutError, PlanError
+from muonmesh.numerics.normalize import sums_of_squares
+from muonmesh.numerics.rules import RULES
+from muonmesh.planning import Planned
+from muonmesh.step import RUNNING, view_of
 
-ClipPolicy = Literal["adamw_only", "all", "separate"]
+ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
 
-_HALVES = ("muon", "adamw")
+DECAY = 0.95
+"""Decay of a matrix's running norm, so that it remembers about twenty gradients."""
+
+WARM_UP = 10
+"""Gradients of a matrix that ``per_matrix`` only measures. Up to 1 / (1 − DECAY) of them count equally."""
+
+SPIKE = 2.0
+"""A gradient counts in the running norm as at most so many times it, or one spike would disarm the guard."""
+
+_ERRORS, _INVARIANT, _FELT, _MATRICES = range(4)
+"""Places in the vector of sums: ranks that found an error; squares of the gradients whose scale the update does not
+feel (Muon's), and of those whose scale it feels (AdamW's); then the squares of each matrix."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +42,19 @@ class GradNorms:
     """Norms of the gradients before clipping, over all shards, every element counted once.
 
     ``float(norms)`` and ``norms.item()`` are the total, as in loops written for torch's function; reading never
-    communicates, so one rank alone may log.
+    communicates, so one rank alone may log. On CUDA reading waits for the device.
 
     Attributes:
         total: 0-d fp64 tensor, norm of all gradients; None if it was not asked for.
         muon: Norm of the Muon groups' gradients; None likewise.
         adamw: Norm of the AdamW groups' gradients; None likewise.
+        skipped: 0-d bool tensor, whether the next ``step`` changes nothing.
     """
 
     total: Tensor | None
     muon: Tensor | None
     adamw: Tensor | None
+    skipped: Tensor
 
     def item(self) -> float:
         """Return the total norm."""
@@ -45,55 +65,276 @@ class GradNorms:
         return math.nan if self.total is None else float(self.total)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a call of `Muon.clip_grad_norm_` asks for; its arguments."""
+
+    max_norm: float
+    policy: ClipPolicy
+    skip_above: float
+    norms: bool
+    norm_type: float
+
+    def check(self) -> None:
+        """Raise ValueError unless the arguments can be met."""
+        if self.policy not in get_args(ClipPolicy):
+            known = ", ".join(f'"{policy}"' for policy in get_args(ClipPolicy))
+            raise ValueError(f"policy: found {self.policy!r}; needed one of {known}")
+        for name, value, meaning in (
+            ("max_norm", self.max_norm, "to measure only"),
+            ("skip_above", self.skip_above, "to skip none but non-finite ones"),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise ValueError(f"{name}: found {value!r}; needed a number of at least 0, or inf {meaning}")
+        if self.norm_type != 2:
+            raise ValueError(
+                f"norm_type: found {self.norm_type!r}; needed 2: Euclidean norms alone. For others call "
+                "torch.nn.utils.clip_grad_norm_ on the AdamW parameters"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Whether both halves are measured: asked for, or needed to clip, or to see a non-finite gradient."""
+        return self.norms or self.policy != "adamw_only" or self.skip_above < math.inf
+
+    @property
+    def protects(self) -> tuple[str, ...]:
+        """The norms by which the policy clips, of which none may be above ``skip_above``."""
+        return {"all": ("total",), "separate": ("muon", "adamw")}.get(self.policy, ("adamw",))
+
+    def skips(self, sums: Tensor) -> Tensor:
+        """Return whether the step is skipped, 0-d bool: too large, or not finite."""
+        norms = _norms(sums)
+        above = [norms[name] > self.skip_above for name in self.protects]
+        return torch.stack([*above, ~norms["total"].isfinite()]).any()
+
+    def coefficients(self, sums: Tensor, skip: Tensor) -> dict[int, Tensor]:
+        """Return min(1, max_norm / norm), as torch's function computes it, for each half that is clipped as one."""
+        by = {"all": {_INVARIANT: "total", _FELT: "total"}, "separate": {_INVARIANT: "muon", _FELT: "adamw"}}
+        norms = _norms(sums)
+        return {
+            half: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
+            for half, name in by.get(self.policy, {_FELT: "adamw"}).items()
+        }
+
+    def told(self, sums: Tensor, skip: Tensor) -> GradNorms:
+        """Return the norms, or with ``norms=False`` those that the policy needs."""
+        known = {name: norm if self.norms or name in self.protects else None for name, norm in _norms(sums).items()}
+        return GradNorms(**known, skipped=skip)
+
+
+def _norms(sums: Tensor) -> dict[str, Tensor]:
+    muon, adamw = sums[_INVARIANT], sums[_FELT]
+    return {"total": (muon + adamw).sqrt(), "muon": muon.sqrt(), "adamw": adamw.sqrt()}
+
+
+class Clip(NamedTuple):
+    """What clipping left for the next step.
+
+    Attributes:
+        skip: 0-d bool tensor, whether that step changes nothing; None for no.
+        running: For each tensor its running norms after that step, fp32 (2, matrices): see `_limited`.
+        error: What this rank found wrong, where the host has not waited for the others to say so.
+    """
+
+    skip: Tensor | None = None
+    running: tuple[tuple[Tensor, Tensor], ...] = ()
+    error: Exception | None = None
+
+
 def clip_gradients(
-    members: Sequence[Member],
+    planned: Planned,
     groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
     exchange: Exchange,
-    device: torch.device,
-    max_norm: float,
+    limits: Limits,
     *,
-    policy: ClipPolicy,
-    norms: bool,
-) -> GradNorms:
+    process_group: dist.ProcessGroup | None,
+    waits: bool,
+) -> tuple[GradNorms, Clip]:
     """Implement `Muon.clip_grad_norm_`: one pass over the gradients, one all-reduce of one fp64 vector.
 
-    Squares and sums are fp64 and the coefficient is rounded once: with fp32 sums it differs between shardings.
+    Squares and sums are fp64 and a coefficient is rounded once: with fp32 sums it differs between shardings.
+
+    Raises:
+        Exception: what this rank found wrong, after it has taken part in what the others wait for.
+        PlanError: another rank found something wrong. Nothing has been scaled then.
     """
-    if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool) or not max_norm >= 0:
-        raise ValueError(f"max_norm: found {max_norm!r}; needed a number of at least 0, or inf to measure only")
-    if policy not in ("adamw_only", "all", "separate"):
-        raise ValueError(f'policy: found {policy!r}; needed "adamw_only", "all" or "separate"')
-    measured = _HALVES if norms or policy != "adamw_only" else ("adamw",)
-    present = {half for half in measured if any(group["algorithm"] == half for group in groups)}
-    squares = torch.zeros(len(_HALVES), dtype=torch.float64, device=device)
-    for member in members:
-        half = groups[member.group]["algorithm"]
-        gradient = gradient_of(member.name, member.tensor) if half in present else None
+    measured = {_INVARIANT, _FELT} if limits.whole else {_FELT}
+    sums = torch.zeros(_MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
+    if not any(_half(group) in measured for group in groups):
+        limits.check()
+        return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
+    error = measure(planned, groups, measured, sums, matrices=limits.policy == "per_matrix")
+    try:
+        limits.check()
+    except ValueError as found:
+        error = found
+    sums[_ERRORS] = int(error is not None)
+    exchange.reduce_sums(sums)
+    here = sums[_ERRORS].clone()
+    if process_group is not None:
+        add_other_sets(sums[:_MATRICES], exchange, process_group)
+    if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
+        raise error  # an argument, which is the same everywhere
+    if waits and float(sums[_ERRORS]):
+        _raise(error, exchange, here=bool(here))
+    skip = limits.skips(sums) | (sums[_ERRORS] != 0)
+    running: tuple[tuple[Tensor, Tensor], ...] = ()
+    if error is None:
+        scale_groups(groups, limits.coefficients(sums, skip))
+        if limits.policy == "per_matrix":
+            running = _limit_matrices(planned, state, sums[_MATRICES:], skip, limits.max_norm)
+    return limits.told(sums, skip), Clip(skip, running, error)
+
+
+def measure(
+    planned: Planned, groups: Sequence[Mapping[str, Any]], measured: set[int], sums: Tensor, *, matrices: bool
+) -> Exception | None:
+    """Add the squares of what this rank stores of the gradients to the sums, each shared by those that store it too.
+
+    Args:
+        planned: Whose gradients.
+        groups: The param groups.
+        measured: The halves to measure, as places in the sums.
+        sums: fp64 vector, written: see `_ERRORS` and what follows it.
+        matrices: Whether to tell the matrices apart.
+
+    Returns:
+        The first thing that is wrong with a gradient. The others are still read: ranks may sum a partial one together.
+    """
+    error: Exception | None = None
+    places, parts, copies = list[int](), list[Tensor](), list[int]()
+    gradients = dict[int, Tensor]()
+    for number, member in [*enumerate(planned.muon), *((-1, member) for some in planned.adamw for member in some)]:
+        if member is None or (half := _half(groups[member.group])) not in measured:
+            continue
+        try:
+            gradient = whole_gradient(member.name, member.tensor)
+        except (LayoutError, TypeError) as found:
+            error = error or found
+            continue
         if gradient is None:
             continue
-        if any(axes := partial_axes(gradient)):
-            gradient = reduced(member.tensor, gradient, axes)
+        if matrices and number >= 0:
+            gradients[number] = gradient.contiguous()
+            continue
         for part in member.storage.parts(gradient):
-            squares[_HALVES.index(half)] += part.double().square().sum() / member.storage.copies
-    if present:
-        exchange.reduce_sums(squares)
-    muon, adamw = squares.sqrt().unbind()
-    total = squares.sum().sqrt()
-    limits = {"adamw_only": (None, adamw), "all": (total, total), "separate": (muon, adamw)}[policy]
+            places.append(half)
+            parts.append(part)
+            copies.append(member.storage.copies)
+    for place, (assignment, pieces) in enumerate(zip(planned.plan.assignments, planned.holdings, strict=True)):
+        if assignment.parameter in gradients:
+            member = planned.muon[assignment.parameter]
+            assert member is not None
+            for piece in pieces:
+                places.append(_MATRICES + place)
+                parts.append(view_of(gradients[assignment.parameter], piece))
+                copies.append(member.storage.copies)
+    if parts:
+        index = torch.tensor(places).to(sums.device, non_blocking=True)
+        shares = torch.tensor(copies, dtype=torch.float64).to(sums.device, non_blocking=True)
+        sums.index_add_(0, index, sums_of_squares(parts) / shares)
+    if matrices:
+        sums[_INVARIANT] += sums[_MATRICES:].sum()
+    return error
+
+
+def add_other_sets(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> None:
+    """Add the sums of the connected sets that meet in a process group, in place: each set is counted once.
+
+    Each set has all of its sums on all of its ranks; those of them that are in the group share them out.
+    """
+    sums /= sum(rank in exchange.plan.ranks for rank in dist.get_process_group_ranks(group))
+    dist.all_reduce(sums, group=group)
+
+
+def scale_groups(groups: Sequence[Mapping[str, Any]], coefficients: Mapping[int, Tensor]) -> None:
+    """Multiply the gradients of each half by its coefficient, a 0-d fp64 tensor."""
     for group in groups:
-        norm = limits[_HALVES.index(group["algorithm"])]
-        if norm is not None:
-            _scale([parameter.grad for parameter in group["params"]], norm, max_norm)
-    whole = set(measured) == set(_HALVES)
-    return GradNorms(total if whole else None, muon if whole else None, adamw)
+        coefficient = coefficients.get(_half(group))
+        if coefficient is None or _is_one(coefficient):
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _multiply(local_of(parameter.grad), coefficient)
 
 
-def _scale(gradients: Sequence[Tensor | None], norm: Tensor, max_norm: float) -> None:
-    """Multiply gradients by min(1, max_norm / norm), as torch's function does, without a host synchronisation."""
-    if norm.device.type == "cpu" and bool(norm <= max_norm):
-        return
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        if gradient is not None:
-            # Multiplied in fp64 would be slower and round the same: the coefficient has been rounded once.
-            local_of(gradient).mul_(coefficient.to(torch.promote_types(gradient.dtype, torch.float32)))
+def _limit_matrices(
+    planned: Planned, state: Mapping[Tensor, Mapping[str, Any]], squares: Tensor, skip: Tensor, max_norm: float
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Limit the gradient of each matrix that is stored here by its running norm; return the fresh running norms."""
+    sizes = [len(numbers) for numbers in planned.matrices_of.values()]
+    if not sizes:
+        return ()
+    none = torch.zeros(max(sizes), device=squares.device)
+    held = [
+        [
+            state.get(tensor, {}).get(key, none[:size]).view(-1)
+            for tensor, size in zip(planned.matrices_of, sizes, strict=True)
+        ]
+        for key in RUNNING
+    ]
+    numbers = torch.tensor([number for some in planned.matrices_of.values() for number in some])
+    numbers = numbers.to(squares.device, non_blocking=True)
+    factors, fresh = _limited(squares[numbers].sqrt(), torch.stack([torch.cat(some) for some in held]), max_norm)
+    every = torch.ones_like(squares).index_copy_(0, numbers, torch.where(skip, 1.0, factors))
+    gradients = {
+        number: own_gradient(member.name, member.tensor)
+        for number, member in enumerate(planned.muon)
+        if member is not None
+    }
+    for factor, assignment, pieces in zip(every, planned.plan.assignments, planned.holdings, strict=True):
+        gradient = gradients.get(assignment.parameter)
+        if gradient is None or _is_one(factor):
+            continue
+        for piece in pieces:
+            _multiply(view_of(gradient, piece), factor)
+    return tuple(zip(planned.matrices_of, torch.split(fresh, sizes, dim=1), strict=True))
+
+
+def _limited(norms: Tensor, running: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return the factors that limit gradients by their running norms, and the running norms after them.
+
+    Args:
+        norms: fp64 (n,), of the gradients; one of exactly zero changes nothing.
+        running: fp32 (2, n): the running norm, and how many gradients it has seen.
+        max_norm: What a gradient may be in units of its running norm, from the first after the warm-up on.
+
+    Returns:
+        fp64 (n,) and fp32 (2, n). The mean of gradients of which one counts as at most twice (`SPIKE`) the mean
+        before it; AdaGC (arXiv 2502.11034) limits what it averages too.
+    """
+    mean, seen = running.double()
+    warm = seen >= WARM_UP
+    limit = max_norm * mean
+    factors = torch.where(warm & (norms > limit), limit / norms, 1.0)
+    counted = torch.where(warm, torch.minimum(norms, SPIKE * mean), norms)
+    rate = (1 / (seen + 1)).clamp(min=1 - DECAY)
+    fresh = torch.stack([mean + rate * (counted - mean), seen + 1])
+    return factors, torch.where(norms > 0, fresh.float(), running)
+
+
+def _half(group: Mapping[str, Any]) -> int:
+    return _INVARIANT if RULES[group["algorithm"]].scale_invariant else _FELT
+
+
+def _is_one(coefficient: Tensor) -> bool:
+    """Whether there is nothing to multiply, where asking does not make the host wait."""
+    return coefficient.device.type == "cpu" and float(coefficient) == 1
+
+
+def _multiply(local: Tensor, coefficient: Tensor) -> None:
+    local.mul_(coefficient.to(torch.promote_types(local.dtype, torch.float32)))
+
+
+def _raise(error: Exception | None, exchange: Exchange, *, here: bool) -> None:
+    """Raise on every rank; ``here`` says whether the error is one of this connected set, which meets to tell it."""
+    if not here:
+        raise PlanError("clip_grad_norm_: found an error on another rank of process_group=; its message names it")
+    try:
+        compare(exchange.group, exchange.plan, None if error is None else str(error))
+    except PlanError:
+        if error is not None:
+            raise error from None
+        raise

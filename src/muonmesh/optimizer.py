@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonmesh.checkpoint import restore_state
-from muonmesh.clip import ClipPolicy, GradNorms, clip_gradients
+from muonmesh.checkpoint import Place, restore_state
+from muonmesh.clip import Clip, ClipPolicy, GradNorms, Limits, clip_gradients
 from muonmesh.comm.agreement import View, compare, connected, group_of, insist
 from muonmesh.comm.exchange import Counts, Exchange
-from muonmesh.comm.storage import Declared, gradient_of, local_of, mesh_groups, partial_axes
+from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
+from muonmesh.comm.storage import Declared, local_of, mesh_groups
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.explain import Explanation, explain, step_size
 from muonmesh.groups import split_params
@@ -24,7 +26,7 @@ from muonmesh.metrics import measure
 from muonmesh.names import canonical_name
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
-from muonmesh.numerics.rules import Rule
+from muonmesh.numerics.rules import AdamWRule, MuonRule
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.planning import (
     Member,
@@ -47,7 +49,7 @@ from muonmesh.settings import (
     check_group,
     check_optimizer,
 )
-from muonmesh.step import Flags, MuonStep, Precision, Slot, Sums, adamw_step
+from muonmesh.step import RUNNING, Flags, MuonStep, Precision, Slot, Sums, adamw_step
 
 
 class Muon(torch.optim.Optimizer):
@@ -98,6 +100,9 @@ class Muon(torch.optim.Optimizer):
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
     """
+
+    # GradScaler then calls `step` whether or not this rank overflowed, so that all ranks skip together.
+    _step_supports_amp_scaling = True
 
     process_group: ProcessGroup
     layouts: dict[str, Declared]
@@ -283,17 +288,30 @@ class Muon(torch.optim.Optimizer):
         self._planned = None
         self._sums: Sums | None = None
         self._pending: Pending | None = None
+        self._clip = Clip()
         self._warned = False
         self._waits: bool | None = None  # whether the host waits for the flags; None: on CPU only
 
     # ---------------------------------------------------------------- the step
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and what clipping decided about them."""
+        self._clip = Clip()
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.grad_scaler.GradScaler | None = None
+    ) -> Any:
         """Take one step; all ranks that share parameters call it.
+
+        Under a GradScaler all ranks skip if one of them overflowed, and its scale is taken out of the gradients before
+        momentum sees them, in fp32, unless ``scaler.unscale_(optimizer)`` has done that.
 
         Args:
             closure: Evaluates the model and returns the loss, with gradients enabled.
+            scaler: The scaler that calls this, ``scaler.step(optimizer, scaler=scaler)``: it is told what the other
+                ranks found, so that scales stay equal. DDP and FSDP2 see to that themselves.
 
         Returns:
             The closure's loss, or None.
@@ -309,26 +327,34 @@ class Muon(torch.optim.Optimizer):
         planned, exchange = self._connect()
         exchange.counts = Counts()
         pending, self._pending = self._pending, None
+        clip, self._clip = self._clip, Clip()
         if pending is not None:
             pending.raise_errors(exchange)
-        muon, others, adamw, error = self._collect(planned)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        muon, others, adamw, error = self._collect(planned, getattr(self, "grad_scale", None))
         rates = [group["lr"] for group in self.param_groups]
         flags, self._pending = preflight(
             planned,
             exchange,
             muon,
             others,
-            error=error,
+            error=error or clip.error,
+            skip=clip.skip,
+            overflow=None if found_inf is None else found_inf != 0,
             at_rest=all(not (isinstance(lr, Tensor) and lr.is_cuda) and float(lr) == 0 for lr in rates),
-            waits=planned.device.type == "cpu" if self._waits is None else self._waits,
+            waits=self._host_waits(planned),
         )
+        if found_inf is not None:
+            self._tell(scaler, found_inf, flags.overflow)
+        if flags.skip:
+            return loss
         if self._sums is not None:
             self._sums = Sums()
         work = MuonStep(
             planned.plan,
             planned.state_holdings,
             muon,
-            [None if slot is None else self._rule(self.param_groups[slot.group]) for slot in muon],
+            [None if slot is None else MuonRule.of(self.param_groups[slot.group]) for slot in muon],
             flags,
             self._precision,
             device=planned.device,
@@ -337,10 +363,30 @@ class Muon(torch.optim.Optimizer):
         )
         exchange.run(work)
         work.finish()
+        for tensor, fresh in clip.running:
+            for key, value in zip(RUNNING, fresh, strict=True):
+                kept = self.state[tensor][key]
+                value = value.view_as(kept)
+                kept.copy_(value if flags.stop is None else torch.where(flags.stop, kept, value))
         return loss
 
+    def _host_waits(self, planned: Planned) -> bool:
+        return planned.device.type == "cpu" if self._waits is None else self._waits
+
+    def _tell(self, scaler: torch.amp.grad_scaler.GradScaler | None, found_inf: Tensor, overflow: Tensor) -> None:
+        """Tell the scaler whether any rank overflowed; warn if it cannot be told and its scale will differ."""
+        if scaler is not None:
+            for found in scaler._found_inf_per_device(self).values():
+                found.copy_(overflow)
+        elif overflow.device.type == "cpu" and bool(overflow) and not bool(found_inf):
+            warnings.warn(
+                "GradScaler: found an overflow on another rank only; all ranks skip, but their loss scales differ from "
+                "now on. Write scaler.step(optimizer, scaler=scaler)",
+                stacklevel=4,
+            )
+
     def _collect(
-        self, planned: Planned
+        self, planned: Planned, scale: Tensor | None
     ) -> tuple[list[Slot | None], list[Slot | None], list[list[Slot]], Exception | None]:
         """Read every gradient: of the Muon half, of AdamW's that other ranks know of, and of each AdamW group.
 
@@ -358,10 +404,20 @@ class Muon(torch.optim.Optimizer):
                 gradient = gradient_of(member.name, member.tensor)
             except (LayoutError, TypeError) as found:
                 error = error or found
+            if gradient is not None and scale is not None:
+                gradient = unscaled(gradient, scale)
             if gradient is not None and not any(partial_axes(gradient)):
                 gradient = gradient.contiguous()
-            name, tensor, state = member.name, member.tensor, self.state[member.tensor]
-            slots[id(member)] = Slot(name, tensor, state, gradient, member.group, member.storage, member.state)
+            slots[id(member)] = Slot(
+                member.name,
+                member.tensor,
+                self.state[member.tensor],
+                gradient,
+                member.group,
+                member.storage,
+                member.state,
+                len(planned.matrices_of.get(member.tensor, ())),
+            )
             return slots[id(member)]
 
         muon, others = [slot(member) for member in planned.muon], [slot(member) for member in planned.others]
@@ -377,24 +433,11 @@ class Muon(torch.optim.Optimizer):
                 continue
             group = self.param_groups[slots[0].group]
             before = [local_of(slot.tensor).double() for slot in slots] if self._sums is not None else []
-            adamw_step(slots, group, self._precision, flags)
+            adamw_step(slots, AdamWRule.of(group), self._precision, flags)
             for slot, old in zip(slots, before, strict=False):
                 assert self._sums is not None
                 moved = local_of(slot.tensor).double() - old * (1 - group["lr"] * group["weight_decay"])
                 self._sums.add(slot.group, moved.square().sum() / slot.storage.copies)
-
-    def _rule(self, group: Mapping[str, Any]) -> Rule:
-        return Rule(
-            lr=group["lr"],
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            weight_decay=group["weight_decay"],
-            scale_mode=group["scale_mode"],
-            extra_scale_factor=group["extra_scale_factor"],
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            method=group["ns_method"],
-        )
 
     def _warn_about_rounding(self, planned: Planned) -> None:
         """Warn once if low-precision weights without masters would swallow typical steps."""
@@ -419,25 +462,53 @@ class Muon(torch.optim.Optimizer):
             return
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, *, policy: ClipPolicy = "adamw_only", norms: bool = True) -> GradNorms:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        *,
+        policy: ClipPolicy = "adamw_only",
+        skip_above: float = math.inf,
+        norms: bool = True,
+        norm_type: float = 2.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> GradNorms:
         """Clip the gradients by their norm over all ranks; all ranks call it, before ``step``.
 
         Muon's direction has no magnitude, so a factor on its gradients only changes the weight of this step inside
-        the momentum; by default they are measured and left alone.
+        the momentum; by default they are measured and left alone (Megatron-LM pull request 5395).
 
         Args:
             max_norm: Largest norm; inf only measures.
             policy: "adamw_only": the AdamW groups, by their own norm. "all": everything by the total norm, as
-                ``torch.nn.utils.clip_grad_norm_``. "separate": each half by its own norm.
-            norms: False leaves out the norms that the policy does not need.
+                ``torch.nn.utils.clip_grad_norm_``. "separate": each half by its own norm. "per_matrix": AdamW's half
+                as in "adamw_only", and the gradient of each of Muon's matrices is limited to ``max_norm`` times its
+                own running norm, a mean over about twenty gradients that is kept in the state; the first ten
+                gradients of a matrix are only measured (see `muonmesh.clip`).
+            skip_above: The next step changes nothing, on any rank, if a norm by which the policy clips is above this,
+                or if anything measured is not finite. The host need not wait for that: weights, momentum and step
+                counters stay as they are bit for bit.
+            norms: False leaves out the norms that the policy does not need; a non-finite gradient of Muon's half is
+                then seen only by policies that measure it, or with ``skip_above``.
+            norm_type: 2, the only one there is.
+            process_group: Ranks of optimizers that share no parameter, such as pipeline stages, to be clipped by a
+                common norm: a group that holds this rank and at least one of each other stage.
+
+        Returns:
+            The norms before clipping, and whether the next step is skipped.
 
         Raises:
-            ValueError: max_norm is negative or NaN, or the policy is unknown.
+            ValueError: max_norm, skip_above or norm_type is out of range, or the policy is unknown.
+            LayoutError, TypeError: a gradient lives elsewhere than its parameter, or is sparse. On CUDA it is raised
+                by ``step``.
+            PlanError: on the other ranks then.
         """
         planned, exchange = self._connect()
-        return clip_gradients(
-            planned.members, self.param_groups, exchange, planned.device, max_norm, policy=policy, norms=norms
+        limits = Limits(max_norm, policy, skip_above, norms, norm_type)
+        waits = self._host_waits(planned)
+        found, self._clip = clip_gradients(
+            planned, self.param_groups, self.state, exchange, limits, process_group=process_group, waits=waits
         )
+        return found
 
     # ---------------------------------------------------------------- state
 
@@ -448,7 +519,11 @@ class Muon(torch.optim.Optimizer):
             StateError: the state is of another layout, algorithm or splitting than this optimizer's parameters;
                 nothing has been loaded.
         """
-        places = {member.tensor: (member.storage, member.state) for member in self._plan().members}
+        planned = self._plan()
+        places = {
+            member.tensor: Place(member.storage, member.state, len(planned.matrices_of.get(member.tensor, ())))
+            for member in planned.members
+        }
         restore_state(self, state_dict, self._precision, places, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -91,6 +91,19 @@ class Planned:
         """Where the flags of each parameter stand."""
         return Census.of(self.plan, self.rank)
 
+    @cached_property
+    def matrices_of(self) -> dict[Tensor, tuple[int, ...]]:
+        """For each tensor of the Muon half on this rank the numbers of its matrices' assignments, in order."""
+        numbers = {(a.parameter, a.matrix.index): number for number, a in enumerate(self.plan.assignments)}
+        found: dict[Tensor, tuple[int, ...]] = {}
+        for parameter, member in enumerate(self.muon):
+            if member is not None:
+                matrices = self.plan.parameters[parameter].matrices
+                found[member.tensor] = found.get(member.tensor, ()) + tuple(
+                    numbers[parameter, m.index] for m in matrices
+                )
+        return found
+
     @property
     def members(self) -> list[Member]:
         """All parameters of this rank, the Muon half first."""

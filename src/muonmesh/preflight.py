@@ -11,11 +11,15 @@ from torch import Tensor
 from muonmesh.census import Census
 from muonmesh.comm.agreement import compare
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.storage import local_of, partial_axes, reduced
+from muonmesh.comm.gradients import partial_axes, reduced
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.planning import Planned
 from muonmesh.step import Flags, Slot, nonzero_on_device, nonzero_on_host
+
+_SKIP, _OVERFLOW, _MOVES, _ERROR = -4, -3, -2, -1
+"""Places of the last flags."""
 
 
 @dataclass
@@ -52,20 +56,24 @@ def preflight(
     adamw: Sequence[Slot | None],
     *,
     error: Exception | None,
+    skip: Tensor | None,
+    overflow: Tensor | None,
     at_rest: bool,
     waits: bool,
 ) -> tuple[Flags, Pending | None]:
     """Reduce one vector of small flags over all ranks; raise on every rank if any found an error.
 
-    The vector holds for each Matrix "any non-zero gradient", then what `Census` says, and last "something moves" and
-    "error". Partial gradients are reduced: on a host that waits after the ranks have agreed on who takes part, else
-    before, by the ranks that have one.
+    The vector holds for each Matrix "any non-zero gradient", then what `Census` says, and last "skip", "overflow",
+    "something moves" and "error". Partial gradients are reduced: on a host that waits after the ranks have agreed on
+    who takes part, else before, by the ranks that have one.
 
     Args:
         planned: What is stepped.
         exchange: Reduces.
         muon, adamw: The parameters with their gradients, as `Planned` numbers them.
         error: What this rank found wrong; it takes part all the same, so that nobody waits for it.
+        skip: 0-d bool tensor, whether this rank says that the step changes nothing.
+        overflow: Likewise, whether its GradScaler has found an overflow; skips too.
         at_rest: Every learning rate is exactly 0.
         waits: Whether the host reads the flags now. If not, writes are masked by them on the device, and errors are
             raised through the Pending when the next step begins.
@@ -82,8 +90,10 @@ def preflight(
             if slot is not None and any(axes := partial_axes(slot.gradient)):
                 slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
     gradients = [local_of(slot.gradient) for slot in adamw if slot is not None and slot.gradient is not None]
+    told = [torch.zeros((), dtype=torch.bool) if flag is None else flag for flag in (skip, overflow)]
     tail = [
         *census.counted(slots),
+        *(int(bool(flag)) if flag.device.type == "cpu" else 0 for flag in told),
         int(at_rest and any(bool(gradient.any()) for gradient in gradients)),
         int(error is not None),
     ]
@@ -92,13 +102,19 @@ def preflight(
     else:
         nonzero = nonzero_on_device(plan, planned.holdings, muon, device)
     flags = torch.cat([nonzero, torch.tensor(tail, dtype=torch.uint8).to(device, non_blocking=True)])
+    for place, flag in zip((_SKIP, _OVERFLOW), told, strict=True):
+        if flag.device.type != "cpu":
+            flags[place] = flag
     exchange.reduce_flags(flags)
+    overflowed = flags[_OVERFLOW] != 0
     matrices = len(plan.assignments)
     if not waits:
-        stop = _stop(census, matrices, flags)
+        stop = _stop(census, matrices, flags) | (flags[_SKIP] != 0) | overflowed
         active = (flags[:matrices] != 0) & ~stop
         present = [slot is not None and slot.gradient is not None for slot in muon]
-        return Flags(list(active.unbind()), present, stop=stop), Pending.start(flags, error, planned, census)
+        return Flags(list(active.unbind()), present, overflowed, stop=stop), Pending.start(
+            flags, error, planned, census
+        )
     found = flags.tolist()
     _raise_errors(planned, census, exchange, found, error)
     for number, axes in _partial(census, found[matrices + 2 * census.size :]).items():
@@ -106,8 +122,10 @@ def preflight(
         if slot is not None:
             slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
     present = [any(found[matrices + first : matrices + first + count]) for first, count in census.presence]
-    only_creates_state = at_rest and not found[-2] and not any(found[:matrices])
-    return Flags([bool(flag) for flag in found[:matrices]], present[: len(muon)], only_creates_state), None
+    only_creates_state = at_rest and not found[_MOVES] and not any(found[:matrices])
+    nonzeros = [bool(flag) for flag in found[:matrices]]
+    skips = bool(found[_SKIP] or found[_OVERFLOW])
+    return Flags(nonzeros, present[: len(muon)], overflowed, skips, only_creates_state), None
 
 
 def _partial(census: Census, flags: Sequence[int]) -> dict[int, tuple[bool, ...]]:
@@ -123,7 +141,7 @@ def _partial(census: Census, flags: Sequence[int]) -> dict[int, tuple[bool, ...]
 def _raise_errors(
     planned: Planned, census: Census, exchange: Exchange, flags: Sequence[int], error: Exception | None
 ) -> None:
-    if flags[-1]:
+    if flags[_ERROR]:
         try:
             compare(exchange.group, exchange.plan, None if error is None else str(error))
         except PlanError:
@@ -165,4 +183,4 @@ def _stop(census: Census, matrices: int, flags: Tensor) -> Tensor:
     replicated = torch.tensor(census.replicated, dtype=torch.uint8).to(flags.device, non_blocking=True)
     partial = flags[matrices + 2 * census.size :]
     mixed = partial[: census.width] * partial[census.width : 2 * census.width]
-    return (flags[-1] != 0) | (present * missing * replicated != 0).any() | (mixed != 0).any()
+    return (flags[_ERROR] != 0) | (present * missing * replicated != 0).any() | (mixed != 0).any()

@@ -17,7 +17,7 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg, pieces
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
-from muonmesh.numerics.rules import Rule, apply_update, update_momentum, write_direction
+from muonmesh.numerics.rules import AdamWRule, MuonRule, apply_update, update_momentum, write_direction
 from muonmesh.numerics.scale import update_scale
 from muonmesh.numerics.threads import run_all, scratch
 
@@ -30,6 +30,9 @@ _TOGETHER_ELSEWHERE = 1 << 26
 _PROBE = 4096
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
 
+
+RUNNING = ("running_norm", "running_norm_steps")
+"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -47,6 +50,7 @@ class Slot:
         group: Number of its group.
         storage: Where it lives.
         place: Where its momentum lives.
+        matrices: How many matrices its tensor holds, those of other parameters in a flat tensor too.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Slot:
     group: int
     storage: Storage
     place: Storage
+    matrices: int
 
 
 @dataclass(frozen=True)
@@ -75,13 +80,18 @@ class Flags:
         nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans, or where the host
             does not wait for them (CUDA) 0-d bool tensors.
         present: For each Muon parameter whether any rank has a gradient.
+        skip: Whether some rank says that this step changes nothing.
+        overflow: Whether some rank's GradScaler has found an overflow: a 0-d bool tensor.
         only_creates_state: Whether this is the step by which torch's checkpoint code creates state: learning
             rate 0 and every gradient exactly zero.
-        stop: 0-d bool tensor, true if some rank found an error that the host does not know yet; None on CPU.
+        stop: 0-d bool tensor, true if some rank found an error or skips, which the host does not know yet; None on
+            CPU.
     """
 
     nonzero: list[bool] | list[Tensor]
     present: list[bool]
+    overflow: Tensor
+    skip: bool = False
     only_creates_state: bool = False
     stop: Tensor | None = None
 
@@ -114,7 +124,7 @@ class MuonStep:
         plan: Plan,
         holdings: Holdings,
         slots: Sequence[Slot | None],
-        rules: Sequence[Rule | None],
+        rules: Sequence[MuonRule | None],
         flags: Flags,
         precision: Precision,
         *,
@@ -162,7 +172,7 @@ class MuonStep:
             return
         momentum = local_of(slot.state["momentum_buffer"])
         for piece in self._holdings[assignment]:
-            update_momentum(_view(momentum, piece), _view(slot.gradient, piece), rule, active=_mask(flag))
+            update_momentum(view_of(momentum, piece), view_of(slot.gradient, piece), rule, active=_mask(flag))
 
     def local(self, matrices: Sequence[Local]) -> None:
         """Take matrices that nobody else has through the whole step, one batch on one thread after the other.
@@ -205,9 +215,9 @@ class MuonStep:
         if "momentum_buffer" not in slot.state:  # no rank has ever had a gradient
             into.zero_()
             return
-        momentum = _view(local_of(slot.state["momentum_buffer"]), leg.piece)
+        momentum = view_of(local_of(slot.state["momentum_buffer"]), leg.piece)
         assert slot.gradient is not None
-        gradient = _view(slot.gradient, leg.piece)
+        gradient = view_of(slot.gradient, leg.piece)
         flag = self._active(leg.assignment)
         if fold and flag is not False:
             update_momentum(momentum, gradient, rule, active=_mask(flag), into=into)
@@ -267,12 +277,12 @@ class MuonStep:
         slot, rule = self._slots[leg.parameter], self._rules[leg.parameter]
         matrix = self._plan.assignments[leg.assignment].matrix
         scale = rule.extra_scale_factor * update_scale(matrix.rows, matrix.cols, rule.scale_mode)
-        weights = _view(self._weights[leg.parameter], leg.piece)
+        weights = view_of(self._weights[leg.parameter], leg.piece)
         master = slot.state.get("master")
         if master is None:
             apply_update(weights, update, rule, scale=scale, active=_mask(flag))
         else:
-            held = _view(local_of(master), leg.piece)
+            held = view_of(local_of(master), leg.piece)
             apply_update(held, update, rule, scale=scale, active=_mask(flag))
             weights.copy_(held)
         if self._sums is not None:
@@ -294,13 +304,21 @@ class MuonStep:
 
 
 def create_state(slot: Slot, precision: Precision) -> None:
-    """Create the momentum, and the master, of a Muon parameter where missing."""
+    """Create the momentum, the running norms of `clip` and the master of a Muon parameter where missing."""
     local = local_of(slot.tensor)
     if "momentum_buffer" not in slot.state:
         shape = local.shape if slot.place is slot.storage else local_shape(slot.place)
         zeros = torch.zeros(shape, dtype=precision.state, device=local.device)
         slot.state["momentum_buffer"] = slot.place.wrap(zeros)
+    for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
+        if key not in slot.state:
+            slot.state[key] = torch.zeros(running_shape(slot.matrices), dtype=torch.float32, device=local.device)
     _create_master(slot, precision)
+
+
+def running_shape(matrices: int) -> tuple[int, ...]:
+    """Return the shape of a tensor's running norms: 0-d for a single matrix, as AdamW's step count."""
+    return () if matrices == 1 else (matrices,)
 
 
 def _create_master(slot: Slot, precision: Precision) -> None:
@@ -341,7 +359,7 @@ def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]
     found = []
     for assignment, parts in zip(plan.assignments, holdings, strict=True):
         gradient = _gradient(slots[assignment.parameter])
-        found.append(int(gradient is not None and any(_any_nonzero(_view(gradient, piece)) for piece in parts)))
+        found.append(int(gradient is not None and any(_any_nonzero(view_of(gradient, piece)) for piece in parts)))
     return found
 
 
@@ -352,7 +370,7 @@ def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | Non
         gradient = _gradient(slots[assignment.parameter])
         if gradient is not None:
             numbers += [number] * len(parts)
-            views += [_view(gradient, piece) for piece in parts]
+            views += [view_of(gradient, piece) for piece in parts]
     found = torch.zeros(len(plan.assignments), dtype=torch.uint8, device=device)
     if views:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(views, float("inf"))])
@@ -372,7 +390,7 @@ def _any_nonzero(view: Tensor) -> bool:
     return bool(flat[:_PROBE].any()) or bool(flat.any())
 
 
-def adamw_step(slots: Sequence[Slot], group: dict[str, Any], precision: Precision, flags: Flags) -> None:
+def adamw_step(slots: Sequence[Slot], rule: AdamWRule, precision: Precision, flags: Flags) -> None:
     """Step one AdamW group with torch's own AdamW on what this rank stores.
 
     Moments have the dtype of the weights they move: the parameter's, or the master's.
@@ -398,10 +416,10 @@ def adamw_step(slots: Sequence[Slot], group: dict[str, Any], precision: Precisio
             masters.append((local_of(slot.tensor), weights[-1]))
     if flags.only_creates_state or not weights:
         return
-    lr = group["lr"]
+    lr = rule.lr
     if isinstance(lr, Tensor) and lr.device.type == "cpu":
         lr = float(lr)
-    beta1, beta2 = group["adamw_betas"]
+    beta1, beta2 = rule.betas
     adamw(
         weights,
         gradients,
@@ -417,8 +435,8 @@ def adamw_step(slots: Sequence[Slot], group: dict[str, Any], precision: Precisio
         beta1=beta1,
         beta2=beta2,
         lr=lr,
-        weight_decay=group["weight_decay"],
-        eps=group["adamw_eps"],
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
     )
     for parameter, master in masters:
         parameter.copy_(master)
@@ -428,7 +446,8 @@ def _contiguous(local: Tensor) -> Tensor:
     return local if local.is_contiguous() else local.contiguous()
 
 
-def _view(storage: Tensor, piece: Piece) -> Tensor:
+def view_of(storage: Tensor, piece: Piece) -> Tensor:
+    """Return the elements of a contiguous local storage that a piece names."""
     if piece.storage_start == 0 and piece.shape == storage.shape:
         return storage  # the common case: the whole of what is stored
     start = storage.storage_offset() + piece.storage_start

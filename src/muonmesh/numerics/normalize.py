@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -92,3 +94,19 @@ def rescale_rows(x: Tensor, gram: Tensor) -> None:
     exact = torch.promote_types(x.dtype, torch.float32)
     sums = gram.abs().sum(-1, keepdim=True, dtype=exact)
     x.div_(torch.where(sums == 0, 1.0, sums).sqrt())
+
+
+def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each tensor, fp64 (n,), computed in fp64; no host synchronisation.
+
+    Args:
+        tensors: At least one; any shapes, strides and real dtypes, on one device.
+    """
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+    return torch.stack([_sum_of_squares(tensor) for tensor in tensors])
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    parts = [part.double() for part in torch.split(tensor.reshape(-1), 2 * CACHED)]
+    return torch.stack([torch.dot(part, part) for part in parts]).sum()

@@ -6,8 +6,9 @@ Only operations whose vector tails round as their vector bodies do are used: ``l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,10 +28,50 @@ class Rule:
     """A param group's hyperparameters, snapshotted for one step.
 
     Attributes:
+        scale_invariant: Whether the update stays the same when all gradients are multiplied by one number, so that
+            clipping by a norm says nothing to it. A rule that does not claim it is clipped.
+        lr: Learning rate.
+        weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
+    """
+
+    scale_invariant: ClassVar[bool] = False
+
+    lr: float | Tensor
+    weight_decay: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Rule:
+        """Snapshot a group."""
+        return cls(group["lr"], group["weight_decay"])
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWRule(Rule):
+    """AdamW (arXiv 1711.05101): ε in its denominator makes it feel the scale of its gradients.
+
+    Attributes:
+        betas: Decay rates of the moments.
+        eps: ε.
+    """
+
+    betas: tuple[float, float]
+    eps: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdamWRule:
+        """Snapshot a group."""
+        beta1, beta2 = group["adamw_betas"]
+        return cls(group["lr"], group["weight_decay"], (beta1, beta2), group["adamw_eps"])
+
+
+@dataclass(frozen=True, slots=True)
+class MuonRule(Rule):
+    """Momentum, orthogonalised.
+
+    Attributes:
         lr: Learning rate; times the update scale it is the spectral norm of one step.
         momentum: μ of the running mean ``m ← lerp(m, g, 1 − μ)``.
         nesterov: Whether the direction is ``lerp(g, m, μ)`` rather than ``m``.
-        weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         scale_mode: See `update_scale`.
         extra_scale_factor: Multiplies the scale.
         coefficients: Coefficient set, see `orthogonalize`.
@@ -38,19 +79,38 @@ class Rule:
         method: See `orthogonalize`.
     """
 
-    lr: float | Tensor
+    scale_invariant: ClassVar[bool] = True
+
     momentum: float
     nesterov: bool
-    weight_decay: float
     scale_mode: ScaleMode
     extra_scale_factor: float
     coefficients: Coefficients
     steps: int
     method: Method
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> MuonRule:
+        """Snapshot a group."""
+        return cls(
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            scale_mode=group["scale_mode"],
+            extra_scale_factor=group["extra_scale_factor"],
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            method=group["ns_method"],
+        )
+
+
+RULES: dict[str, type[Rule]] = {"muon": MuonRule, "adamw": AdamWRule}
+"""The rule of each ``algorithm`` of a group."""
+
 
 def update_momentum(
-    momentum: Tensor, gradient: Tensor, rule: Rule, *, active: Tensor | None = None, into: Tensor | None = None
+    momentum: Tensor, gradient: Tensor, rule: MuonRule, *, active: Tensor | None = None, into: Tensor | None = None
 ) -> None:
     """Fold a gradient into the momentum in place: ``m ← lerp(m, g, 1 − μ)``, denormals flushed to zero.
 
@@ -77,7 +137,7 @@ def update_momentum(
         _unflatten(flat, into)
 
 
-def write_direction(momentum: Tensor, gradient: Tensor, rule: Rule, into: Tensor) -> None:
+def write_direction(momentum: Tensor, gradient: Tensor, rule: MuonRule, into: Tensor) -> None:
     """Write what is to be orthogonalised: ``lerp(g, m, μ)`` with Nesterov, else the momentum.
 
     Args:
@@ -92,7 +152,7 @@ def write_direction(momentum: Tensor, gradient: Tensor, rule: Rule, into: Tensor
     _unflatten(flat, into)
 
 
-def _direction(m: Tensor, g: Tensor, rule: Rule, out: Tensor) -> None:
+def _direction(m: Tensor, g: Tensor, rule: MuonRule, out: Tensor) -> None:
     out.copy_(torch.lerp(g.to(m.dtype), m, rule.momentum) if rule.nesterov else m)
 
 
@@ -111,7 +171,9 @@ def _unflatten(flat: Tensor, into: Tensor) -> None:
     into.copy_(flat)
 
 
-def apply_update(parameter: Tensor, update: Tensor, rule: Rule, *, scale: float, active: Tensor | None = None) -> None:
+def apply_update(
+    parameter: Tensor, update: Tensor, rule: MuonRule, *, scale: float, active: Tensor | None = None
+) -> None:
     """Write ``p ← p·(1 − lr·wd) − lr·scale·u`` in place, computed in fp32 or wider and rounded once.
 
     Args:
