@@ -170,6 +170,8 @@ def clip_gradients(
         limits.check()
     except ValueError as found:
         error = found
+    if error is not None and sums.is_meta:
+        raise error  # nothing here has data, so nothing can be asked of the others
     sums[_ERRORS] = int(error is not None)
     exchange.reduce_sums(sums)
     here = sums[_ERRORS].clone()

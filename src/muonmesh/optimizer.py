@@ -365,9 +365,10 @@ class Muon(torch.optim.Optimizer):
         work.finish()
         for tensor, fresh in clip.running:
             for key, value in zip(RUNNING, fresh, strict=True):
-                kept = self.state[tensor][key]
-                value = value.view_as(kept)
-                kept.copy_(value if flags.stop is None else torch.where(flags.stop, kept, value))
+                kept = self.state[tensor].get(key)
+                if kept is not None:  # else no rank has ever had a gradient
+                    value = value.view_as(kept)
+                    kept.copy_(value if flags.stop is None else torch.where(flags.stop, kept, value))
         return loss
 
     def _host_waits(self, planned: Planned) -> bool:

@@ -1,85 +1,704 @@
-"""Clipping: norms over all shards, each element once, and Muon's gradients left alone by default."""
+"""Clipping: norms over all shards, each element once; what a policy scales, and what a skipped step leaves alone."""
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
-from tests import problem
+from muonmesh import clip
+from muonmesh.clip import DECAY, SPIKE, WARM_UP
+from muonmesh.comm.storage import local_of
+from muonmesh.numerics.rules import RULES, MuonRule, Rule
+from tests import layouts, problem
+from tests.meshes import mesh_of
+from tests.parallel.test_every_layout import MESHES
+from tests.reference import split
 
 MUON = [name for name, (_, spec) in problem.PARAMETERS.items() if spec != "adamw"]
+ADAMW = [name for name in problem.PARAMETERS if name not in MUON]
+POLICIES = ("adamw_only", "all", "separate", "per_matrix")
+SETTINGS = {**problem.SETTINGS, "compute_dtype": torch.float32}
+HOLD: dict[str, tuple[int, ...]] = {  # way of holding: on how many ranks
+    "ddp": (2, 4),
+    "fsdp": (2, 4),
+    "shard1": (4,),
+    "hsdp": (4,),
+    "rows by cols": (4,),
+    "fsdp over colwise": (4,),
+    "fsdp over rowwise": (4,),
+    "three axes": (4,),
+    "experts": (4,),
+    "declared rows by cols": (4,),
+    "flat": (2, 4),
+    "flat of tensor parallel": (4,),
+}
+CASES = [(ranks, way) for way, some in HOLD.items() for ranks in some]
 
 
-def clipped(layout: str, max_norm: float, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    model, group = problem.hold(layout, problem.initial())
-    optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-    for name, gradient in problem.gradients(4).items():
-        model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
-    norms = optimizer.clip_grad_norm_(max_norm, **options)
-    assert norms.item() == pytest.approx(float(norms), nan_ok=True)
-    values = [math.nan if n is None else float(n) for n in (norms.total, norms.muon, norms.adamw)]
-    return values, {name: problem.whole(p.grad) for name, p in model.named_parameters()}
+def held(way: str) -> layouts.Held:
+    values = problem.initial()
+    if way.startswith("flat"):
+        return layouts.flat(problem.PARAMETERS, values, tensor_parallel=2 if "tensor" in way else 1)
+    if way.removeprefix("declared ") in MESHES:
+        sizes, place = MESHES[way.removeprefix("declared ")]
+        hold = layouts.declared if way.startswith("declared") else layouts.dtensors
+        return hold(problem.PARAMETERS, values, mesh_of(sizes), lambda _, shape: place(len(shape)))
+    model, group = problem.hold(way, values)
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
+
+    return layouts.Held(
+        problem.groups(model), {"process_group": group}, give, lambda optimizer: problem.result(model, optimizer)
+    )
 
 
-def expected(names: list[str]) -> float:
-    return math.sqrt(sum(float(problem.gradients(4)[name].double().square().sum()) for name in names))
+def huge(step: int) -> dict[str, Tensor]:
+    """Squares of some overflow in fp32, those of others vanish."""
+    scales = {"even": 1e25, "experts": 1e22, "norm": 3e24, "embedding": 1e-25}
+    return {name: value * scales.get(name, 1.0) for name, value in problem.initial(2000 + step).items()}
 
 
-@pytest.mark.parametrize("policy", ["adamw_only", "all", "separate"])
-@pytest.mark.parametrize(("ranks", "layout"), [(2, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "shard1")])
-def test_norms_and_clipped_gradients_are_those_of_one_process(workers, ranks: int, layout: str, policy: str) -> None:
-    adamw = [name for name in problem.PARAMETERS if name not in MUON]
-    alone_norms, alone = clipped("local", 1.5, policy=policy)
-    assert alone_norms == pytest.approx([expected([*problem.PARAMETERS]), expected(MUON), expected(adamw)], rel=1e-12)
-    for norms, gradients in workers(ranks).run(clipped, layout, 1.5, policy=policy):
-        assert norms == pytest.approx(alone_norms, rel=1e-12)
-        assert problem.differing(gradients, alone) == []
+def spiky(step: int, spike: int = WARM_UP + 2) -> dict[str, Tensor]:
+    """Gradients of one size, those of two matrices and one vector a thousand times that in one step."""
+    sizes = {"qkv": 1e3, "tall": 1e3, "norm": 1e3} if step == spike else {}
+    values = {name: value * sizes.get(name, 1.0) for name, value in problem.initial(3000 + step).items()}
+    values["square"] = torch.zeros_like(values["square"]) if step % 3 else values["square"]
+    return values
+
+
+def norm_of(gradients: dict[str, Tensor], names: list[str]) -> float:
+    return math.sqrt(math.fsum(float(gradients[name].double().square().sum()) for name in names))
+
+
+def trained(way: str, policy: str, steps: int, given: Callable[[int], dict[str, Tensor]], **options: Any) -> Any:
+    """Step with clipping before each step; return the norms, and parameters and state."""
+    holding = held(way)
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    found = []
+    for step in range(steps):
+        holding.give(given(step))
+        norms = optimizer.clip_grad_norm_(1.5, policy=policy, **options)
+        found.append((float(norms.total), float(norms.muon), float(norms.adamw), bool(norms.skipped)))
+        optimizer.step()
+    return found, holding.whole(optimizer)
+
+
+def norms_and_collectives(way: str) -> tuple[list[float], list[int]]:
+    holding = held(way)
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    holding.give(huge(0))
+    counts = []
+    for policy in POLICIES:  # the first call of all makes the plan
+        norms = optimizer.clip_grad_norm_(math.inf, policy="adamw_only")
+        before = issued()
+        norms = optimizer.clip_grad_norm_(math.inf, policy=policy)
+        if dist.get_rank() == 0:
+            float(norms), norms.item(), bool(norms.skipped)
+        counts.append(issued() - before)
+    return [float(norms.total), float(norms.muon), float(norms.adamw)], counts
+
+
+def issued() -> int:
+    """How many collectives this rank has issued on the default group."""
+    return dist.group.WORLD._get_sequence_number_for_group()
+
+
+@pytest.mark.parametrize(("ranks", "way"), CASES)
+def test_norms_are_those_of_the_whole_gradients_by_one_collective(workers, ranks: int, way: str) -> None:
+    expected = [norm_of(huge(0), names) for names in ([*MUON, *ADAMW], MUON, ADAMW)]
+    for norms, counts in workers(ranks).run(norms_and_collectives, way):
+        assert norms == pytest.approx(expected, rel=1e-12)
+        assert counts == [1] * len(POLICIES)
+
+
+def all_policies(way: str) -> list[Any]:
+    """Two steps of each, four of "per_matrix" with a warm-up of two and a spike in the third."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip, "WARM_UP", 2)
+        return [
+            trained(way, policy, 4, functools.partial(spiky, spike=2))
+            if policy == "per_matrix"
+            else trained(way, policy, 2, problem.gradients)
+            for policy in POLICIES
+        ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    return all_policies("local")
+
+
+@pytest.mark.parametrize(("ranks", "way"), CASES)
+def test_every_policy_has_the_bits_of_one_process(workers, alone, ranks: int, way: str) -> None:
+    for outcome in workers(ranks).run(all_policies, way):
+        for (norms, result), (alone_norms, expected) in zip(outcome, alone, strict=True):
+            assert problem.differing(result, expected) == []
+            for mine, one in zip(norms, alone_norms, strict=True):
+                assert mine == pytest.approx(one, rel=1e-12)
+
+
+def clipped(gradients: dict[str, Tensor], policy: str, **options: Any) -> dict[str, Tensor]:
+    model, group = problem.hold("local", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **SETTINGS)
+    for name, gradient in gradients.items():
+        model.get_parameter(name).grad = gradient.clone()
+    optimizer.clip_grad_norm_(1.5, policy=policy, **options)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def test_what_each_policy_scales() -> None:
     raw = problem.gradients(4)
-    for policy in ("adamw_only", "all", "separate"):
-        _, gradients = clipped("local", 1.5, policy=policy)
-        factors = {name: float(gradients[name].norm() / raw[name].norm()) for name in raw}
-        muon, adamw = factors["even"], factors["embedding"]
-        norms = {"adamw_only": (None, "adamw"), "all": ("total", "total"), "separate": ("muon", "adamw")}[policy]
-        values = dict(zip(("total", "muon", "adamw"), clipped("local", math.inf)[0], strict=True))
-        for factor, norm in zip((muon, adamw), norms, strict=True):
-            assert factor == pytest.approx(1.0 if norm is None else 1.5 / values[norm], rel=1e-5)
-        if policy == "adamw_only":
-            assert all(torch.equal(gradients[name], raw[name]) for name in MUON)
+    norm = {names[0]: norm_of(raw, names) for names in (MUON, ADAMW)}
+    total = norm_of(raw, [*MUON, *ADAMW])
+    by = {
+        "adamw_only": (None, norm[ADAMW[0]]),
+        "per_matrix": (None, norm[ADAMW[0]]),
+        "all": (total, total),
+        "separate": (norm[MUON[0]], norm[ADAMW[0]]),
+    }
+    for policy in POLICIES:
+        gradients = clipped(raw, policy)
+        for names, limit in zip((MUON, ADAMW), by[policy], strict=True):
+            for name in names:
+                if limit is None:
+                    assert torch.equal(gradients[name], raw[name])
+                else:
+                    assert torch.allclose(gradients[name], raw[name] * (1.5 / limit), rtol=1e-6, atol=0)
 
 
 def test_small_gradients_are_not_scaled_and_torch_agrees() -> None:
-    _, gradients = clipped("local", 1e9, policy="all")
-    assert problem.differing(gradients, problem.gradients(4)) == []
+    small = {name: gradient * 1e-9 for name, gradient in problem.gradients(4).items()}
+    assert problem.differing(clipped(small, "all"), small) == []
     model, _ = problem.hold("local", problem.initial())
     for name, gradient in problem.gradients(4).items():
         model.get_parameter(name).grad = gradient
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.5)
-    _, ours = clipped("local", 1.5, policy="all")
+    ours = clipped(problem.gradients(4), "all")
     for name, parameter in model.named_parameters():
         assert torch.allclose(ours[name], parameter.grad, rtol=1e-5)
 
 
+def test_torch_clips_our_gradients_by_the_same_norm_under_fsdp(workers) -> None:
+    for ours, torchs in workers(2).run(both_norms):
+        assert ours == pytest.approx(torchs, rel=1e-6)
+
+
+def both_norms() -> tuple[float, float]:
+    model, group = problem.hold("fsdp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **SETTINGS)
+    for name, gradient in problem.gradients(4).items():
+        model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
+    ours = float(optimizer.clip_grad_norm_(math.inf))
+    return ours, float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor())
+
+
+# ------------------------------------------------------------------- per matrix
+
+
+def running(norms: list[float], max_norm: float) -> tuple[list[float], float, int]:
+    """The documented rule in Python floats: the factors of each gradient, the running norm, how many it has seen."""
+    mean, seen, factors = 0.0, 0, []
+    for norm in norms:
+        warm = seen >= 10
+        factors.append(min(1.0, max_norm * mean / norm) if warm and norm else 1.0)
+        if norm:
+            seen += 1
+            counted = min(norm, 2 * mean) if warm else norm
+            mean += max(1 - 0.95, 1 / seen) * (counted - mean)
+    return factors, mean, seen
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1.5, 4.0])
+def test_per_matrix_limits_each_matrix_by_its_own_running_norm(max_norm: float) -> None:
+    assert (DECAY, WARM_UP, SPIKE) == (0.95, 10, 2.0)
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(24, 10, generator=generator))
+    group = {"params": [weight], "param_names": ["qkv"], "name": "muon", "matrices": [("rows", 8, 8, 8)]}
+    optimizer = mm.Muon([group], lr=0.01)
+    norms: list[list[float]] = [[], [], []]
+    scales: list[list[float]] = [[], [], []]
+    for step in range(40):
+        gradient = torch.randn(24, 10, generator=generator)
+        gradient[:8] *= 1e4 if step in (15, 16) else 1.0  # a spike in the first only
+        gradient[8:16] *= 1.2**step  # benign growth
+        gradient[16:] *= float(step % 4 == 0)  # often exactly zero
+        weight.grad = gradient.clone()
+        optimizer.clip_grad_norm_(max_norm, policy="per_matrix")
+        for part, (raw, left) in enumerate(zip(split(gradient, ("rows", 8, 8, 8)), weight.grad.split(8), strict=True)):
+            norms[part].append(float(raw.double().norm()))
+            scales[part].append(float(left.double().norm()) / norms[part][-1] if norms[part][-1] else 1.0)
+        optimizer.step()
+    state = optimizer.state[weight]
+    for part in range(3):
+        factors, mean, seen = running(norms[part], max_norm)
+        assert scales[part] == pytest.approx(factors, rel=1e-5)
+        assert float(state["running_norm"][part]) == pytest.approx(mean, rel=1e-5)
+        assert int(state["running_norm_steps"][part]) == seen
+    assert scales[0][15] < 1e-2
+    assert seen == 10  # zeros are not counted
+
+
+def save_running(path: str) -> None:
+    holding = held("fsdp")
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    advance(holding, optimizer, 0, WARM_UP + 2)
+    dcp.save({"optimizer": get_optimizer_state_dict(model_of(holding), optimizer)}, checkpoint_id=path)
+
+
+def advance(holding: layouts.Held, optimizer: mm.Muon, first: int, last: int) -> None:
+    for step in range(first, last):
+        holding.give(spiky(step))
+        optimizer.clip_grad_norm_(1.5, policy="per_matrix")
+        optimizer.step()
+
+
+def model_of(holding: layouts.Held) -> nn.Module:
+    bag = nn.Module()
+    for group in holding.groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            bag.register_parameter(name, parameter)
+    return bag
+
+
+def load_running(way: str, path: str) -> dict[str, Tensor]:
+    """The running norms, and the gradients that the spike leaves."""
+    holding = held(way)
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    model = model_of(holding)
+    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    advance(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
+    result = holding.whole(optimizer)
+    return {name: value for name, value in result.items() if "." in name}
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(2, "shard1"), (4, "hsdp"), (2, "ddp")])
+def test_running_norms_are_saved_and_resharded(workers, tmp_path: Path, ranks: int, way: str) -> None:
+    workers(4).run(save_running, str(tmp_path))
+    _, result = trained("local", "per_matrix", WARM_UP + 4, spiky)
+    for state in workers(ranks).run(load_running, way, str(tmp_path)):
+        assert problem.differing(state, {name: value for name, value in result.items() if "." in name}) == []
+        assert float(state["qkv.running_norm_steps"][0]) == WARM_UP + 4
+
+
+# ------------------------------------------------------------------- skipping
+
+
+def skipping(way: str, policy: str, how: str) -> tuple[list[bool], list[str], list[str], int]:
+    """A step, one that is skipped, one more; return the flags and what differs after each of the last two."""
+    first, second = problem.initial(4000), problem.initial(4001)
+    bad = {**second, "bias": second["bias"] * 1e6}
+    holding, twin = held(way), held(way)
+    optimizer, other = (mm.Muon(h.groups, **h.settings, **SETTINGS) for h in (holding, twin))
+    flags, results = [], []
+    for gradients in (first, bad, second):
+        holding.give(gradients)
+        if gradients is bad and how == "nan" and dist.get_rank() == dist.get_world_size() - 1:
+            for tensor in (holding.tensors or {name: p for g in holding.groups for name, p in named(g)}).values():
+                if local_of(tensor.grad).numel():
+                    local_of(tensor.grad).view(-1)[:1] = math.nan  # an overflow on one rank only
+                    break
+        norms = optimizer.clip_grad_norm_(1e9, policy=policy, skip_above=math.inf if how == "nan" else 1e5)
+        flags.append(bool(norms.skipped))
+        optimizer.step()
+        results.append(holding.whole(optimizer))
+    for gradients in (first, second):
+        twin.give(gradients)
+        other.clip_grad_norm_(1e9, policy=policy)
+        other.step()
+    changed, lost = problem.differing(results[0], results[1]), problem.differing(results[2], twin.whole(other))
+    return flags, changed, lost, len(problem.differing(results[1], results[2]))
+
+
+def named(group: dict[str, Any]) -> Any:
+    return zip(group["param_names"], group["params"], strict=True)
+
+
+def skipping_all(way: str, policies: Sequence[str]) -> list[Any]:
+    return [skipping(way, policy, how) for policy in policies for how in ("above", "nan")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way", "policies"),
+    [(2, "fsdp", POLICIES), (4, "shard1", ["separate"]), (4, "flat", ["per_matrix"])],
+    ids=["fsdp", "shard1", "flat"],
+)
+def test_a_skipped_step_leaves_every_bit_and_only_that_step(
+    workers, ranks: int, way: str, policies: Sequence[str]
+) -> None:
+    for outcome in workers(ranks).run(skipping_all, way, policies):
+        for flags, changed, lost, moved in outcome:
+            assert flags == [False, True, False]
+            assert changed == []
+            assert lost == []
+            assert moved > 40  # the other steps did something
+
+
+def owning_nothing(waits: bool | None) -> tuple[bool, int, list[bool]]:
+    """A matrix of two rows on four ranks, so that two own nothing; the skip is also masked on the device."""
+    mesh = mesh_of((4,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(2, 6), mesh, [Shard(0)], src_data_rank=None))
+    optimizer = mm.Muon([weight], lr=0.1, compute_dtype=torch.float32)
+    optimizer._waits = waits
+    moved = []
+    skipped = False
+    for scale in (1.0, math.inf, 1.0):
+        weight.grad = distribute_tensor(torch.randn(2, 6) * scale, mesh, [Shard(0)], src_data_rank=None)
+        before = weight.full_tensor().clone()
+        norms = optimizer.clip_grad_norm_(1.0, policy="separate")
+        skipped = skipped or bool(norms.skipped)
+        optimizer.step()
+        moved.append(not torch.equal(before, weight.full_tensor()))
+    return skipped, weight.to_local().numel(), moved
+
+
+@pytest.mark.parametrize("waits", [None, False], ids=["host waits", "masked"])
+def test_ranks_that_own_nothing_decide_as_the_others_do(workers, waits: bool | None) -> None:
+    outcomes = workers(4).run(owning_nothing, waits)
+    assert [skipped for skipped, _, _ in outcomes] == [True] * 4
+    assert [numel for _, numel, _ in outcomes] == [6, 6, 0, 0]
+    assert [moved for _, _, moved in outcomes] == [[True, False, True]] * 4
+
+
+def small() -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
+    weight, bias = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(5))
+    groups = [
+        {"params": [weight], "param_names": ["weight"], "name": "muon"},
+        {"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"},
+    ]
+    return weight, bias, mm.Muon(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("forget", ["optimizer", "model", "nothing"])
+def test_the_flag_is_forgotten_with_the_gradients(forget: str) -> None:
+    weight, bias, optimizer = small()
+    weight.grad, bias.grad = torch.randn(6, 4), torch.full((5,), 1e9)
+    assert bool(optimizer.clip_grad_norm_(1.0, skip_above=10.0).skipped)
+    if forget == "optimizer":  # a loop that goes on to the next batch without a step
+        optimizer.zero_grad()
+    bias.grad = torch.ones(5)
+    weight.grad = torch.randn(6, 4)
+    if forget == "model":
+        assert not bool(optimizer.clip_grad_norm_(1.0, skip_above=10.0).skipped)  # the latest call decides
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(6, 4)) == (forget == "nothing")
+
+
+def test_the_threshold_is_not_polluted_by_a_norm_that_nothing_is_clipped_by() -> None:
+    """Megatron-LM 5395, third finding: 6.2e6 of Muon's half made AdamW's 4.0e-4 look like a spike."""
+    weight, bias, optimizer = small()
+    weight.grad, bias.grad = torch.full((6, 4), 6.2e6 / math.sqrt(24)), torch.full((5,), 4.0e-4 / math.sqrt(5))
+    norms = optimizer.clip_grad_norm_(1.0, skip_above=1.0)
+    assert float(norms.muon) == pytest.approx(6.2e6)
+    assert float(norms.adamw) == pytest.approx(4.0e-4)
+    assert not bool(norms.skipped)
+    assert bool(optimizer.clip_grad_norm_(1e9, policy="all", skip_above=1.0).skipped)
+    assert bool(optimizer.clip_grad_norm_(1e9, policy="separate", skip_above=1.0).skipped)
+    assert not bool(optimizer.clip_grad_norm_(1e9, policy="per_matrix", skip_above=1.0).skipped)
+
+
+# ------------------------------------------------------------------- who is clipped
+
+
+def test_a_rule_is_clipped_unless_it_claims_to_be_scale_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM 5395, second finding: the exemption reached Lion and SOAP, which feel the scale."""
+
+    class Lion(Rule):
+        pass
+
+    assert not Lion.scale_invariant
+    assert [RULES[name].scale_invariant for name in ("muon", "adamw")] == [True, False]
+    raw = problem.gradients(4)
+    monkeypatch.setattr(MuonRule, "scale_invariant", False)
+    assert all(not torch.equal(clipped(raw, "adamw_only")[name], raw[name]) for name in MUON)
+
+
+def test_bf16_parameters_with_masters_are_clipped_in_one_half() -> None:
+    """Megatron-LM 5395, first finding: the wrapper for bf16 lost the flag."""
+    results = []
+    for max_norm in (math.inf, 0.01):
+        weight, bias = (nn.Parameter(torch.ones(s, dtype=torch.bfloat16)) for s in ((6, 4), (5,)))
+        groups = [
+            {"params": [weight], "param_names": ["weight"], "name": "muon"},
+            {"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"},
+        ]
+        optimizer = mm.Muon(groups, lr=0.1, master_dtype=torch.float32, adamw_eps=1.0)
+        weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+        bias.grad = torch.ones(5).bfloat16()
+        norms = optimizer.clip_grad_norm_(max_norm)
+        assert float(norms.muon) == pytest.approx(float(weight.grad.double().norm()), rel=1e-12)
+        optimizer.step()
+        results.append((optimizer.state[weight]["master"].clone(), optimizer.state[bias]["master"].clone()))
+    (muon, adamw), (muon_clipped, adamw_clipped) = results
+    assert torch.equal(muon, muon_clipped)
+    assert (1 - adamw_clipped).abs().max() < 0.2 * (1 - adamw).abs().max()
+
+
+def muon_only(norms: bool, skip_above: float) -> tuple[int, list[bool]]:
+    mesh = mesh_of((2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+    optimizer.clip_grad_norm_(1.0)
+    before = issued()
+    found = optimizer.clip_grad_norm_(1.0, norms=norms, skip_above=skip_above)
+    return issued() - before, [norm is None for norm in (found.total, found.muon, found.adamw)]
+
+
+@pytest.mark.parametrize(
+    ("norms", "skip_above", "collectives"), [(False, math.inf, 0), (True, math.inf, 1), (False, 5.0, 1)]
+)
+def test_what_nobody_needs_is_not_reduced(workers, norms: bool, skip_above: float, collectives: int) -> None:
+    """Megatron-LM 5395, fourth finding: an all-reduce for a chain of which nothing is clipped."""
+    for count, left_out in workers(2).run(muon_only, norms, skip_above):
+        assert count == collectives
+        assert left_out == ([False] * 3 if norms else [True, True, False])
+
+
 def test_norms_false_measures_only_what_the_policy_needs() -> None:
-    (total, muon, adamw), _ = clipped("local", 1.5, norms=False)
-    assert math.isnan(total)
-    assert math.isnan(muon)
-    assert adamw > 0
+    needed = {"adamw_only": [0, 0, 1], "per_matrix": [0, 0, 1], "all": [1, 0, 0], "separate": [0, 1, 1]}
+    for policy in POLICIES:
+        weight, bias, optimizer = small()
+        weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
+        norms = optimizer.clip_grad_norm_(1.0, policy=policy, norms=False)
+        assert [norm is not None for norm in (norms.total, norms.muon, norms.adamw)] == needed[policy]
+        assert math.isnan(norms.item()) == (norms.total is None)
 
 
-@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None])
+# ------------------------------------------------------------------- several meshes and stages
+
+
+def two_meshes(common: bool) -> tuple[float, int]:
+    """Ranks 0 and 1 hold one matrix, 2 and 3 another: two stages of a pipeline."""
+    meshes = [mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))]
+    stage = dist.get_rank() // 2
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), meshes[stage], [Shard(0)], src_data_rank=None))
+    bias = nn.Parameter(distribute_tensor(torch.ones(5), meshes[stage], [Replicate()], src_data_rank=None))
+    groups = [
+        {"params": [weight], "param_names": [f"{stage}.weight"], "name": "muon"},
+        {"params": [bias], "param_names": [f"{stage}.bias"], "name": "adamw", "algorithm": "adamw"},
+    ]
+    optimizer = mm.Muon(groups, lr=0.1)
+    weight.grad = distribute_tensor(torch.full((4, 6), 1.0 + stage), meshes[stage], [Shard(0)], src_data_rank=None)
+    bias.grad = distribute_tensor(torch.full((5,), 3.0 + stage), meshes[stage], [Replicate()], src_data_rank=None)
+    group = dist.group.WORLD if common else None
+    norms = optimizer.clip_grad_norm_(1.0, policy="all", process_group=group, skip_above=14.0 if common else 100.0)
+    skipped = bool(norms.skipped)
+    optimizer.step()
+    optimizer.step()
+    return float(norms), skipped
+
+
+def test_stages_that_share_nothing_are_clipped_by_a_common_norm_if_asked(workers) -> None:
+    squares = [24 * (1 + s) ** 2 + 5 * (3 + s) ** 2 for s in range(2)]
+    alone = [math.sqrt(squares[rank // 2]) for rank in range(4)]
+    assert [norm for norm, _ in workers(4).run(two_meshes, False)] == pytest.approx(alone, rel=1e-12)
+    both = workers(4).run(two_meshes, True)
+    assert [norm for norm, _ in both] == pytest.approx([math.sqrt(sum(squares))] * 4, rel=1e-12)
+    assert [skipped for _, skipped in both] == [True] * 4  # though neither stage alone is above the threshold
+
+
+def meshes_in_one_optimizer() -> list[float]:
+    """One matrix on all ranks, one on each half, one on each rank: every element is counted once."""
+    rank = dist.get_rank()
+    half = mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))
+    places = {"all": (mesh_of((4,)), Shard(0)), f"half{rank // 2}": (half[rank // 2], Shard(1))}
+    weights = {
+        name: nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [place], src_data_rank=None))
+        for name, (mesh, place) in places.items()
+    }
+    optimizer = mm.Muon(list(weights.items()), lr=0.1)
+    for name, weight in weights.items():
+        mesh, place = places[name]
+        size = 1.0 if name == "all" else 2.0 + rank // 2
+        weight.grad = distribute_tensor(torch.full((4, 6), size), mesh, [place], src_data_rank=None)
+    return [float(optimizer.clip_grad_norm_(1.0, policy=policy)) for policy in ("adamw_only", "per_matrix")]
+
+
+def test_groups_that_share_no_mesh_are_counted_once(workers) -> None:
+    for norms in workers(4).run(meshes_in_one_optimizer):
+        assert norms == pytest.approx([math.sqrt(24 * (1 + 4 + 9))] * 2, rel=1e-12)
+
+
+# ------------------------------------------------------------------- GradScaler
+
+
+def scaled(way: str, unscale: bool, tell: bool, bad_rank: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Three fp16 steps under a GradScaler, the second of which overflows on one rank."""
+    holding = held(way)
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    scaler.scale(torch.ones(()))  # as the loss would be
+    scales = []
+    for step in range(3):
+        holding.give({name: value * scaler.get_scale() for name, value in problem.initial(5000 + step).items()})
+        if step == 1 and dist.get_rank() == bad_rank:
+            some = next(p for g in holding.groups for p in g["params"] if local_of(p.grad).numel())
+            local_of(some.grad).view(-1)[:1] = math.inf
+        if unscale:
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(1.5)
+        scaler.step(optimizer, scaler=scaler) if tell else scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, holding.whole(optimizer)
+
+
+def unscaled(clip: bool) -> dict[str, Tensor]:
+    holding = held("local")
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    for step in (0, 2):
+        holding.give(problem.initial(5000 + step))
+        if clip:
+            optimizer.clip_grad_norm_(1.5)
+        optimizer.step()
+    return holding.whole(optimizer)
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["step unscales", "unscaled and clipped before"])
+@pytest.mark.parametrize(
+    ("way", "tell"), [("ddp", False), ("fsdp", False), ("fsdp", True), ("declared rows by cols", True), ("flat", True)]
+)
+def test_an_overflow_on_one_rank_skips_on_all_and_scales_stay_equal(
+    workers, way: str, tell: bool, unscale: bool
+) -> None:
+    """With DDP the reduced gradients overflow everywhere; with FSDP2 torch asks the mesh; others pass the scaler."""
+    pool = workers(4)
+    bad = [None if way == "ddp" else 3]
+    outcomes = pool.run(scaled_everywhere, unscale) if way == "ddp" else pool.run(scaled, way, unscale, tell, *bad)
+    for scales, result in outcomes:
+        assert scales == [2.0**10, 2.0**9, 2.0**9]
+        assert problem.differing(result, unscaled(unscale)) == []
+
+
+def scaled_everywhere(unscale: bool) -> tuple[list[float], dict[str, Tensor]]:
+    return scaled("ddp", unscale, False, dist.get_rank())
+
+
+def test_scales_that_will_differ_are_warned_of(workers) -> None:
+    texts = workers(4).run(warned)
+    assert ["scaler.step(optimizer, scaler=scaler)" in text for text in texts] == [True, True, True, False]
+
+
+def warned() -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaled("declared rows by cols", False, False, 3)
+    return " ".join(str(w.message) for w in caught)
+
+
+def test_fp16_gradients_lose_nothing_when_the_step_unscales() -> None:
+    """Unscaled in fp16 they would vanish: 2⁻²⁰ · 2⁻¹⁰ is no fp16 number."""
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float16))
+    twin = nn.Parameter(torch.ones(4, 4, dtype=torch.float16))
+    gradient = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).half() * 2.0**-14
+    optimizer, other = mm.Muon([weight], lr=0.1), mm.Muon([twin], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(torch.ones(()))
+    weight.grad, twin.grad = gradient.clone(), gradient.clone()
+    scaler.step(optimizer)
+    other.step()
+    assert torch.equal(weight, twin)  # a power of two changes no bit of the direction
+    momenta = optimizer.state[weight]["momentum_buffer"], other.state[twin]["momentum_buffer"]
+    assert torch.equal(momenta[0] * 2.0**16, momenta[1])
+
+
+# ------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None, True])
 def test_a_bad_max_norm_is_refused(max_norm: Any) -> None:
+    weight, _, optimizer = small()
+    weight.grad = torch.ones(6, 4)
     with pytest.raises(ValueError, match="max_norm"):
-        clipped("local", max_norm)
+        optimizer.clip_grad_norm_(max_norm)
 
 
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="policy"):
-        clipped("local", 1.0, policy="muon_only")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"policy": "muon_only"}, 'policy: found .muon_only.; needed one of "adamw_only", "all"'),
+        ({"skip_above": -1.0}, "skip_above: found -1.0"),
+        ({"skip_above": math.nan}, "skip_above: found nan"),
+        ({"norm_type": math.inf}, "norm_type: found inf; needed 2"),
+        ({"norm_type": 1}, "norm_type: found 1; needed 2"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], told: str) -> None:
+    weight, _, optimizer = small()
+    weight.grad = torch.ones(6, 4)
+    before = weight.grad.clone()
+    with pytest.raises(ValueError, match=told):
+        optimizer.clip_grad_norm_(1.0, **options)
+    assert torch.equal(weight.grad, before)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_gradients_norms_are_zero_and_steps_go_on(policy: str) -> None:
+    weight, _, optimizer = small()
+    norms = optimizer.clip_grad_norm_(1.0, policy=policy, skip_above=1.0)
+    assert (float(norms), float(norms.muon), float(norms.adamw), bool(norms.skipped)) == (0, 0, 0, False)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(6, 4))
+
+
+def test_a_gradient_without_data_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(6, 4, device="meta"))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = torch.ones(6, 4, device="meta")
+    with pytest.raises(TypeError, match=r"group0\.0: found a gradient on meta"):
+        optimizer.clip_grad_norm_(1.0)
+
+
+def bad_gradient(how: str, waits: bool | None) -> None:
+    """On the last rank only."""
+    weight, bias = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(5))
+    groups = [
+        {"params": [weight], "param_names": ["weight"], "name": "muon"},
+        {"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"},
+    ]
+    optimizer = mm.Muon(groups, lr=0.1, process_group="world")
+    optimizer._waits = waits
+    weight.grad, bias.grad = torch.full((4, 6), 9.0), torch.full((5,), 9.0)
+    arguments: dict[str, Any] = {}
+    if dist.get_rank() == 1:
+        if how == "sparse":
+            bias.grad = torch.full((5,), 9.0).to_sparse()
+        elif how == "argument":
+            arguments["skip_above"] = -1.0
+    try:
+        optimizer.clip_grad_norm_(1.0, policy="all", **arguments)
+        for _ in range(2):
+            optimizer.step()
+    finally:
+        assert torch.equal(weight, torch.ones(4, 6))  # nothing has been written
+        assert waits is False or torch.equal(weight.grad, torch.full((4, 6), 9.0))
+
+
+@pytest.mark.parametrize(("how", "waits"), [("sparse", None), ("sparse", False), ("argument", None)])
+def test_what_is_wrong_on_one_rank_ends_on_every_rank(workers, how: str, waits: bool | None) -> None:
+    told = {"sparse": "bias: found a gradient with layout", "argument": "skip_above: found -1.0"}
+    outcomes = workers(2).run_expecting_errors(bad_gradient, how, waits)
+    assert [outcome.error for outcome in outcomes] == [
+        mm.PlanError,
+        {"sparse": TypeError, "argument": ValueError}[how],
+    ]
+    assert all(told[how] in outcome.message for outcome in outcomes)
+    assert all(outcome.seconds < 10 for outcome in outcomes)

@@ -33,8 +33,8 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
     if gradient.layout is not torch.strided:
         found = f"a gradient with layout {gradient.layout}"
         raise TypeError(explain_error(name, found, "a dense gradient", "Write Embedding(..., sparse=False)"))
-    if gradient.device != parameter.device:
-        found, needed = f"a gradient on {gradient.device}", f"one on {parameter.device}, as the parameter"
+    if gradient.is_meta or gradient.device != parameter.device:
+        found, needed = f"a gradient on {gradient.device}", "one with data, on the device of its parameter"
         raise TypeError(explain_error(name, found, needed, "Materialise the model before the backward pass"))
     if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
         kinds = {True: "a DTensor", False: "a plain tensor"}
