@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.storage import local_of
+from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.planning import Member
 from muonmesh.step import Sums
 
@@ -35,7 +36,7 @@ def measure(
                 continue
             storage = member.state if value is held.get("momentum_buffer") else member.storage
             for part in storage.parts(local_of(value.detach())):
-                totals[member.group, figure, 0] += part.double().square().sum() / storage.copies
+                totals[member.group, figure, 0] += sums_of_squares([part])[0] / storage.copies
                 totals[member.group, figure, 1] += part.numel() / storage.copies
     for number in range(len(groups)):
         update = sums.of(number) if sums is not None else None
