@@ -399,6 +399,8 @@ def test_the_flag_is_forgotten_with_the_gradients(forget: str) -> None:
         assert not bool(optimizer.clip_grad_norm_(1.0, skip_above=10.0).skipped)  # the latest call decides
     optimizer.step()
     assert torch.equal(weight, torch.ones(6, 4)) == (forget == "nothing")
+    optimizer.step()  # the flag was for one step, whether or not anybody clips again
+    assert not torch.equal(weight, torch.ones(6, 4))
 
 
 def test_the_threshold_is_not_polluted_by_a_norm_that_nothing_is_clipped_by() -> None:
