@@ -32,7 +32,7 @@ WARM_UP = 10
 SPIKE = 2.0
 """A gradient counts in the running norm as at most so many times it, or one spike would disarm the guard."""
 
-_ERRORS, _INVARIANT, _FELT, _MATRICES = range(4)
+ERRORS, INVARIANT, FELT, MATRICES = range(4)
 """Places in the vector of sums: ranks that found an error; squares of the gradients whose scale the update does not
 feel (Muon's), and of those whose scale it feels (AdamW's); then the squares of each matrix."""
 
@@ -110,11 +110,11 @@ class Limits:
 
     def coefficients(self, sums: Tensor, skip: Tensor) -> dict[int, Tensor]:
         """Return min(1, max_norm / norm), as torch's function computes it, for each half that is clipped as one."""
-        by = {"all": {_INVARIANT: "total", _FELT: "total"}, "separate": {_INVARIANT: "muon", _FELT: "adamw"}}
+        by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
         norms = _norms(sums)
         return {
             half: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
-            for half, name in by.get(self.policy, {_FELT: "adamw"}).items()
+            for half, name in by.get(self.policy, {FELT: "adamw"}).items()
         }
 
     def told(self, sums: Tensor, skip: Tensor) -> GradNorms:
@@ -124,7 +124,7 @@ class Limits:
 
 
 def _norms(sums: Tensor) -> dict[str, Tensor]:
-    muon, adamw = sums[_INVARIANT], sums[_FELT]
+    muon, adamw = sums[INVARIANT], sums[FELT]
     return {"total": (muon + adamw).sqrt(), "muon": muon.sqrt(), "adamw": adamw.sqrt()}
 
 
@@ -160,8 +160,8 @@ def clip_gradients(
         Exception: what this rank found wrong, after it has taken part in what the others wait for.
         PlanError: another rank found something wrong. Nothing has been scaled then.
     """
-    measured = {_INVARIANT, _FELT} if limits.whole else {_FELT}
-    sums = torch.zeros(_MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
+    measured = {INVARIANT, FELT} if limits.whole else {FELT}
+    sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
     if not any(_half(group) in measured for group in groups):
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
@@ -172,21 +172,21 @@ def clip_gradients(
         error = found
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
-    sums[_ERRORS] = int(error is not None)
+    sums[ERRORS] = int(error is not None)
     exchange.reduce_sums(sums)
-    here = sums[_ERRORS].clone()
+    here = sums[ERRORS].clone()
     if process_group is not None:
-        add_other_sets(sums[:_MATRICES], exchange, process_group)
+        add_other_sets(sums[:MATRICES], exchange, process_group)
     if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
         raise error  # an argument, which is the same everywhere
-    if waits and float(sums[_ERRORS]):
+    if waits and float(sums[ERRORS]):
         _raise(error, exchange, here=bool(here))
-    skip = limits.skips(sums) | (sums[_ERRORS] != 0)
+    skip = limits.skips(sums) | (sums[ERRORS] != 0)
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if error is None:
         scale_groups(groups, limits.coefficients(sums, skip))
         if limits.policy == "per_matrix":
-            running = _limit_matrices(planned, state, sums[_MATRICES:], skip, limits.max_norm)
+            running = _limit_matrices(planned, state, sums[MATRICES:], skip, limits.max_norm)
     return limits.told(sums, skip), Clip(skip, running, error)
 
 
@@ -199,7 +199,7 @@ def measure(
         planned: Whose gradients.
         groups: The param groups.
         measured: The halves to measure, as places in the sums.
-        sums: fp64 vector, written: see `_ERRORS` and what follows it.
+        sums: fp64 vector, written: see `ERRORS` and what follows it.
         matrices: Whether to tell the matrices apart.
 
     Returns:
@@ -230,7 +230,7 @@ def measure(
             member = planned.muon[assignment.parameter]
             assert member is not None
             for piece in pieces:
-                places.append(_MATRICES + place)
+                places.append(MATRICES + place)
                 parts.append(view_of(gradients[assignment.parameter], piece))
                 copies.append(member.storage.copies)
     if parts:
@@ -238,7 +238,7 @@ def measure(
         shares = torch.tensor(copies, dtype=torch.float64).to(sums.device, non_blocking=True)
         sums.index_add_(0, index, sums_of_squares(parts) / shares)
     if matrices:
-        sums[_INVARIANT] += sums[_MATRICES:].sum()
+        sums[INVARIANT] += sums[MATRICES:].sum()
     return error
 
 
@@ -318,7 +318,7 @@ def _limited(norms: Tensor, running: Tensor, max_norm: float) -> tuple[Tensor, T
 
 
 def _half(group: Mapping[str, Any]) -> int:
-    return _INVARIANT if RULES[group["algorithm"]].scale_invariant else _FELT
+    return INVARIANT if RULES[group["algorithm"]].scale_invariant else FELT
 
 
 def _is_one(coefficient: Tensor) -> bool:

@@ -1,0 +1,107 @@
+"""Clipping: norms of the whole model's gradients, taken before DeepSpeed steps the first flat tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.clip import FELT, INVARIANT, MATRICES, GradNorms, Limits, scale_groups
+from muonmesh.errors import explain_error
+from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.numerics.normalize import sums_of_squares
+
+_ARGUMENTS = ("max_norm", "policy", "skip_above")
+
+
+def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any]) -> Limits | None:
+    """Return what ``clip=`` asks for.
+
+    Args:
+        clip: The largest norm of AdamW's half, or arguments of `Muon.clip_grad_norm_` by name.
+        config: DeepSpeed's, which may clip too.
+
+    Raises:
+        ValueError, TypeError: an argument is unknown or out of range, or DeepSpeed clips as well.
+    """
+    if clip is None:
+        return None
+    given: dict[str, Any] = dict(clip) if isinstance(clip, Mapping) else {"max_norm": clip}
+    for key in given:
+        if key not in _ARGUMENTS:
+            known = ", ".join(_ARGUMENTS)
+            raise TypeError(explain_error("clip", f"the argument {key!r}", f"one of {known}", "Rename or remove it"))
+    if config.get("gradient_clipping"):
+        found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
+        raise ValueError(explain_error("clip", found, "one of them", "Remove gradient_clipping"))
+    limits = Limits(
+        given.get("max_norm", math.inf), given.get("policy", "adamw_only"), given.get("skip_above", math.inf), True, 2.0
+    )
+    limits.check()
+    return limits
+
+
+class Clipping:
+    """Clips one step of an engine: `begin` before the first flat tensor is stepped, then `apply` to each.
+
+    Between backward and step DeepSpeed holds the gradients of the other flat tensors where its stage keeps them, still
+    multiplied by the loss scale; they are read there.
+    """
+
+    def __init__(self, limits: Limits, zero: Any) -> None:
+        self.limits = limits
+        self._zero = zero
+        self._coefficients: dict[int, Tensor] = {}
+        self.norms: GradNorms | None = None
+
+    def begin(self, calls: Sequence[Call], visible: Sequence[Call]) -> None:
+        """Measure the gradients of all calls, of which DeepSpeed has prepared the visible ones; all ranks do."""
+        sums = torch.zeros(MATRICES, dtype=torch.float64, device=calls[0].tensor.device)
+        for number, call in enumerate(calls):
+            prepared = call in visible
+            scale = 1.0 if prepared else float(getattr(self._zero, "loss_scale", 1.0))
+            for group in call.muon.param_groups:
+                half = INVARIANT if group["algorithm"] == "muon" else FELT
+                for tensor in group["params"]:
+                    gradient = tensor.grad if prepared else _pending(self._zero, number, tensor)
+                    for part, copies in _parts(call, gradient):
+                        sums[half] += sums_of_squares([part])[0].to(sums.device) / (scale * scale * copies)
+        dist.all_reduce(sums)
+        skip = self.limits.skips(sums)
+        self._coefficients = self.limits.coefficients(sums, skip)
+        self.norms = self.limits.told(sums, skip)
+
+    def apply(self, call: Call) -> bool:
+        """Scale the gradients of a call that is about to be stepped; return whether it shall not be."""
+        assert self.norms is not None
+        if bool(self.norms.skipped):
+            return True
+        scale_groups(call.muon.param_groups, self._coefficients)
+        if self.limits.policy == "per_matrix" and any(g["algorithm"] == "muon" for g in call.muon.param_groups):
+            # Of a call with both halves (stage 0) AdamW's has just been scaled by its own norm, which is at most that.
+            call.muon.clip_grad_norm_(self.limits.max_norm, policy="per_matrix")
+        return False
+
+
+def _pending(zero: Any, number: int, tensor: Tensor) -> Tensor:
+    """Return the gradient that DeepSpeed will give a flat tensor, (size,) or without padding at its end."""
+    if tensor.grad is not None:  # offloaded: it is there already
+        return tensor.grad
+    pieces: Sequence[Tensor] = zero.averaged_gradients[number]
+    return torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def _parts(call: Call, gradient: Tensor | None) -> Iterator[tuple[Tensor, int]]:
+    """Yield the elements of each parameter, without padding, and how many ranks hold them too."""
+    if gradient is None:
+        return
+    if not call.layouts:
+        yield gradient, dist.get_world_size(call.process_group)
+    else:
+        for layout in call.layouts.values():
+            for _, length, start in layout.held(dist.get_rank()):
+                yield gradient[start : start + length], layout.copies()

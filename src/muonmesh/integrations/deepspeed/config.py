@@ -1,0 +1,172 @@
+"""Config: what a client optimizer needs in DeepSpeed's config, and what would be wrong with one."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.utils import log_dist
+
+from muonmesh.errors import explain_error
+
+# The figures of a schedule that are rates; the others are numbers of steps, ratios and momenta.
+_RATES = (
+    "warmup_min_lr",
+    "warmup_max_lr",
+    "cycle_min_lr",
+    "cycle_max_lr",
+    "lr_range_test_min_lr",
+    "max_lr",
+    "base_lr",
+)
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """Return a copy of a config, given as a mapping or as the path of a JSON file.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(config, (str, Path)):
+        found: Any = json.loads(Path(config).read_text())
+    else:
+        found = config
+    if not isinstance(found, Mapping):
+        raise TypeError(explain_error("config", f"{config!r}", "a dict or the path of a JSON file", "Pass either"))
+    return copy.deepcopy(dict(found))
+
+
+def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, Any]:
+    """Write into a config what a client optimizer needs, and say so.
+
+    Args:
+        config: Changed in place.
+        has_experts: Whether the model has layers of `deepspeed.moe`.
+
+    Returns:
+        The config.
+
+    Raises:
+        ValueError: it asks for what would give a wrong update; the message says what to write.
+    """
+    zero = config.setdefault("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    _refuse(config, zero, stage, has_experts)
+    said = []
+    if stage and config.get("zero_allow_untested_optimizer") is not True:
+        config["zero_allow_untested_optimizer"] = True
+        said.append("zero_allow_untested_optimizer: true (Muon is a client optimizer)")
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if offload and "zero_force_ds_cpu_optimizer" not in config:
+        config["zero_force_ds_cpu_optimizer"] = False
+        said.append("zero_force_ds_cpu_optimizer: false (Muon steps the offloaded tensors itself)")
+    if "gradient_clipping" not in config:
+        config["gradient_clipping"] = 0.0
+        said.append("gradient_clipping: 0.0 (DeepSpeed's default 1.0 clips both halves by one norm; see clip=)")
+    if said:
+        log_dist("muonmesh set in the config: " + "; ".join(said), ranks=[0], level=logging.WARNING)
+    return config
+
+
+def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int, has_experts: bool) -> None:
+    def refuse(found: str, needed: str, write: str) -> None:
+        raise ValueError(explain_error("config", found, needed, write))
+
+    def on(section: str, *keys: str) -> bool:
+        value: Any = config.get(section, {})
+        for key in keys or ("enabled",):
+            value = value.get(key, False) if isinstance(value, Mapping) else False
+        return bool(value)
+
+    if "optimizer" in config:
+        kind = config["optimizer"].get("type") if isinstance(config["optimizer"], Mapping) else config["optimizer"]
+        refuse(
+            f'an "optimizer" section of type {kind!r}',
+            "none: muonmesh is the optimizer",
+            "Remove it and write initialize(..., optimizer={...}) with muonmesh's settings",
+        )
+    if config.get("zero_allow_untested_optimizer") is False and stage:
+        refuse(
+            "zero_allow_untested_optimizer false",
+            "true: Muon is a client optimizer",
+            'Remove it or write "zero_allow_untested_optimizer": true',
+        )
+    if on("fp16") and stage == 0:
+        refuse(
+            "fp16 at stage 0",
+            "a stage that hands the optimizer unscaled fp32 gradients",
+            'Write "zero_optimization": {"stage": 1}, or "bf16": {"enabled": true}',
+        )
+    autocast = config.get("torch_autocast", {})
+    if on("torch_autocast") and str(autocast.get("dtype", "bfloat16")).removeprefix("torch.") in ("float16", "fp16"):
+        refuse(
+            "torch_autocast in fp16",
+            "bf16: its GradScaler skips each group on its own, rank by rank",
+            'Write "torch_autocast": {"enabled": true, "dtype": "bfloat16"}',
+        )
+    if has_experts and stage == 3:
+        refuse(
+            "experts (deepspeed.moe) at stage 3",
+            "stage 0, 1 or 2: DeepSpeed partitions experts of different ranks as if they were one",
+            'Write "zero_optimization": {"stage": 2}',
+        )
+    if zero.get("elastic_checkpoint"):
+        refuse(
+            "elastic_checkpoint true",
+            "false: it drops the settings of the groups",
+            'Remove it; to change the world size write "checkpoint": {"load_universal": true}',
+        )
+    for section in ("offload_optimizer", "offload_param"):
+        if (zero.get(section) or {}).get("device") == "nvme":
+            refuse(
+                f"{section} to nvme",
+                "cpu or none: swapped-out tensors cannot be exchanged",
+                f'Write "{section}": {{"device": "cpu"}}',
+            )
+    for section in ("zenflow", "mics_shard_size"):
+        if zero.get(section) not in (None, False, -1):
+            refuse(f"zero_optimization.{section}", "none: it replaces the optimizer step", f"Remove {section}")
+    if (zero.get("offload_optimizer") or {}).get("super_offload"):
+        refuse("super_offload", "none: it steps sub-groups in another process", "Remove super_offload")
+
+
+def take_scheduler(config: dict[str, Any], lr: float) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """Take the scheduler out of a config and return what makes it, keeping the ratio of the groups' rates.
+
+    DeepSpeed's schedulers set one rate for all groups where the config gives a number. Here the number is for a group
+    whose rate is ``lr``; another group has its own rate in proportion.
+
+    Args:
+        config: Its "scheduler" section is removed.
+        lr: The rate that the figures of the schedule are meant for.
+    """
+    section = config.pop("scheduler", None)
+    if section is None:
+        return None
+    name, params = section["type"], dict(section.get("params", {}))
+    make = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+    if make is None:
+        raise ValueError(explain_error("config", f"a scheduler {name!r}", "one of DeepSpeed's or torch's", "Rename it"))
+
+    for key, parameter in inspect.signature(make).parameters.items():
+        if key in _RATES and isinstance(parameter.default, (int, float)):
+            params.setdefault(key, parameter.default)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        return make(optimizer, **{key: _in_proportion(key, value, rates, lr) for key, value in params.items()})
+
+    return schedule
+
+
+def _in_proportion(key: str, value: Any, rates: Sequence[float], lr: float) -> Any:
+    if key not in _RATES or not isinstance(value, (int, float)) or lr == 0:
+        return value
+    return [value * (rate / lr) for rate in rates]

@@ -1,0 +1,250 @@
+"""initialize: a DeepSpeed engine that trains with Muon, whatever the stage of ZeRO."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import has_moe_layers, is_moe_param
+from deepspeed.utils import groups as deepspeed_groups
+from torch import Tensor, nn
+from torch.distributed import tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from muonmesh.clip import Limits
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.groups import split_params
+from muonmesh.groups.fused import global_shape
+from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.integrations.deepspeed.clipping import Clipping, limits_of
+from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
+from muonmesh.integrations.deepspeed.mending import mend
+from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+from muonmesh.integrations.deepspeed.records import Placed, prove, read_flats
+from muonmesh.integrations.deepspeed.shards import Shard, shard_of
+from muonmesh.layout import FlatParameter, Replicate
+from muonmesh.names import canonical_name
+from muonmesh.optimizer import Muon
+
+_SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
+_ENGINES = ("process_group", "layouts", "shard_state", "master_dtype", "state_dtype")
+_OURS = frozenset(inspect.signature(Muon).parameters) - {"params", *_ENGINES}
+_SHARED = ("compute_dtype", "exchange", "bucket_cap_mb")
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    config: Mapping[str, Any] | str,
+    optimizer: Mapping[str, Any] | None = None,
+    clip: float | Mapping[str, Any] | None = None,
+    **deepspeed_kwargs: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Return what `deepspeed.initialize` returns, with an engine that steps Muon and AdamW.
+
+    Every matrix is orthogonalised whole, once a step over all ranks, wherever ZeRO has put its elements; the update
+    is that of one process given the same reduced gradients. The optimizer is ``engine.basic_optimizer``; its
+    ``explain()`` says which parameter is where and who orthogonalises what.
+
+    Args:
+        model: The model, also one made under `deepspeed.zero.Init`.
+        config: DeepSpeed's config, a dict or the path of a JSON file; it is copied. What a client optimizer needs is
+            set in it, and logged. It may have a "scheduler": its rates are those of ``lr``, and groups with another
+            rate keep their ratio to it.
+        optimizer: Settings of `muonmesh.Muon` (``lr``, ``momentum``, …) and of `muonmesh.split_params` (``muon``,
+            ``adamw``, ``overrides``), by name.
+        clip: The largest norm of AdamW's half, or ``max_norm``, ``policy`` and ``skip_above`` of
+            `Muon.clip_grad_norm_` by name. Norms are those of the whole model; ``engine.basic_optimizer.norms`` has
+            the last ones.
+        deepspeed_kwargs: Further arguments of `deepspeed.initialize`, such as ``training_data``.
+
+    Raises:
+        TypeError, ValueError: a setting is unknown, or the config asks for what would be wrong; the message says what
+            to write.
+        LayoutError: this DeepSpeed's records do not describe its flat tensors.
+    """
+    settings = _checked(dict(optimizer or {}), deepspeed_kwargs, model)
+    prepared = prepare_config(read_config(config), has_experts=_has_experts(model))
+    limits = limits_of(clip, prepared)
+    groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
+    # Parameters may be in shards already or become them; their settings are checked on their global shapes.
+    template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
+    assembly = _Assembly(model, template, {key: settings[key] for key in _SHARED if key in settings})
+    if deepspeed_kwargs.get("lr_scheduler") is None:
+        deepspeed_kwargs["lr_scheduler"] = take_scheduler(prepared, float(template.defaults["lr"]))
+    engine, *rest = deepspeed.initialize(
+        model=model, config=prepared, optimizer=assembly.make_optimizer, **deepspeed_kwargs
+    )
+    assembly.bind(engine, limits)
+    return (engine, *rest)
+
+
+def _checked(settings: dict[str, Any], others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the settings, if they are known and the engine does not decide them."""
+    for key in settings:
+        if key in _ENGINES:
+            needed = "none: the engine decides where parameters, masters and momentum live"
+            raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
+        if key not in _OURS | _SPLIT:
+            known = ", ".join(sorted(_OURS | _SPLIT))
+            raise TypeError(
+                explain_error("optimizer", f"the setting {key!r}", f"one of {known}", "Rename or remove it")
+            )
+    if "model_parameters" in others:
+        write = (
+            'Remove it; what to leave out is frozen with requires_grad_(False), what AdamW shall take is "overrides"'
+        )
+        raise ValueError(explain_error("model_parameters", "a list", "none: the model is split by role", write))
+    if isinstance(model, deepspeed.PipelineModule):
+        found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
+        raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))
+    return settings
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return bool(has_moe_layers(model)[0])
+
+
+def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [torch.empty(global_shape(p), dtype=p.dtype, device="meta") for p in parameters]
+
+
+class _Assembly:
+    """What is known before the engine exists, and the two moments at which it is needed."""
+
+    def __init__(self, model: nn.Module, template: Muon, shared: Mapping[str, Any]) -> None:
+        self._model = model
+        self._template = template
+        self._shared = shared
+        self._shards: dict[int, Shard] = {}
+        self._labels: list[str] = []
+        self._optimizer: EngineMuon | None = None
+
+    def make_optimizer(self, _: Any) -> EngineMuon:
+        """Make the optimizer inside the engine, when its modules are as they will be trained."""
+        parameters: dict[str, Any] = {
+            canonical_name(name): p for name, p in self._model.named_parameters(remove_duplicate=False)
+        }
+        groups: list[dict[str, Any]] = []
+        parsed = getattr(self._model, "ds_autotp_parsed", False)
+        tensor_parallel = deepspeed_groups.get_tensor_model_parallel_world_size() if parsed else 1
+        for group in self._template.param_groups:
+            names = group["param_names"]
+            missing = [name for name in names if name not in parameters]
+            if missing:
+                found = "a module without it after DeepSpeed replaced modules"
+                raise LayoutError(explain_error(missing[0], found, "the same names", "Leave its module as it is"))
+            specs = group.get("matrices") or [None] * len(names)
+            reasons = group.get("reasons") or [""] * len(names)
+            made: dict[str | None, dict[str, Any]] = {}
+            for name, meta, spec, reason in zip(names, group["params"], specs, reasons, strict=True):
+                parameter = parameters[name]
+                experts = parameter.group_name if is_moe_param(parameter) else None
+                if experts not in made:
+                    made[experts] = self._group(group, experts)
+                shape = tuple(meta.shape)
+                shard = shard_of(parameter, name, shape, spec, reason, experts=experts, tensor_parallel=tensor_parallel)
+                self._shards[id(parameter)] = shard
+                for key, value in (("params", parameter), ("parameters", shard.name), ("matrices", spec)):
+                    made[experts][key].append(value)
+            groups += made.values()
+            self._labels += [group["name"] if experts is None else f"{group['name']} {experts}" for experts in made]
+        self._optimizer = EngineMuon(groups, self._template.defaults)
+        return self._optimizer
+
+    def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
+        """Return an empty group; DeepSpeed knows the groups of experts by the name of their ranks."""
+        settings = {key: group[key] for key in self._template.defaults}
+        known: dict[str, Any] = {"name": group["name"]} if experts is None else {"name": experts, "moe": True}
+        return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **known, **settings}
+
+    def bind(self, engine: Any, limits: Limits | None) -> None:
+        """Read the engine's records and give the optimizer its calls."""
+        assert self._optimizer is not None
+        groups = self._optimizer.param_groups
+        clipping = None if limits is None else Clipping(limits, engine.optimizer)
+        if not engine.zero_optimization():
+            self._optimizer.bind(list(self._replicated(engine, groups)), clipping)
+            return
+        error: Exception | None = None
+        try:
+            flats = read_flats(engine)
+        except LayoutError as found:
+            flats, error = [], found
+        placed = prove(flats, self._shards, error)
+        self._optimizer.bind([self._flat(number, entry, groups) for number, entry in enumerate(placed)], clipping)
+        mend(engine, self._optimizer)
+
+    def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+        """Yield the calls at stage 0, where every rank of a data-parallel group holds everything; experts have theirs.
+
+        Parameters that tensor parallelism cuts are declared as the shards that they are.
+        """
+        shards = {shard.name: shard for shard in self._shards.values()}
+        sets: dict[str | None, list[dict[str, Any]]] = {}
+        for label, group in zip(self._labels, groups, strict=True):
+            inner = {**_settings(group), "name": label, "param_names": group["parameters"], "params": group["params"]}
+            inner |= {"matrices": group["matrices"]} if group["algorithm"] == "muon" else {}
+            sets.setdefault(group["name"] if group.get("moe") else None, []).append(inner)
+        for experts, some in sets.items():
+            dense = engine.seq_data_parallel_group
+            process_group = dense if experts is None else engine.expert_data_parallel_group[experts]
+            names = [name for group in some for name in group["param_names"]]
+            found = {name: _declared(shards[name], process_group) for name in names}
+            layouts = {name: declared for name, declared in found.items() if declared is not None}
+            if any(shards[name].tensor_parallel > 1 for name in names):
+                process_group = dist.group.WORLD  # what it does not cut is the same on all ranks
+            muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
+            title = "all groups" if experts is None else f"experts {experts}"
+            yield Call(title, muon, tuple(shards[name] for name in names), {}, process_group)
+
+    def _flat(self, number: int, placed: Placed, groups: Sequence[Mapping[str, Any]]) -> Call:
+        """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
+        flat = placed.flat
+        group, label = groups[flat.group], self._labels[flat.group]
+        shards = tuple(self._shards[id(held.parameter)] for held in flat.held)
+        title = f"{label} ({len(shards)} parameters, flat tensor {number})"
+        inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
+        process_group = _able(flat.process_group, flat.tensor.device)
+        if group["algorithm"] == "adamw":  # elementwise, so every rank steps what it holds on its own
+            muon = Muon(inner, process_group="local", **self._shared)
+        else:
+            contents = [FlatParameter(shard.name, placed.layouts[shard.name], shard.matrices) for shard in shards]
+            muon = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
+        return Call(title, muon, shards, placed.layouts, process_group)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "parameters", "matrices", "moe")}
+
+
+def _declared(shard: Shard, data: dist.ProcessGroup) -> tuple[DeviceMesh, list[Any], tuple[int, ...]] | None:
+    """Return where tensor parallelism has put a parameter, in DTensor's vocabulary; None if it has not cut it."""
+    if isinstance(shard.placement, Replicate):
+        return None
+    within = shard.within(tuple(dist.get_process_group_ranks(data)))
+    peers = deepspeed_groups.get_tensor_model_parallel_group()
+    grid = torch.tensor(within.ranks).view(within.mesh)
+    device = get_accelerator().device_name()
+    mesh = DeviceMesh.from_group([data, peers], device, grid, mesh_dim_names=("data", "tensor"))
+    dim, pieces = shard.placement.dim, getattr(shard.placement, "split_factor", None)
+    cut = tensor.Shard(dim) if pieces is None else _StridedShard(dim, split_factor=pieces)
+    return mesh, [tensor.Replicate(), cut], shard.shape
+
+
+def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return a process group of the same ranks that can send tensors of a device: offloaded ones need gloo."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        able: dist.ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+        )
+        return able
+    return group

@@ -1,0 +1,125 @@
+"""Mending: what DeepSpeed 0.19 gets wrong in its own checkpoints of a client optimizer, put right on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
+from deepspeed.utils import link_hp_params
+
+from muonmesh.errors import StateError, explain_error
+from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+
+
+def mend(engine: Any, optimizer: EngineMuon) -> None:
+    """Mend an engine in place.
+
+    - ``round_robin_gradients`` reorders the flat tensors but not the links from parameters to their fragments, so
+      that `safe_get_full_fp32_param` and universal checkpoints mix parameters up.
+    - The links to optimizer state are made by the first step only, and lost by loading a checkpoint after it.
+    - A universal checkpoint of stage 1 or 2 cannot be converted without ``universal_checkpoint_info``.
+    - A universal checkpoint of stage 3 loads the settings of the first group into all groups.
+    """
+    zero = engine.optimizer
+    if hasattr(zero, "round_robin_bit16_groups"):
+        zero._link_all_hp_params = lambda: _link(zero)
+        zero._link_all_hp_params()
+        zero._param_slice_mappings = zero._create_param_mapping()
+    if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
+        info = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+        setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, info)
+    engine.load_checkpoint = _checked(engine, engine.load_checkpoint)
+    zero.load_state_dict = _loading(optimizer, zero, zero.load_state_dict)
+    _link_states(zero)
+
+
+def _link(zero: Any) -> None:
+    """Link parameters and fragments as DeepSpeed does, with the offsets at which they really lie."""
+    if zero.cpu_offload:
+        zero._get_offload_gradient_dict()
+    for number, flat in enumerate(zero.single_partition_of_fp32_groups):
+        offsets = {
+            id(parameter): offset
+            for parameter, offset in zip(
+                zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number], strict=True
+            )
+        }
+        group, size = zero.real_dp_process_group[number], zero.partition_size[number]
+        link_hp_params(
+            lp_param_list=zero.bit16_groups[number],
+            flat_hp_partition=flat,
+            gradient_dict=zero.averaged_gradients,
+            offload_gradient_dict=zero.offload_gradient_dict,
+            use_offload=zero.cpu_offload,
+            param_group_index=number,
+            partition_start=torch.distributed.get_rank(group) * size,
+            partition_size=size,
+            dp_group=group,
+            param_offsets=[offsets[id(parameter)] for parameter in zero.bit16_groups[number]],
+        )
+
+
+def _link_states(zero: Any) -> None:
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def _loading(optimizer: EngineMuon, zero: Any, honest: Callable[..., None]) -> Callable[..., None]:
+    """Return ZeRO's ``load_state_dict`` with a check before and the settings of every group restored after."""
+
+    def load_state_dict(
+        state_dict_list: Any, *, checkpoint_folder: str | None = None, load_optimizer_states: bool = True, **others: Any
+    ) -> None:
+        groups = None
+        if checkpoint_folder is not None and load_optimizer_states:
+            groups = _universal(Path(checkpoint_folder))["param_groups"]
+            optimizer.check_groups(groups)
+        honest(
+            state_dict_list,
+            checkpoint_folder=checkpoint_folder,
+            load_optimizer_states=load_optimizer_states,
+            **others,
+        )
+        if groups is not None:
+            optimizer.restore_groups(groups)
+        optimizer.release_second_moments()
+        _link_states(zero)
+
+    return load_state_dict
+
+
+def _checked(engine: Any, honest: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the engine's ``load_checkpoint`` with a check that a universal checkpoint is of this kind of ZeRO."""
+
+    def load_checkpoint(load_dir: str, tag: str | None = None, *arguments: Any, **others: Any) -> Any:
+        latest = Path(load_dir) / "latest_universal"
+        if engine.load_universal_checkpoint() and (tag is not None or latest.exists()):
+            folder = Path(load_dir) / (tag or latest.read_text().strip())
+            was_3, is_3 = "fp32_flat_groups" in _universal(folder), engine.zero_optimization_stage() == 3
+            if was_3 != is_3:
+                raise StateError(
+                    f"{folder}: found a universal checkpoint of ZeRO stage {'3' if was_3 else '1 or 2'}; needed one of "
+                    f"stage {'3' if is_3 else '1 or 2'}: DeepSpeed cannot convert between them. Write "
+                    "muonmesh.integrations.deepspeed.get_state and set_state with torch.distributed.checkpoint"
+                )
+        return honest(load_dir, tag, *arguments, **others)
+
+    return load_checkpoint
+
+
+def _universal(folder: Path) -> dict[str, Any]:
+    """Return what a universal checkpoint says of the optimizer as a whole."""
+    file = folder / "zero" / "optimizer_state.pt"
+    if not file.exists():
+        write = "Run python -m deepspeed.checkpoint.ds_to_universal on the checkpoint first"
+        raise StateError(explain_error(str(folder), "no zero/optimizer_state.pt", "a universal checkpoint", write))
+    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+    return saved

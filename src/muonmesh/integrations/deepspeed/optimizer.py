@@ -1,0 +1,180 @@
+"""EngineMuon: the optimizer that DeepSpeed holds; it steps whichever tensors the engine shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonmesh.clip import GradNorms
+from muonmesh.errors import LayoutError, StateError, explain_error
+from muonmesh.integrations.deepspeed.calls import Call, Calls
+from muonmesh.integrations.deepspeed.clipping import Clipping
+from muonmesh.step import RUNNING
+
+_IDENTITY = ("name", "algorithm", "parameters", "matrices")
+"""Keys of a group that say what it is; no checkpoint may change them."""
+
+
+class EngineMuon(torch.optim.Optimizer):
+    """Muon and AdamW for a DeepSpeed engine, which gives them flat fp32 tensors instead of parameters.
+
+    1. DeepSpeed makes it inside the engine, replaces the parameters in its groups by tensors of its own and, at
+       stage 0, steps it once with zero gradients; nothing happens then.
+    2. `initialize` reads the engine's records and hands over the calls: `bind`.
+    3. Each ``engine.step()`` steps it once for all groups (stage 0, `BF16_Optimizer`), once for each group (stages 1
+       and 2) or for each sub-group (stage 3), with the others hidden. All ranks run the same calls in the same order.
+
+    State is presented as DeepSpeed's tools know it: ``step``, ``exp_avg`` (of a Muon tensor its momentum) and
+    ``exp_avg_sq`` (of a Muon tensor zeros that take no memory). Settings are those of the groups at each step, so
+    that schedulers work.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        super().__init__(list(groups), dict(defaults))
+        self._settings = tuple(defaults)
+        self._identities = [{key: group[key] for key in _IDENTITY} for group in self.param_groups]
+        self._calls: tuple[Call, ...] = ()
+        self._call_of: dict[int, tuple[Call, int]] = {}
+        self._clipping: Clipping | None = None
+
+    def bind(self, calls: Sequence[Call], clipping: Clipping | None) -> None:
+        """Hand over what the engine steps, in the order of its calls, and how it is clipped; create the state."""
+        self._calls, self._clipping = tuple(calls), clipping
+        for call in calls:
+            for number, group in enumerate(call.muon.param_groups):
+                for tensor in group["params"]:
+                    self._call_of[id(tensor)] = call, number
+                    moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+                    self.state[tensor] = {"step": torch.zeros(()), **moments}
+        self.release_second_moments()
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """What the engine steps, in the order of its calls."""
+        return self._calls
+
+    def release_second_moments(self) -> None:
+        """Make the second moment of every Muon tensor, which DeepSpeed's tools want to see, zeros without memory."""
+        for call in self._calls:
+            for group in call.muon.param_groups:
+                for tensor in group["params"] if group["algorithm"] == "muon" else ():
+                    zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+                    self.state[tensor]["exp_avg_sq"] = zero.expand(tensor.shape)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step the tensors that DeepSpeed shows; all ranks that share their parameters do.
+
+        Raises:
+            ValueError: there is a closure, which DeepSpeed does not know either.
+            LayoutError: DeepSpeed shows a tensor that its records did not name.
+        """
+        if closure is not None:
+            raise ValueError("closure: found one; needed none. DeepSpeed evaluates the model before the step")
+        if not self._calls:
+            return  # the engine is still being made
+        found: dict[int, Call] = {}
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                call, number = self._find(tensor)
+                call.muon.param_groups[number].update({key: group[key] for key in self._settings})
+                found[id(call)] = call
+        visible = list(found.values())
+        if self._clipping is not None and self._calls[0] in visible:
+            self._clipping.begin(self._calls, visible)
+        for call in visible:
+            self._run(call)
+
+    def _find(self, tensor: Tensor) -> tuple[Call, int]:
+        if id(tensor) not in self._call_of:
+            raise LayoutError(
+                explain_error(
+                    "DeepSpeed",
+                    f"a tensor of {tensor.numel()} elements to step that its records did not name",
+                    "the tensors it had when the engine was made",
+                    "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it",
+                )
+            )
+        return self._call_of[id(tensor)]
+
+    def _run(self, call: Call) -> None:
+        """Step one call with the state that DeepSpeed sees, which it may have loaded, moved or replaced."""
+        for group in call.muon.param_groups:
+            for tensor in group["params"]:
+                state = self.state[tensor]
+                # DeepSpeed loads one count for all tensors: a number, or a tensor that AdamW would count up for each.
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+                if group["algorithm"] == "muon":
+                    state["step"] += 1
+                    kept = {key: state[key] for key in RUNNING if key in state}
+                    call.muon.state[tensor] = {"momentum_buffer": state["exp_avg"], **kept}
+                else:
+                    call.muon.state[tensor] = state
+        if self._clipping is not None and self._clipping.apply(call):
+            return
+        call.muon.step()
+        for group in call.muon.param_groups:
+            for tensor in group["params"]:
+                kept = {key: value for key, value in call.muon.state[tensor].items() if key in RUNNING}
+                self.state[tensor].update(kept)
+
+    @property
+    def norms(self) -> GradNorms | None:
+        """Norms of the last step's gradients, whole model, before clipping; None without ``clip=``."""
+        return None if self._clipping is None else self._clipping.norms
+
+    # ---------------------------------------------------------------- state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state and settings, as DeepSpeed does for a checkpoint of the same world size.
+
+        Raises:
+            StateError: the state is of other groups than these; nothing has been loaded.
+        """
+        self.check_groups(state_dict["param_groups"])
+        super().load_state_dict(state_dict)
+
+    def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raise StateError unless saved groups are what these are: algorithm, parameters and splits."""
+        if len(saved) != len(self._identities):
+            raise StateError(
+                f"found {len(saved)} param groups in the state; needed {len(self._identities)}. Make the engine with "
+                "the same model and optimizer= settings as when it was saved"
+            )
+        for identity, group in zip(self._identities, saved, strict=True):
+            for key, needed in identity.items():
+                if _plain(group.get(key)) != _plain(needed):
+                    raise StateError(
+                        f"group {identity['name']!r}: found {key} {group.get(key)!r} in the state; needed {needed!r}. "
+                        "Make the engine with the same model and optimizer= settings as when it was saved"
+                    )
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return every group without its tensors."""
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    def restore_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Set every group to its saved settings and check that the groups are then what they were.
+
+        Raises:
+            StateError: the saved groups are others.
+        """
+        self.check_groups(saved)
+        for group, settings in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in settings.items() if key not in ("params", *_IDENTITY)})
+        for group, identity in zip(self.param_groups, self._identities, strict=True):
+            group.update(identity)
+
+    # ---------------------------------------------------------------- telling
+
+    def explain(self) -> Calls:
+        """Return what a step of the engine does, call by call, with the balance of each; no communication."""
+        return Calls({call.title: call.explain() for call in self._calls})
+
+
+def _plain(value: Any) -> Any:
+    """Return nested lists for nested tuples, so that both compare equal."""
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,254 @@
+"""Records: which parameter lies where in DeepSpeed's flat tensors, read from the engine and proved.
+
+Nothing is assumed about how ZeRO cuts parameters. Each rank reads what its own flat tensors hold, all ranks tell each
+other, and two proofs follow: the intervals of each parameter cover it exactly once, and the values found there are
+the parameter's own. A DeepSpeed whose records mean something else is an error when the engine is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.integrations.deepspeed.shards import Shard
+from muonmesh.layout import FlatShards, Interval
+
+_READ = "0.19.8"
+_DIFFERENT = f"Install deepspeed=={_READ}, whose records are known, or report this version to muonmesh"
+
+
+class Held(NamedTuple):
+    """What this rank's flat tensor holds of one parameter: an interval, of length 0 if nothing."""
+
+    parameter: nn.Parameter
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One flat fp32 tensor of the engine.
+
+    Attributes:
+        tensor: What DeepSpeed gives the optimizer to step, (size,).
+        group: Number of its param group.
+        process_group: The ranks that share its parameters.
+        held: Its parameters in the order in which they lie.
+    """
+
+    tensor: Tensor
+    group: int
+    process_group: dist.ProcessGroup
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A flat tensor with the proved layout of each parameter in it, by the parameter's state name."""
+
+    flat: Flat
+    layouts: dict[str, FlatShards]
+
+
+def read_flats(engine: Any) -> list[Flat]:
+    """Read the flat tensors of a ZeRO engine, in the order in which DeepSpeed steps them; no communication.
+
+    Raises:
+        LayoutError: the engine's records lack something.
+    """
+    zero = engine.optimizer
+    try:
+        if hasattr(zero, "fp16_partitioned_groups_flat"):
+            return list(_read_stage_3(zero))
+        if hasattr(zero, "round_robin_bit16_groups"):
+            return list(_read_stages_1_and_2(zero))
+        if hasattr(zero, "bf16_groups"):
+            return list(_read_bf16(zero))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise LayoutError(
+            explain_error(
+                f"DeepSpeed {deepspeed.__version__}",
+                f"records of {type(zero).__name__} that cannot be read ({type(error).__name__}: {error})",
+                f"those of {_READ}",
+                _DIFFERENT,
+            )
+        ) from error
+    raise LayoutError(
+        explain_error(f"DeepSpeed {deepspeed.__version__}", f"a {type(zero).__name__}", "a ZeRO optimizer", _DIFFERENT)
+    )
+
+
+def _read_stages_1_and_2(zero: Any) -> Iterator[Flat]:
+    """Each group's parameters lie at `round_robin_bit16_offsets` and are cut into equal partitions."""
+    for number, tensor in enumerate(zero.single_partition_of_fp32_groups):
+        group = zero.real_dp_process_group[number]
+        parameters, offsets = zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number]
+        low = dist.get_rank(group) * zero.partition_size[number]
+        held = tuple(
+            Held(parameter, _overlap(offset, parameter.numel(), low, tensor.numel()))
+            for parameter, offset in zip(parameters, offsets, strict=True)
+        )
+        yield Flat(tensor, number, group, held)
+
+
+def _read_bf16(zero: Any) -> Iterator[Flat]:
+    """`BF16_Optimizer` (stage 1 with fp32 accumulation) lays each group's parameters end to end."""
+    for number, tensor in enumerate(zero.fp32_groups_flat_partition):
+        group = zero.real_dp_process_group[number]
+        low, offset, held = dist.get_rank(group) * tensor.numel(), 0, []
+        for parameter in zero.bf16_groups[number]:
+            held.append(Held(parameter, _overlap(offset, parameter.numel(), low, tensor.numel())))
+            offset += parameter.numel()
+        yield Flat(tensor, number, group, tuple(held))
+
+
+def _read_stage_3(zero: Any) -> Iterator[Flat]:
+    """Each sub-group holds an equal slice of every parameter, the last ones padded with uninitialised memory."""
+    for number, tensor in enumerate(zero.fp32_partitioned_groups_flat):
+        group = zero._get_sub_group_process_group(number)
+        held = []
+        for parameter in zero.fp16_groups[number]:
+            sub_group, start, length = zero.grad_position[zero.get_param_id(parameter)]
+            if sub_group != number:
+                raise ValueError(f"grad_position {sub_group} of a parameter in sub-group {number}")
+            first = min(dist.get_rank(group) * length, parameter.ds_numel)
+            held.append(Held(parameter, Interval(first, min(length, parameter.ds_numel - first), start)))
+        yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(held))
+
+
+def _overlap(offset: int, numel: int, low: int, size: int) -> Interval:
+    """Return what a partition from ``low`` on holds of a parameter that begins at ``offset``."""
+    begin, end = max(offset, low), min(offset + numel, low + size)
+    return Interval(begin - offset, end - begin, begin - low) if begin < end else Interval(0, 0, 0)
+
+
+def prove(flats: Sequence[Flat], shards: dict[int, Shard], error: Exception | None) -> list[Placed]:
+    """Return the flat tensors with the layout of each parameter, after both proofs; all ranks of the world call it.
+
+    Args:
+        flats: As this rank reads them.
+        shards: For each parameter, by identity, its name and what ZeRO cuts up.
+        error: What this rank found wrong before; it takes part all the same, so that every rank raises.
+
+    Raises:
+        LayoutError: on every rank, if any finds that the records do not describe its flat tensors.
+    """
+    error = error or _unequal(flats, shards)
+    told = _meet(_told(flats, shards) if error is None else None, error)
+    placed: list[Placed] = []
+    try:
+        placed = [_place(number, flat, shards, told) for number, flat in enumerate(flats)]
+    except LayoutError as found:
+        error = found
+    _meet(None, error)  # before the ranks gather parameters together
+    try:
+        for entry in placed:
+            _compare(entry, shards)
+    except LayoutError as found:
+        error = found
+    _meet(None, error)
+    return placed
+
+
+def _unequal(flats: Sequence[Flat], shards: dict[int, Shard]) -> LayoutError | None:
+    """Return what is wrong unless the flat tensors hold the parameters of the groups and no others."""
+    held = {id(held.parameter) for flat in flats for held in flat.held}
+    if held == shards.keys():
+        return None
+    missing = sorted(shard.name for key, shard in shards.items() if key not in held)
+    found = f"{len(held - shards.keys())} parameters in its flat tensors that it was not given, and not {missing}"
+    return LayoutError(explain_error("DeepSpeed", found, "those of the groups, each once", _DIFFERENT))
+
+
+def _meet(told: Any, error: Exception | None) -> list[Any]:
+    """Return what every rank of the world tells; raise on every rank if any has an error."""
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (told, None if error is None else str(error)))
+    for rank, (_, message) in enumerate(outcomes):
+        if message is not None:
+            raise LayoutError(f"rank {rank}: {message}") from error
+    return [mine for mine, _ in outcomes]
+
+
+def _told(flats: Sequence[Flat], shards: dict[int, Shard]) -> list[tuple[tuple[int, ...], int, dict[str, Interval]]]:
+    """Return what other ranks must know of this rank's flat tensors."""
+    return [
+        (
+            tuple(dist.get_process_group_ranks(flat.process_group)),
+            flat.tensor.numel(),
+            {shards[id(held.parameter)].name: held.interval for held in flat.held},
+        )
+        for flat in flats
+    ]
+
+
+def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence[Any]) -> Placed:
+    ranks = tuple(dist.get_process_group_ranks(flat.process_group))
+    layouts = {}
+    for held in flat.held:
+        shard = shards[id(held.parameter)]
+        within = shard.within(ranks)
+        intervals, sizes = [], []
+        for rank in within.ranks:
+            _, size, held_there = everyone[rank][number] if number < len(everyone[rank]) else (ranks, 0, {})
+            if shard.name not in held_there:
+                raise LayoutError(
+                    explain_error(
+                        shard.name,
+                        f"no record of it in flat tensor {number} of rank {rank}",
+                        f"one, as on rank {dist.get_rank()}",
+                        _DIFFERENT,
+                    )
+                )
+            interval = held_there[shard.name]
+            intervals.append((interval,) if interval.length else ())
+            sizes.append(size)
+        replicas = shard.replicas(within)
+        try:
+            layouts[shard.name] = FlatShards(within, tuple(intervals), tuple(sizes), replicas)
+            layouts[shard.name].prove_cover()
+        except LayoutError as error:
+            raise LayoutError(
+                explain_error(shard.name, str(error), "each element held exactly once", _DIFFERENT)
+            ) from None
+    return Placed(flat, layouts)
+
+
+def _compare(placed: Placed, shards: dict[int, Shard]) -> None:
+    """Compare the values in a flat tensor with the parameters that should lie there.
+
+    Stage 3 gathers one parameter at a time, so the ranks of the process group call it together.
+    """
+    wrong = None
+    for held in placed.flat.held:
+        parameter, (first, length, start) = held
+        whole = _whole(parameter)
+        found = placed.flat.tensor.detach()[start : start + length]
+        needed = whole.reshape(-1)[first : first + length].to(found.device, found.dtype)
+        if not torch.equal(found.nan_to_num(), needed.nan_to_num()):
+            wrong = wrong or shards[id(parameter)].name
+    if wrong is not None:
+        raise LayoutError(
+            explain_error(
+                wrong,
+                "other values in its flat fp32 tensor than in the module",
+                "the same: the records do not say where it lies",
+                _DIFFERENT,
+            )
+        )
+
+
+def _whole(parameter: Any) -> Tensor:
+    """Return all of a parameter as this rank's module computes with it."""
+    if not hasattr(parameter, "ds_id") or parameter.ds_status.name == "AVAILABLE":
+        held: Tensor = parameter.detach()
+        return held
+    with deepspeed.zero.GatheredParameters([parameter]):
+        whole: Tensor = parameter.detach().clone()
+        return whole

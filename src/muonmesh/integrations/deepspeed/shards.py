@@ -1,0 +1,116 @@
+"""Shard: what ZeRO cuts up of one parameter, a whole one or this rank's part under tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.utils import groups as deepspeed_groups
+
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.layout import MeshLayout, Placement, Replicate, StridedShard
+from muonmesh.layout import Shard as ShardOf
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter as the optimizer knows it.
+
+    Attributes:
+        name: Canonical name, unique among the ranks: experts of one expert-parallel rank carry its number.
+        shape: Global shape.
+        matrices: How it splits, see `split_matrices`; None for AdamW's.
+        reason: Why it is in its group.
+        tensor_parallel: Number of ranks of tensor parallelism.
+        placement: What each of them holds of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    matrices: Any
+    reason: str
+    tensor_parallel: int
+    placement: Placement
+
+    def within(self, ranks: tuple[int, ...]) -> MeshLayout:
+        """Return what the ranks of a data-parallel group, and their tensor-parallel peers, hold before ZeRO cuts it.
+
+        Raises:
+            LayoutError: the group holds tensor-parallel peers.
+        """
+        size = self.tensor_parallel
+        if size == 1:
+            return MeshLayout.replicated(self.shape, ranks)
+        # DeepSpeed's mesh is (data, tensor), row-major.
+        column = dist.get_rank() % size
+        grid = [rank - column + peer for rank in ranks for peer in range(size)]
+        if any(rank % size != column for rank in ranks):
+            found = f"a partition over the ranks {ranks}, which tensor parallelism of {size} shards among them"
+            write = "Make the model without zero.Init, or set autotp_size to 1"
+            raise LayoutError(explain_error(self.name, found, "one over data-parallel ranks", write))
+        return MeshLayout(self.shape, (len(ranks), size), tuple(grid), (Replicate(), self.placement))
+
+    def replicas(self, within: MeshLayout) -> tuple[tuple[int, ...], ...]:
+        """Return the sets of ranks that hold all of it together."""
+        if self.tensor_parallel > 1 and isinstance(self.placement, Replicate):
+            return tuple(within.ranks[peer :: self.tensor_parallel] for peer in range(self.tensor_parallel))
+        return (within.ranks,)
+
+
+def shard_of(
+    parameter: Any,
+    name: str,
+    shape: tuple[int, ...],
+    matrices: Any,
+    reason: str,
+    *,
+    experts: str | None,
+    tensor_parallel: int,
+) -> Shard:
+    """Return a parameter as it is once the engine has configured its modules.
+
+    Args:
+        parameter: What DeepSpeed will train.
+        name: Canonical name.
+        shape: Global shape, as it was before.
+        matrices: See `Shard`.
+        reason: See `Shard`.
+        experts: Name of the ranks that share the experts it belongs to, or None.
+        tensor_parallel: Number of ranks of tensor parallelism.
+
+    Raises:
+        LayoutError: DeepSpeed has cut it in a way that is not known.
+    """
+    if experts is not None:
+        size = deepspeed_groups._get_expert_parallel_world_size(experts)
+        rank = deepspeed_groups._get_expert_parallel_rank(experts)
+        name = f"{name} (experts of rank {rank} of {size})" if size > 1 else name
+    placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
+    shard = Shard(name, shape, matrices, reason, tensor_parallel, placement)
+    peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), (placement,))
+    needed = peers.local_shape(dist.get_rank() % tensor_parallel)
+    held = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    if held != needed:
+        found = f"shape {held} in the engine"
+        raise LayoutError(explain_error(name, found, f"{needed} of {shape}", "Leave its module as it is, or whole"))
+    return shard
+
+
+def _placement(name: str, meta: dict[str, Any], shape: tuple[int, ...], size: int) -> Placement:
+    """Return how AutoTP has cut a parameter, from what it noted for universal checkpoints."""
+    dim = meta.get("partition_dim")
+    if size == 1 or dim is None or meta.get("replicated"):
+        return Replicate()
+    widths = meta.get("sub_param_shard_widths") or [meta.get("partition_sizes") or [shape[dim] / size] * size]
+    if len({width for some in widths for width in some}) > 1:
+        raise LayoutError(
+            explain_error(
+                name,
+                f"uneven parts {widths} along dim {dim} under tensor parallelism",
+                f"{size} equal ones of each of its {len(widths)} parts",
+                "Choose an autotp_size that divides its heads, or skip it in partition_config",
+            )
+        )
+    return ShardOf(dim) if len(widths) == 1 else StridedShard(dim, len(widths))

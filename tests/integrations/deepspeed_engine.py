@@ -1,0 +1,635 @@
+"""A model for DeepSpeed's engine whose reduced gradients are known exactly, and what one process makes of them.
+
+The loss is linear in every parameter, so a gradient is what the forward is given: small integers times a power of two,
+different on every rank and in every micro-batch. Their mean over ranks and micro-batches is exact in every dtype,
+however DeepSpeed reduces it. So the gradient that Muon gets is known without asking the engine where it put it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import unittest.mock
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import muonmesh as mm
+from muonmesh.integrations.deepspeed import get_state, initialize, set_state
+from muonmesh.integrations.deepspeed.records import read_flats
+from muonmesh.integrations.deepspeed.state import entries_of, gather
+from muonmesh.numerics.coefficients import coefficient_schedule
+from tests.reference import reference_step
+
+deepspeed.utils.logger.setLevel(logging.ERROR)
+# Collectives are gloo's: DeepSpeed would compile an extension for shared memory, which only inference uses.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls collectives by old names
+
+STEPS = 4
+
+
+class Linear(nn.Linear):
+    def forward(self, given: dict[str, Tensor], prefix: str) -> Tensor:
+        return _dot(self, given, prefix)
+
+
+class Embedding(nn.Embedding):
+    def forward(self, given: dict[str, Tensor], prefix: str) -> Tensor:
+        return _dot(self, given, prefix)
+
+
+class Norm(nn.LayerNorm):
+    def forward(self, given: dict[str, Tensor], prefix: str) -> Tensor:
+        return _dot(self, given, prefix)
+
+
+def _dot(module: nn.Module, given: dict[str, Tensor], prefix: str) -> Tensor:
+    terms = [(p * given[f"{prefix}.{name}"].to(p.dtype)).sum() for name, p in module.named_parameters(recurse=False)]
+    return torch.stack(terms).sum()
+
+
+class Model(nn.Module):
+    """Shapes that no number of ranks divides; one matrix never has a gradient and one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Embedding(29, 8)
+        self.qkv = Linear(14, 42)
+        self.norm = Norm(13)
+        self.up = Linear(20, 33)
+        self.idle = Linear(11, 9, bias=False)
+        self.frozen = Linear(5, 6)
+        self.down = Linear(33, 47, bias=False)
+        self.lone = Linear(1, 7, bias=False)
+        self.head = Linear(19, 10)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        return torch.stack([module(given, name) for name, module in self.named_children()]).sum()
+
+
+SHAPES = {name: tuple(p.shape) for name, p in Model().named_parameters()}
+OPTIMIZER: dict[str, Any] = {
+    "lr": 0.02,
+    "momentum": 0.9,
+    "overrides": {"qkv.weight": {"matrices": ("rows", 14, 14, 14)}, "head.weight": "adamw"},
+    "adamw": {"lr": 0.01},
+}
+
+
+def values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def build(*, zero_init: dict[str, Any] | None = None) -> Model:
+    """The model; under `zero.Init` its values are set through DeepSpeed's own door."""
+    known = values()
+    if zero_init is None:
+        model = Model()
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(known[name])
+        return model
+    with deepspeed.zero.Init(config_dict_or_path=zero_init):
+        model = Model()
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                parameter.data.copy_(known[name])
+    return model
+
+
+def given(step: int, micro: int, rank: int) -> dict[str, Tensor]:
+    """What one rank's forward is given in one micro-batch: its gradients."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    drawn = {n: torch.randint(-4, 5, shape, generator=generator).float() for n, shape in SHAPES.items()}
+    drawn["idle.weight"].zero_()
+    if step == 1:
+        drawn["lone.weight"].zero_()
+    return {name: value * 2.0 ** (3 * (step % 3) - 4) for name, value in drawn.items()}
+
+
+def reduced(step: int, micros: int) -> dict[str, Tensor]:
+    """The mean over ranks and micro-batches."""
+    world = dist.get_world_size()
+    drawn = [given(step, micro, rank) for micro in range(micros) for rank in range(world)]
+    return {name: torch.stack([one[name] for one in drawn]).sum(0) / len(drawn) for name in SHAPES}
+
+
+@contextlib.contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """DeepSpeed refuses fp16 where its accelerator says no; torch computes it on a CPU all the same."""
+    kind = type(get_accelerator())
+    honest = kind.is_fp16_supported
+    kind.is_fp16_supported = lambda self: True
+    try:
+        yield
+    finally:
+        kind.is_fp16_supported = honest
+
+
+def engine_for(config: dict[str, Any], model: nn.Module | None = None, *, clip: Any = None, **optimizer: Any) -> Any:
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))  # as launchers do
+    settings = {"compute_dtype": torch.float32, **OPTIMIZER, **optimizer}
+    config = {"train_micro_batch_size_per_gpu": 1, **config}
+    return initialize(model=model or build(), config=config, optimizer=settings, clip=clip)[0]
+
+
+def ready() -> None:
+    """What takes long the first time: to import DeepSpeed and all that an engine needs."""
+    engine_for({"zero_optimization": {"stage": 1}}).destroy()
+
+
+def train(engine: Any, steps: range, *, sources: int | None = None) -> None:
+    """Take steps; with ``sources`` that many ranks' gradients are shared out, so that the mean has no world size."""
+    source = dist.get_rank() % (sources or dist.get_world_size())
+    for step in steps:
+        for micro in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(given(step, micro, source)))
+            engine.step()
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    """The fp32 weights, whole, through DeepSpeed's own function; where it has none (stage 0), as it keeps them."""
+    found = {}
+    if hasattr(engine.optimizer, "fp32_groups"):
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        groups = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+        pairs = [pair for group in groups for pair in zip(*group, strict=True)]
+        return {names[id(p)]: master.detach().clone() for p, master in pairs}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            whole = safe_get_full_fp32_param(parameter)
+            found[name] = (parameter if whole is None else whole).detach().float().cpu().clone()
+    return found
+
+
+def computed_with(engine: Any) -> dict[str, Tensor]:
+    """The weights that the module computes with."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().float().cpu().clone()
+    return found
+
+
+def states(engine: Any) -> dict[str, Tensor]:
+    """Momenta and moments, whole, through DeepSpeed's own function."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu().clone()
+    return found
+
+
+class OneProcess:
+    """A single-process Muon on whole fp32 weights that is given the same reduced gradients."""
+
+    def __init__(self, dtype: torch.dtype, **optimizer: Any) -> None:
+        self.model = Model()
+        for name, parameter in self.model.named_parameters():
+            parameter.data = values()[name].to(dtype).float()
+        settings = {"compute_dtype": torch.float32, **OPTIMIZER, **optimizer}
+        split = {key: settings.pop(key) for key in ("overrides", "adamw", "muon") if key in settings}
+        self.groups = mm.split_params(self.model, **split)
+        self.optimizer = mm.Muon(self.groups, process_group="local", **settings)
+
+    def step(self, gradients: dict[str, Tensor], **clip: Any) -> Any:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = gradients[name].clone()
+        norms = self.optimizer.clip_grad_norm_(**clip) if clip else None
+        self.optimizer.step()
+        return norms
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state.get(parameter, {})
+            if "momentum_buffer" in state:
+                found[f"{name}.exp_avg"] = state["momentum_buffer"].clone()
+                found[f"{name}.exp_avg_sq"] = torch.zeros_like(parameter)
+            elif state:
+                found.update({f"{name}.{key}": state[key].clone() for key in ("exp_avg", "exp_avg_sq")})
+        return found
+
+
+def differences(found: dict[str, Tensor], needed: dict[str, Tensor]) -> list[str]:
+    """Names of what is not bit for bit the same."""
+    wrong = [f"only on one side: {sorted(found.keys() ^ needed.keys())}"] if found.keys() != needed.keys() else []
+    for name in found.keys() & needed.keys():
+        if not torch.equal(found[name], needed[name]):
+            wrong.append(f"{name}: {float((found[name] - needed[name]).abs().max()):.1e}")
+    return sorted(wrong)
+
+
+def dtype_of(config: dict[str, Any]) -> torch.dtype:
+    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(key, {}).get("enabled"):
+            return dtype
+    return torch.float32
+
+
+def exactness(config: dict[str, Any], *, zero_init: bool = False, **optimizer: Any) -> list[str]:
+    """Train some steps and return what differs from one process: weights, module, states."""
+    dtype = dtype_of(config)
+    with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
+        model = build(zero_init={"train_micro_batch_size_per_gpu": 1, **config}) if zero_init else None
+        engine = engine_for(config, model, **optimizer)
+        one = OneProcess(dtype, **optimizer)
+        frozen = {name: v for name, v in computed_with(engine).items() if name.startswith("frozen")}
+        wrong = [f"before: {line}" for line in differences(weights(engine), one.weights)]
+        train(engine, range(STEPS))
+        for step in range(STEPS):
+            one.step(reduced(step, engine.gradient_accumulation_steps()))
+        wrong += differences(weights(engine), one.weights)
+        now = {name: value.to(dtype).float() for name, value in one.weights.items()} | frozen
+        wrong += [f"module: {line}" for line in differences(computed_with(engine), now)]
+        if engine.zero_optimization():
+            wrong += [f"state: {line}" for line in differences(states(engine), one.states)]
+        engine.destroy()
+    return wrong
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def snapshot(engine: Any) -> dict[str, Tensor]:
+    """Weights and states, whole, by name."""
+    return {**weights(engine), **states(engine)}
+
+
+def save(config: dict[str, Any], folder: str, *, steps: int = 2, **optimizer: Any) -> dict[str, Tensor]:
+    """Train, save in DeepSpeed's format and in ours, and return what the next steps make of it."""
+    engine = engine_for(config, **optimizer)
+    train(engine, range(steps), sources=2)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = group["lr"] / 4  # as a schedule would
+    engine.save_checkpoint(folder, tag="saved")
+    dcp.save(get_state(engine), checkpoint_id=f"{folder}/ours")
+    train(engine, range(steps, STEPS), sources=2)
+    found = snapshot(engine)
+    engine.destroy()
+    return found
+
+
+def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **optimizer: Any) -> dict[str, Tensor]:
+    """Load into an engine that has trained on something else, and train on."""
+    settings = {"checkpoint": {"load_universal": True}} if how == "universal" else {}
+    engine = engine_for({**config, **settings}, **optimizer)
+    train(engine, range(1), sources=2)
+    if how == "ours":
+        state = get_state(engine)
+        dcp.load(state, checkpoint_id=f"{folder}/ours")
+        set_state(engine, state)
+    else:
+        engine.load_checkpoint(folder, tag="universal" if how == "universal" else "saved")
+    algorithms = [group["algorithm"] for group in engine.optimizer.param_groups]
+    assert algorithms == ["muon", *["adamw"] * (len(algorithms) - 1)], algorithms
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    assert rates == [0.005, *[0.0025] * (len(rates) - 1)], rates
+    train(engine, range(steps, STEPS), sources=2)
+    found = snapshot(engine)
+    engine.destroy()
+    return found
+
+
+def convert(folder: str) -> None:
+    """DeepSpeed's own converter to a universal checkpoint."""
+    if dist.get_rank() == 0:
+        arguments = ["ds_to_universal", "--input_folder", f"{folder}/saved", "--output_folder", f"{folder}/universal"]
+        arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        with unittest.mock.patch.object(sys, "argv", arguments):
+            ds_to_universal.main(ds_to_universal.parse_arguments())
+    dist.barrier()
+
+
+# ---------------------------------------------------------------- what a step does
+
+
+def scheduled(config: dict[str, Any]) -> tuple[list[list[float]], list[str]]:
+    """The rates at each step, by group, and what differs from one process that is given the same rates."""
+    engine, one = engine_for(config), OneProcess(torch.float32)
+    rates = []
+    for step in range(STEPS):
+        rates.append([float(group["lr"]) for group in engine.optimizer.param_groups])
+        for group, rate in zip(one.optimizer.param_groups, rates[-1], strict=True):
+            group["lr"] = rate
+        train(engine, range(step, step + 1))
+        one.step(reduced(step, 1))
+    wrong = differences(weights(engine), one.weights)
+    engine.destroy()
+    return rates, wrong
+
+
+def overflowing(config: dict[str, Any], spoiled: int) -> tuple[list[str], int, float]:
+    """Train with a gradient that overflows on one rank at one step; what differs from skipping that step."""
+    with fp16_on_cpu():
+        engine, one = engine_for(config), OneProcess(torch.float16)
+        for step in range(STEPS):
+            drawn = given(step, 0, dist.get_rank())
+            if step == spoiled and dist.get_rank() == 1:
+                drawn["up.weight"][3, 5] = torch.inf
+            engine.backward(engine(drawn))
+            engine.step()
+            if step != spoiled:
+                one.step(reduced(step, 1))
+        wrong = differences(snapshot(engine), {**one.weights, **one.states})
+        found = wrong, engine.skipped_steps, float(engine.optimizer.loss_scale)
+        engine.destroy()
+    return found
+
+
+def clipped(
+    config: dict[str, Any], clip: dict[str, Any], steps: int = STEPS
+) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """What differs from one process that clips by the same policy, and both's norms."""
+    dtype = dtype_of(config)
+    with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
+        engine, one = engine_for(config, clip=clip), OneProcess(dtype)
+        told = []
+        for step in range(steps):
+            train(engine, range(step, step + 1))
+            norms = one.step(reduced(step, 1), **clip)
+            found = engine.basic_optimizer.norms
+            told.append(tuple((float(n.total), float(n.muon), float(n.adamw), bool(n.skipped)) for n in (found, norms)))
+        wrong = differences(weights(engine), one.weights)
+        engine.destroy()
+    return wrong, told
+
+
+def moved_with_engine_clipping(limit: float) -> dict[float, float]:
+    """How far Muon's weights move without and with DeepSpeed's own clipping."""
+    moved = {}
+    for clipping in (0.0, limit):
+        engine = engine_for({"zero_optimization": {"stage": 2}, "gradient_clipping": clipping}, weight_decay=0.0)
+        before = weights(engine)
+        train(engine, range(1))
+        after = weights(engine)
+        moved[clipping] = float((after["up.weight"] - before["up.weight"]).norm())
+        engine.destroy()
+    return moved
+
+
+def moved_at_scales(stage: int, scales: list[float]) -> list[Tensor]:
+    """One of Muon's weights after a step, for gradients of several sizes."""
+    found = []
+    for scale in scales:
+        engine = engine_for({"zero_optimization": {"stage": stage}})
+        drawn = {name: value * scale for name, value in given(0, 0, dist.get_rank()).items()}
+        engine.backward(engine(drawn))
+        engine.step()
+        found.append(weights(engine)["up.weight"])
+        engine.destroy()
+    return found
+
+
+def poisoned(stage: int) -> list[str]:
+    """Fill all padding of weights, momenta and gradients with NaN; what differs from one process, clipping included."""
+    engine, one = (
+        engine_for({"zero_optimization": {"stage": stage}}, clip={"max_norm": 1.0, "policy": "all"}),
+        OneProcess(torch.float32),
+    )
+    optimizer = engine.basic_optimizer
+    padding = {}
+    for call in optimizer.calls:
+        free = torch.ones(call.tensor.numel(), dtype=torch.bool)
+        for layout in call.layouts.values():
+            for _, length, start in layout.held(dist.get_rank()):
+                free[start : start + length] = False
+        padding[id(call.tensor)] = free
+        call.tensor.data[free] = torch.nan
+        optimizer.state[call.tensor]["exp_avg"][free] = torch.nan
+    honest = optimizer.step
+
+    def step() -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                tensor.grad = tensor.grad.clone()  # DeepSpeed's own buffer has a norm of its own
+                tensor.grad[padding[id(tensor)]] = torch.nan
+        honest()
+
+    optimizer.step = step
+    train(engine, range(STEPS))
+    for number in range(STEPS):
+        one.step(reduced(number, 1), max_norm=1.0, policy="all")
+    wrong = differences(weights(engine), one.weights)
+    engine.destroy()
+    count = torch.tensor(sum(int(free.sum()) for free in padding.values()))
+    dist.all_reduce(count)
+    return wrong if count else ["there is no padding"]
+
+
+def work_done(config: dict[str, Any]) -> dict[str, Any]:
+    """What the calls of one step do on all ranks together, and where the matrices lie."""
+    engine = engine_for(config)
+    optimizer = engine.basic_optimizer
+    train(engine, range(1))
+    muon = [call for call in optimizer.calls if call.algorithm == "muon"]
+    done = torch.tensor([call.muon.counts.orthogonalized for call in muon])
+    dist.all_reduce(done)
+    cut = {
+        name: sorted(interval.first for some in layout.intervals for interval in some)[1:]
+        for call in muon
+        for name, layout in call.layouts.items()
+    }
+    found = {"done": int(done.sum()), "cut": cut, "explained": str(optimizer.explain())}
+    engine.destroy()
+    return found
+
+
+def tampered(config: dict[str, Any], how: str) -> None:
+    """Make an engine of a DeepSpeed whose records are different."""
+
+    def read(engine: Any) -> Any:
+        zero = engine.optimizer
+        if how == "missing":
+            for name in ("round_robin_bit16_offsets", "grad_position"):
+                if hasattr(zero, name):
+                    delattr(zero, name)
+        elif how == "order" and hasattr(zero, "grad_position"):
+            starts = [start for _, start, _ in zero.grad_position.values()]
+            positions = zip(zero.grad_position.items(), starts[1:] + starts[:1], strict=True)
+            zero.grad_position = {key: (group, start, length) for (key, (group, _, length)), start in positions}
+        elif how == "order":
+            for parameters in zero.round_robin_bit16_groups:
+                parameters.reverse()
+        elif how == "one rank" and dist.get_rank() == 1:
+            zero.partition_size[0] += 2
+        return read_flats(engine)
+
+    module = importlib.import_module("muonmesh.integrations.deepspeed.initialize")
+    with unittest.mock.patch.object(module, "read_flats", read):
+        engine_for(config)
+
+
+def consolidated(config: dict[str, Any], folder: str) -> list[str]:
+    """What differs between the weights and what `zero_to_fp32` makes of a checkpoint."""
+    engine = engine_for(config)
+    train(engine, range(2))
+    engine.save_checkpoint(folder, tag="saved")
+    found = get_fp32_state_dict_from_zero_checkpoint(folder, tag="saved")
+    needed = weights(engine)
+    engine.destroy()
+    return differences({name: found[name].float() for name in needed}, needed)
+
+
+def oracle(config: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
+    """Largest distances from the fp64 oracle: of the engine and of one process."""
+    engine, one = engine_for(config, compute_dtype=dtype), OneProcess(torch.float32, compute_dtype=dtype)
+    settings: dict[str, dict[str, Any]] = {}
+    for group in one.optimizer.param_groups:
+        names, specs = group["param_names"], group.get("matrices") or [None] * len(group["params"])
+        for name, spec in zip(names, specs, strict=True):
+            shared = {"algorithm": group["algorithm"], "lr": group["lr"], "weight_decay": group["weight_decay"]}
+            muon = {
+                "momentum": group["momentum"],
+                "matrices": spec,
+                "coefficients": coefficient_schedule("polar_express", 5),
+            }
+            settings[name] = {**shared, **(muon if group["algorithm"] == "muon" else {})}
+    exact, state = {name: value.double() for name, value in one.weights.items()}, {}
+    train(engine, range(STEPS))
+    for step in range(STEPS):
+        gradients = {name: g for name, g in reduced(step, 1).items() if name in exact}
+        one.step(reduced(step, 1))
+        exact, state = reference_step(exact, gradients, state, settings)
+    far = tuple(
+        max(float((found[name].double() - exact[name]).abs().max()) for name in exact)
+        for found in (weights(engine), one.weights)
+    )
+    engine.destroy()
+    return far
+
+
+# ---------------------------------------------------------------- tensor and expert parallelism
+
+
+class Parallel(nn.Module):
+    """A gated network that AutoTP cuts by columns and by rows, with its fused gate and up matrix in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(12, 24)
+        self.fused = nn.Linear(24, 32, bias=False)
+        self.outward = nn.Linear(16, 24, bias=False)
+        self.norm = nn.LayerNorm(24)
+        self.plain = nn.Linear(24, 18)
+        self.head = nn.Linear(18, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inward(x)
+        gate, up = self.fused(x).chunk(2, dim=-1)
+        x = self.norm(x + self.outward(gate.sigmoid() * up))
+        return self.head(self.plain(x)).square().mean()
+
+
+class Experts(nn.Module):
+    """A network with a layer of four experts."""
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.inward = nn.Linear(12, 16)
+        expert = nn.Sequential(nn.Linear(16, 24, bias=False), nn.ReLU(), nn.Linear(24, 16, bias=False))
+        self.moe = MoE(16, expert, num_experts=4, ep_size=ep_size, k=1, use_rts=False, capacity_factor=4.0)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.moe(self.inward(x))[0]).square().mean()
+
+
+AUTOTP = {
+    "autotp_size": 2,
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [".*fused\\.weight$"], "partition_type": "column", "shape": [2, -1], "partition_dim": 0},
+            {"patterns": [".*outward\\.weight$"], "partition_type": "row"},
+        ],
+    },
+}
+FUSED = {"fused.weight": {"matrices": ("rows", 16, 16)}}
+
+
+def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> list[str]:
+    """Train a real model and return what differs from one process that is given the engine's own reduced gradients.
+
+    They are read from the flat tensors through the layouts, after it has been seen that what these say of the weights
+    is what the model was made with.
+    """
+    torch.manual_seed(0)
+    size = config.get("tensor_parallel", {}).get("autotp_size", 1)
+    model = Parallel() if kind == "autotp" else Experts(int(kind))
+    made = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = engine_for(config, model, overrides=FUSED if kind == "autotp" else {}, adamw={"lr": 0.01})
+    optimizer = engine.basic_optimizer
+    entries = {name: (call, tensor) for call, name, tensor, _ in entries_of(optimizer)}
+
+    def whole(of: Any) -> dict[str, Tensor]:
+        found = {name: gather(call, name, of(tensor)) for name, (call, tensor) in entries.items()}
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in found.items()}
+
+    values = whole(lambda tensor: tensor.detach())
+    wrong = [f"made: {line}" for line in differences(values, {n: made[n.partition(" ")[0]] for n in values})]
+    held = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        kept = {key: value for key, value in group.items() if key not in ("params", "parameters", "matrices", "moe")}
+        kept |= {"name": str(number), "params": [held[name] for name in group["parameters"]]}
+        kept |= {"param_names": list(group["parameters"])}
+        groups.append(kept | ({"matrices": group["matrices"]} if group["algorithm"] == "muon" else {}))
+    one = mm.Muon(groups, process_group="local", compute_dtype=torch.float32)
+    honest, gradients = optimizer._run, {}
+
+    def run(call: Any) -> None:
+        for name, (of, tensor) in entries.items():
+            if of is call and tensor.grad is not None:
+                found = gather(call, name, tensor.grad)
+                gradients[name] = found.full_tensor() if isinstance(found, DTensor) else found
+        honest(call)
+
+    optimizer._run = run
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + dist.get_rank() // size)
+        engine.backward(engine(torch.randn(8, 12)))
+        engine.step()
+        for name, parameter in held.items():
+            parameter.grad = gradients.pop(name)
+        one.step()
+    wrong += differences(whole(lambda tensor: tensor.detach()), {name: p.detach() for name, p in held.items()})
+    if folder is not None:
+        engine.save_checkpoint(folder, tag="saved")
+        needed = whole(lambda tensor: optimizer.state[tensor]["exp_avg"])
+        for call in optimizer.calls:
+            optimizer.state[call.tensor]["exp_avg"].zero_()
+        engine.load_checkpoint(folder, tag="saved")
+        found = whole(lambda tensor: optimizer.state[tensor]["exp_avg"])
+        wrong += [f"loaded: {line}" for line in differences(found, needed)]
+    engine.destroy()
+    return wrong

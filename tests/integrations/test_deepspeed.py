@@ -1,0 +1,393 @@
+"""DeepSpeed's real engine over gloo: every configuration gives the bits of one process with the same gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from muonmesh.errors import LayoutError, StateError
+from tests.workers import Pool
+
+pytest.importorskip("deepspeed")
+
+from muonmesh.integrations.deepspeed import initialize
+from muonmesh.integrations.deepspeed.config import prepare_config, read_config
+from tests.integrations import deepspeed_engine as ds
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
+CPU = {"device": "cpu"}
+
+
+def launch() -> Iterator[dict[int, Pool]]:
+    """One launch per world size: DeepSpeed keeps groups and threads of its own for the life of a process."""
+    pools = {world: Pool(world) for world in (2, 4)}
+    for pool in pools.values():
+        pool.run(ds.ready, timeout=240.0)
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Pool]]:
+    yield from launch()
+
+
+def zero(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **settings}}
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "0": zero(0),
+    "0 bf16": zero(0) | BF16,
+    "0 accumulation": zero(0) | {"gradient_accumulation_steps": 4},
+    "1": zero(1),
+    "2": zero(2),
+    "3": zero(3),
+}
+for stage in (1, 2, 3):
+    EXACT |= {
+        f"{stage} all-reduce": zero(stage, reduce_scatter=False),
+        f"{stage} overlap": zero(stage, overlap_comm=True, contiguous_gradients=True),
+        f"{stage} scattered gradients": zero(stage, contiguous_gradients=False),
+        f"{stage} small buckets": zero(stage, reduce_bucket_size=64, allgather_bucket_size=64),
+        f"{stage} accumulation": zero(stage) | {"gradient_accumulation_steps": 4},
+        f"{stage} bf16": zero(stage) | BF16 | {"gradient_accumulation_steps": 2},
+        f"{stage} bf16, sums in fp32": zero(stage) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}},
+        f"{stage} bf16, sums in bf16": zero(stage) | BF16 | {"data_types": {"grad_accum_dtype": "bf16"}},
+        f"{stage} fp16": zero(stage) | FP16,
+        f"{stage} offload": zero(stage, offload_optimizer=CPU) | {"gradient_accumulation_steps": 2},
+        f"{stage} offload, bf16": zero(stage, offload_optimizer=CPU) | BF16,
+    }
+EXACT |= {
+    "1 round robin": zero(1, round_robin_gradients=True),
+    "2 round robin": zero(2, round_robin_gradients=True),
+    "2 round robin, aligned": zero(2, round_robin_gradients=True, parameter_alignment=True),
+    "3 sub-groups": zero(3, sub_group_size=300),
+    "3 nothing persists": zero(3, stage3_param_persistence_threshold=0),
+    "3 parameters offloaded": zero(3, offload_param=CPU, offload_optimizer=CPU, stage3_param_persistence_threshold=0)
+    | BF16,
+}
+
+
+# On four ranks one of each kind of cut.
+AT_FOUR = (
+    "0 bf16",
+    "1 accumulation",
+    "1 bf16, sums in fp32",
+    "2 all-reduce",
+    "2 round robin, aligned",
+    "2 bf16",
+    "2 offload",
+    "3 overlap",
+    "3 sub-groups",
+    "3 fp16",
+    "3 parameters offloaded",
+)
+
+
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in EXACT), *((4, name) for name in AT_FOUR)])
+def test_the_update_is_that_of_one_process(pools: dict[int, Pool], world: int, name: str) -> None:
+    assert pools[world].run(ds.exactness, EXACT[name]) == [[]] * world
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_computed_in_bf16_too(pools: dict[int, Pool], stage: int) -> None:
+    assert pools[2].run(ds.exactness, zero(stage), compute_dtype=torch.bfloat16) == [[], []]
+
+
+@pytest.mark.parametrize("dtype", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_model_made_under_zero_init(pools: dict[int, Pool], dtype: dict[str, Any]) -> None:
+    assert pools[2].run(ds.exactness, zero(3) | dtype, zero_init=True) == [[], []]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_groups_with_settings_of_their_own(pools: dict[int, Pool], stage: int) -> None:
+    overrides = {
+        **ds.OPTIMIZER["overrides"],
+        "up.weight": {"lr": 0.05, "momentum": 0.5},
+        "lone.weight": {"ns_steps": 3},
+    }
+    assert pools[2].run(ds.exactness, zero(stage), overrides=overrides) == [[], []]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_near_the_oracle(pools: dict[int, Pool], stage: int, dtype: torch.dtype) -> None:
+    engine, one = pools[2].run(ds.oracle, zero(stage), dtype)[0]
+    assert engine <= 2 * one
+    assert engine < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_skips_the_step_on_every_rank(pools: dict[int, Pool], stage: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    wrong, skipped, scale = pools[2].run(ds.overflowing, zero(stage) | {"fp16": fp16}, 1)[0]
+    assert (wrong, skipped, scale) == ([], 1, 8.0)
+
+
+# ---------------------------------------------------------------- what a step does
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_matrices_that_straddle_ranks_are_orthogonalised_once(pools: dict[int, Pool], stage: int) -> None:
+    told = pools[2].run(ds.work_done, zero(stage) | {"gradient_accumulation_steps": 2})[0]
+    inside = {name: [at % ds.SHAPES[name][1] for at in places] for name, places in told["cut"].items()}
+    assert any(at for places in inside.values() for at in places), "no matrix is cut within a row"
+    assert told["done"] == 6  # three of qkv, up, down, lone; idle has no gradient
+
+
+def test_explain_tells_the_calls_and_their_balance(pools: dict[int, Pool]) -> None:
+    told = pools[2].run(ds.work_done, zero(2))[0]["explained"]
+    assert "qkv.weight" in told
+    assert "norm.weight" in told
+    assert "4 calls a step; imbalance 1." in told
+    assert "override 'qkv.weight'" in told
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_padding_enters_nothing(pools: dict[int, Pool], stage: int) -> None:
+    assert pools[4].run(ds.poisoned, stage) == [[]] * 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.04, "warmup_num_steps": 4, "warmup_type": "linear"}),
+        ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3}),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 3}),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3, "cycle_momentum": False}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2}),
+        ("CosineAnnealingLR", {"T_max": 5}),
+    ],
+)
+def test_a_schedule_moves_both_halves_and_keeps_their_ratio(
+    pools: dict[int, Pool], stage: int, name: str, params: dict[str, Any]
+) -> None:
+    config = zero(stage) | {"scheduler": {"type": name, "params": params}}
+    rates, wrong = pools[2].run(ds.scheduled, config)[0]
+    assert wrong == []
+    assert len({some[0] for some in rates}) > 2, "the schedule does not move"
+    for muon, *adamw in rates:
+        assert adamw == pytest.approx([muon / 2] * len(adamw))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_update_has_no_scale(pools: dict[int, Pool], stage: int) -> None:
+    """Gradients of 1e-30 move Muon's weights as those of 1 do, and those of 1e+18 too."""
+    moved = pools[2].run(ds.moved_at_scales, stage, [2.0**-100, 1.0, 2.0**60])[0]
+    assert torch.equal(moved[0], moved[1])
+    assert torch.equal(moved[2], moved[1])
+    assert moved[1].any()
+
+
+# ---------------------------------------------------------------- clipping
+
+
+@pytest.mark.parametrize("policy", ["adamw_only", "all", "separate"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        zero(0),
+        zero(1),
+        zero(2) | FP16,
+        zero(2, offload_optimizer=CPU),
+        zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}},
+        zero(3, sub_group_size=300) | FP16,
+        zero(3, offload_optimizer=CPU),
+    ],
+    ids=["0", "1", "2 fp16", "2 offload", "bf16", "3 fp16", "3 offload"],
+)
+def test_clipping_is_by_the_norm_of_the_whole_model(
+    pools: dict[int, Pool], config: dict[str, Any], policy: str
+) -> None:
+    wrong, told = pools[2].run(ds.clipped, config, {"max_norm": 2.0, "policy": policy})[0]
+    assert wrong == []
+    for engine, one in told:
+        assert engine == pytest.approx(one)
+
+
+def test_a_norm_above_the_limit_skips_the_step(pools: dict[int, Pool]) -> None:
+    wrong, told = pools[2].run(ds.clipped, zero(2), {"max_norm": 2.0, "skip_above": 40.0})[0]
+    assert wrong == []
+    assert [engine[3] for engine, _ in told] == [one[3] for _, one in told]
+    assert {engine[3] for engine, _ in told} == {True, False}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_matrix_by_its_own_running_norm(pools: dict[int, Pool], stage: int) -> None:
+    wrong, _ = pools[2].run(ds.clipped, zero(stage), {"max_norm": 0.5, "policy": "per_matrix"}, steps=13)[0]
+    assert wrong == []
+
+
+def test_the_engines_own_clipping_does_not_stall_muon(pools: dict[int, Pool]) -> None:
+    """It scales raw gradients; a scale that is the same at each step does not change Muon's direction."""
+    moved = pools[2].run(ds.moved_with_engine_clipping, 1e-6)[0]
+    assert moved[1e-6] == pytest.approx(moved[0.0], rel=1e-3)
+
+
+# ---------------------------------------------------------------- tensor and expert parallelism
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[dict[int, Pool]]:
+    """Launches of their own, since tensor- and expert-parallel groups stay too."""
+    yield from launch()
+
+
+@pytest.mark.parametrize(("kind", "world"), [("1", 2), ("2", 2), ("2", 4)])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_experts(peers: dict[int, Pool], tmp_path: Path, stage: int, kind: str, world: int) -> None:
+    folder = str(tmp_path) if stage else None
+    assert peers[world].run(ds.parallel, zero(stage), kind, folder) == [[]] * world
+
+
+def test_experts_at_stage_3_are_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape('Write "zero_optimization": {"stage": 2}')):
+        initialize(model=ds.Experts(1), config=zero(3))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tensor_parallelism(peers: dict[int, Pool], stage: int, world: int) -> None:
+    config = zero(stage) | {"tensor_parallel": ds.AUTOTP}
+    assert peers[world].run(ds.parallel, config, "autotp") == [[]] * world
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+ACROSS: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, Any]]]]] = {
+    "1": (zero(1), [("same", 2, zero(1)), ("universal", 4, zero(2)), ("ours", 4, zero(3))]),
+    "2 round robin": (
+        zero(2, round_robin_gradients=True) | BF16,
+        [
+            ("same", 2, zero(2, round_robin_gradients=True) | BF16),
+            ("universal", 4, zero(1) | BF16),
+            ("ours", 2, zero(3, sub_group_size=300) | BF16),
+        ],
+    ),
+    "bf16, sums in fp32": (
+        zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}},
+        [
+            ("same", 2, zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}),
+            ("universal", 4, zero(2) | BF16),
+            ("ours", 4, zero(1) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}),
+        ],
+    ),
+    "3": (
+        zero(3, sub_group_size=300),
+        [("same", 2, zero(3, sub_group_size=300)), ("universal", 4, zero(3)), ("ours", 4, zero(2))],
+    ),
+    "2 offload": (
+        zero(2, offload_optimizer=CPU),
+        [("same", 2, zero(2, offload_optimizer=CPU)), ("ours", 4, zero(1))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_training_resumes_bit_for_bit(pools: dict[int, Pool], tmp_path: Path, name: str) -> None:
+    config, others = ACROSS[name]
+    needed = pools[2].run(ds.save, config, str(tmp_path))[0]
+    if any(how == "universal" for how, _, _ in others):
+        pools[2].run(ds.convert, str(tmp_path))
+    for how, world, other in others:
+        found = pools[world].run(ds.resume, other, str(tmp_path), how)[0]
+        assert (how, ds.differences(found, needed)) == (how, [])
+
+
+def test_a_universal_checkpoint_of_stage_2_is_refused_at_3(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(ds.save, zero(2), str(tmp_path))
+    pools[2].run(ds.convert, str(tmp_path))
+    for outcome in pools[2].run_expecting_errors(ds.resume, zero(3), str(tmp_path), "universal"):
+        assert outcome.error is StateError
+        assert "found a universal checkpoint of ZeRO stage 1 or 2; needed one of stage 3" in outcome.message
+
+
+def test_state_of_other_groups_is_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(ds.save, zero(2), str(tmp_path))
+    overrides = {**ds.OPTIMIZER["overrides"], "qkv.weight": {"matrices": ("rows", 28, 14)}}
+    for outcome in pools[2].run_expecting_errors(ds.resume, zero(2), str(tmp_path), "same", overrides=overrides):
+        assert outcome.error is StateError
+        assert "found matrices" in outcome.message
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_to_fp32_finds_the_weights(pools: dict[int, Pool], tmp_path: Path, stage: int) -> None:
+    assert pools[2].run(ds.consolidated, zero(stage), str(tmp_path)) == [[], []]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [(zero(1), "missing"), (zero(3), "missing"), (zero(2), "order"), (zero(3), "order"), (zero(1), "one rank")],
+)
+def test_different_records_are_an_error_when_the_engine_is_made(
+    pools: dict[int, Pool], config: dict[str, Any], how: str
+) -> None:
+    for outcome in pools[2].run_expecting_errors(ds.tampered, config, how):
+        assert outcome.error is LayoutError
+        assert "Install deepspeed==" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimizer": {"type": "Muon"}}, "Remove it and write initialize"),
+        ({"zero_allow_untested_optimizer": False} | zero(1), "zero_allow_untested_optimizer"),
+        (FP16, 'Write "zero_optimization": {"stage": 1}'),
+        (zero(1) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}, '"dtype": "bfloat16"'),
+        (zero(1, elastic_checkpoint=True), "load_universal"),
+        (zero(3, offload_optimizer={"device": "nvme"}), '"device": "cpu"'),
+        (zero(2, zenflow={"topk_ratio": 0.1}), "Remove zenflow"),
+        (zero(3, offload_optimizer={"device": "cpu", "super_offload": True}), "Remove super_offload"),
+        ({"scheduler": {"type": "Wishful"}}, "Rename it"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        initialize(model=ds.Model(), config=config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": {"layouts": {}}}, "Remove layouts"),
+        ({"optimizer": {"learning_rate": 1.0}}, "the setting 'learning_rate'"),
+        ({"model_parameters": []}, "split by role"),
+        ({"clip": {"norm": 1.0}}, "the argument 'norm'"),
+        ({"clip": {"max_norm": -1.0}}, "max_norm"),
+        ({"clip": 1.0, "config": {"gradient_clipping": 1.0}}, "Remove gradient_clipping"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        initialize(**{"model": ds.Model(), "config": {}, **arguments})
+
+
+def test_the_config_is_copied_and_what_is_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("muonmesh.integrations.deepspeed.config.log_dist", lambda message, **_: said.append(message))
+    config: dict[str, Any] = zero(2, offload_optimizer=CPU)
+    prepared = prepare_config(read_config(config), has_experts=False)
+    assert config == zero(2, offload_optimizer=CPU)
+    assert prepared == {
+        **config,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+    }
+    (line,) = said
+    for key in ("zero_allow_untested_optimizer: true", "zero_force_ds_cpu_optimizer: false", "gradient_clipping: 0.0"):
+        assert key in line
+    assert prepare_config({"gradient_clipping": 3.0}, has_experts=False)["gradient_clipping"] == 3.0
