@@ -9,6 +9,8 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under pytest-xdist all files that use ranks share one process: two pools are never at work together.
+
+    The tests of another file stay together too, and so do the fixtures that they share. (`--dist loadgroup` would say
+    it with marks, but pytest-xdist 3.8 cannot tell pytest 9.2's tests by their marks.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid.partition("::")[0])
+
+    @cache
+    def scope(file: str) -> str:
+        return "ranks" if "workers" in (config.rootpath / file).read_text() else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

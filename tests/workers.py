@@ -42,6 +42,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor
 
+multiprocessing.set_forkserver_preload([__name__, "muonmesh"])
+
 START_SECONDS = 180.0  # importing torch on a busy machine
 STEP_SECONDS = 10.0  # the collective that shows that the ranks are in step
 GRACE_SECONDS = 5.0  # for the other ranks, once one has raised
@@ -133,7 +135,9 @@ class Pool:
         self._processes, self._connections, self._store, self._stacks = [], [], None, None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Two ranks start as programs do, each with a hash seed of its own. More of them are copies of one process that
+        # has imported torch: eight would take twenty seconds.
+        context = multiprocessing.get_context("spawn" if self.world_size <= 2 else "forkserver")
         # Held by the caller, as torchrun does, so that it survives any rank; port 0 lets the system choose.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="muonmesh-ranks-")

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,9 @@ from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
 STEPS = 12
-# A whole run in seconds: a narrow model, short sequences, a small tokenizer. Dropout shows whether random numbers
-# resume.
+# A whole run in seconds: a narrow model, short sequences, a small tokenizer.
 TINY = ("--steps", STEPS, "--batch", 8, "--seq", 32, "--vocab", 400, "--eval-every", 4, "--eval-sequences", 10)
+TINY += ("--checkpoint-every", 5, "--device", "cpu", "--model", "nano")
 
 
 # --- schedule ---------------------------------------------------------------------------------------------------------
@@ -243,9 +242,9 @@ WRONG = {
     "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needed a multiple of 2. Write: --ranks 4",
     "--parallel fsdp+tp --ranks 1": r"--ranks 1: --parallel fsdp\+tp needed a multiple of 2. Write: --ranks 2",
     "--parallel tp --ranks 0": r"--ranks 0: needed a whole number of at least 1",
-    "--parallel tp --ranks 4": r"--model small: 4 ranks cannot share a layer of 2 heads, 2 key-value heads and an MLP "
-    r"320 wide; needed a divisor of 2",
-    "--parallel fsdp+tp --model nano": r"--model nano: 2 ranks cannot share a layer of 1 heads",
+    "--parallel tp --ranks 8": r"--model small: 8 ranks cannot share a layer of 4 heads, 4 key-value heads and an MLP "
+    r"320 wide; needed a divisor of 4",
+    "--parallel fsdp+tp --model odd.json": r"--model odd.json: 2 ranks cannot share a layer of 3 heads",
     "--parallel tp --model gpt2": r"--model gpt2: .*no tensor-parallel plan for gpt2; .* Write: --parallel fsdp",
     "--parallel tp --seq 99": r"--seq 99: cannot be divided over the 2 ranks that share a layer. Write: --seq 100",
     "--parallel tp --batch 3 --grad-accum 2": r"over 1 group of 2 ranks × 2 micro-steps; .* Write: --batch 4",
@@ -257,6 +256,7 @@ WRONG = {
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.json").write_text('{"model_type": "llama", "hidden_size": 48, "num_attention_heads": 3}')
     device = [] if "--resume" in line else ["--device", "cpu", "--out", "run"]
     result = CliRunner().invoke(app, ["train", *line.split(), *device], env={"COLUMNS": "200"})
     assert result.exit_code == 2
@@ -338,14 +338,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="module")
-def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "gpt2-with-dropout.json"
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.1}
-    path.write_text(json.dumps(config))
-    return path
-
-
 def train(*options: object) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, options)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -384,35 +376,31 @@ def process_of_rank(launcher: int, rank: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def finished(runs: Path, text: Path, with_dropout: Path) -> Callable[[str], Path]:
-    """`finished("fsdp")` is an uninterrupted run of both optimizers."""
-    made: dict[str, Path] = {}
-
-    def run(parallel: str) -> Path:
-        if parallel not in made:
-            made[parallel] = runs / parallel
-            result = train(*TINY, *options_of(parallel, text, with_dropout), "--out", made[parallel])
-            assert result.returncode == 0, result.stderr
-            (made[parallel] / "output.txt").write_text(result.stdout)
-        return made[parallel]
-
+def finished(runs: Path, text: Path) -> Path:
+    """An uninterrupted run of both optimizers."""
+    run = runs / "finished"
+    result = train(*TINY, "--data", text, "--out", run, "--save-momentum", runs / "momentum.safetensors")
+    assert result.returncode == 0, result.stderr
+    (run / "output.txt").write_text(result.stdout)
     return run
 
 
-def options_of(parallel: str, text: Path, with_dropout: Path) -> list[object]:
-    """FSDP2 with the default kind of model on two ranks; DDP with dropout and gradient accumulation on four.
-
-    Four, because sums over more than two ranks round differently in another order, and fp32 to see it.
-    """
-    common: list[object] = ["--data", text, "--device", "cpu", "--parallel", parallel, "--checkpoint-every", 5]
-    if parallel == "fsdp":
-        return [*common, "--model", "nano"]
-    return [*common, "--model", with_dropout, "--grad-accum", 2, "--ranks", 4, "--dtype", "fp32"]
+@pytest.fixture(scope="module")
+def stopped(runs: Path, text: Path) -> Path:
+    """The same run, but for a Ctrl-C in its first half that only one of its ranks heard of."""
+    run = runs / "stopped"
+    options = [*TINY, "--data", text, "--out", run]
+    assert stop_after(run, "muon", 3, *options, rank=1) == 130, "the other rank stops with it"
+    stopped_at = latest_step(run / "checkpoints" / "muon")
+    assert stopped_at is not None
+    assert 3 <= stopped_at <= STEPS
+    assert (run / "report.html").is_file(), "a stopped run is reported as far as it got"
+    return run
 
 
 @pytest.mark.slow
-def test_a_run_learns_from_the_same_start_with_both_optimizers(finished: Callable[[str], Path]) -> None:
-    found = losses(finished("fsdp"))
+def test_a_run_learns_from_the_same_start_with_both_optimizers(finished: Path) -> None:
+    found = losses(finished)
     for name in ("muon", "adamw"):
         assert [step for run, step, key in found if (run, key) == (name, "loss")] == list(range(1, STEPS + 1))
         assert [step for run, step, key in found if (run, key) == (name, "validation_loss")] == [0, 4, 8, 12]
@@ -424,8 +412,8 @@ def test_a_run_learns_from_the_same_start_with_both_optimizers(finished: Callabl
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Callable[[str], Path]) -> None:
-    run = finished("fsdp")
+def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
+    run = finished
     output = (run / "output.txt").read_text()
     assert "Muon" in output
     assert "AdamW" in output
@@ -454,82 +442,51 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Callable[[str],
 
 
 @pytest.mark.slow
-def test_the_shares_of_a_step_add_up_to_the_step(finished: Callable[[str], Path]) -> None:
-    for parallel in ("fsdp", "ddp"):
-        for record in read_metrics(finished(parallel)):
-            if "loss" in record:
-                parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer", "communication")]
-                assert min(parts) > 0
-                assert sum(parts) == pytest.approx(record["step_seconds"], rel=0.02)
+def test_the_shares_of_a_step_add_up_to_the_step(finished: Path) -> None:
+    for record in read_metrics(finished):
+        if "loss" in record:
+            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer", "communication")]
+            assert min(parts) > 0
+            assert sum(parts) == pytest.approx(record["step_seconds"], rel=0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
-def test_a_run_stopped_in_either_half_resumes_bit_for_bit(
-    parallel: str, finished: Callable[[str], Path], runs: Path, text: Path, with_dropout: Path
-) -> None:
-    run = runs / f"{parallel}-stopped"
-    options = [*TINY, *options_of(parallel, text, with_dropout), "--out", run]
-    assert stop_after(run, "muon", 3, *options) == 130
-    stopped_at = latest_step(run / "checkpoints" / "muon")
-    assert stopped_at is not None
-    assert 3 <= stopped_at <= STEPS
-    assert (run / "report.html").is_file(), "a stopped run is reported as far as it got"
-    assert stop_after(run, "adamw", 2, "--resume", run) == 130
-    assert latest_step(run / "checkpoints" / "muon") == STEPS
-    assert train("--resume", run).returncode == 0
-    assert losses(run) == losses(finished(parallel))
-
-
-@pytest.mark.slow
-def test_a_checkpoint_has_no_world_size(
-    finished: Callable[[str], Path], runs: Path, text: Path, with_dropout: Path
-) -> None:
-    run = runs / "other-layout"
-    options = [*TINY, *options_of("fsdp", text, with_dropout), "--out", run]
-    assert stop_after(run, "muon", 3, *options, rank=1) == 130, "the other rank stops with it"
-    assert latest_step(run / "checkpoints" / "muon") is not None
-    result = train("--resume", run, "--ranks", 1, "--parallel", "ddp")
-    assert result.returncode == 0, result.stderr
-    found, expected = losses(run), losses(finished("fsdp"))
-    assert found.keys() == expected.keys()
-    assert max(abs(found[key] - expected[key]) for key in expected) < 0.02, "bf16 sums in another order, no more"
-
-
-@pytest.mark.slow
-def test_what_follows_the_last_checkpoint_is_written_again(finished: Callable[[str], Path], runs: Path) -> None:
-    run = runs / "crashed"
-    shutil.copytree(finished("fsdp"), run)
-    shutil.rmtree(run / "checkpoints" / "adamw")  # as if it had crashed before the first one
-    result = train("--resume", run)
-    assert result.returncode == 0, result.stderr
-    assert losses(run) == losses(finished("fsdp"))
-    assert len(read_metrics(run)) == len(read_metrics(finished("fsdp"))), "lines written twice"
-
-
-@pytest.mark.slow
-def test_resume_keeps_the_settings_of_the_run(finished: Callable[[str], Path]) -> None:
-    result = train("--resume", finished("fsdp"), "--lr", 1)
-    assert result.returncode == 2
-    assert "found --lr beside it" in result.stderr
-
-
-@pytest.mark.slow
-def test_ranks_and_micro_steps_share_a_step_without_changing_it(runs: Path, text: Path) -> None:
-    common = [*TINY, "--data", text, "--device", "cpu", "--model", "nano", "--dtype", "fp32", "--optimizer", "muon"]
-    momentum = runs / "momentum.safetensors"
-    shared = train(*common, "--parallel", "fsdp", "--out", runs / "shared", "--save-momentum", momentum)
-    alone = train(*common, "--ranks", 1, "--parallel", "ddp", "--grad-accum", 4, "--out", runs / "alone")
-    assert (shared.returncode, alone.returncode) == (0, 0), shared.stderr + alone.stderr
-    found, expected = losses(runs / "shared"), losses(runs / "alone")
-    assert found.keys() == expected.keys()
-    assert max(abs(found[key] - expected[key]) for key in expected) < 2e-3
-    assert found["muon", 1, "loss"] == pytest.approx(expected["muon", 1, "loss"], abs=1e-6)
-
-    momenta = load_file(momentum)
+def test_a_run_leaves_the_momentum_that_was_asked_for(finished: Path, runs: Path) -> None:
+    momenta = load_file(runs / "momentum.safetensors")
     assert momenta["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
     assert len(momenta) == 7 * PRESETS["nano"]["num_hidden_layers"]
     assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
+
+
+@pytest.mark.slow
+def test_a_run_stopped_in_either_half_resumes_bit_for_bit(finished: Path, stopped: Path, runs: Path) -> None:
+    run = shutil.copytree(stopped, runs / "resumed")
+    assert stop_after(run, "adamw", 2, "--resume", run) == 130
+    assert latest_step(run / "checkpoints" / "muon") == STEPS
+    assert train("--resume", run).returncode == 0
+    assert losses(run) == losses(finished)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
+    finished: Path, stopped: Path, runs: Path
+) -> None:
+    run = shutil.copytree(stopped, runs / "other-layout")
+    # As if it had crashed at its very end, and this were the last checkpoint it had written.
+    shutil.copy(finished / "metrics.jsonl", run / "metrics.jsonl")
+    result = train("--resume", run, "--ranks", 1, "--parallel", "ddp")
+    assert result.returncode == 0, result.stderr
+    found, expected = losses(run), losses(finished)
+    assert found.keys() == expected.keys()
+    assert 0 < max(abs(found[key] - expected[key]) for key in expected) < 0.02, "bf16 sums in another order, no more"
+    assert len(read_metrics(run)) == len(read_metrics(finished)), "lines written twice"
+
+
+@pytest.mark.slow
+def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
+    result = CliRunner().invoke(app, ["train", "--resume", str(finished), "--lr", "1"])
+    assert result.exit_code == 2
+    assert "found --lr beside it" in result.stderr
 
 
 class References(HTMLParser):

@@ -1,4 +1,4 @@
-"""`muonmesh train --parallel hsdp|tp|fsdp+tp` on four ranks learns what `--parallel ddp` learns, and resumes."""
+"""`muonmesh train` on four ranks: every layout learns what `--parallel ddp` learns, and resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.metrics import MetricsLog, read_metrics
-from muonmesh.cli.model import build_model, check_model, model_config, parallelise
+from muonmesh.cli.model import PRESETS, build_model, check_model, model_config, parallelise
 from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
 from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.training import Training
@@ -180,7 +180,7 @@ def test_every_layout_learns_what_ddp_learns(parallel: Parallel, finished: Calla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", NEW)
+@pytest.mark.parametrize("parallel", [*NEW, "ddp"])
 def test_the_shares_of_a_step_add_up_and_waiting_is_seen(
     parallel: Parallel, finished: Callable[[Parallel], Path]
 ) -> None:
@@ -230,6 +230,36 @@ def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(
 
 
 @pytest.mark.slow
+def test_dropout_and_sums_over_four_ranks_resume_bit_for_bit(
+    pool: Pool, prepare: Callable[..., Path], folder: Path
+) -> None:
+    """Over more than two ranks sums in another order round differently, and fp32 shows it."""
+    model = folder / "gpt2-with-dropout.json"
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.1}
+    model.write_text(json.dumps(config))
+    whole, stopped = (prepare(f"dropout-{which}", parallel="ddp", model=str(model)) for which in ("whole", "stopped"))
+    pool.run(train_both, whole, timeout=120)
+    for name in ("muon", "adamw"):
+        pool.run(train, stopped, name, stop_after=2)
+        assert latest_step(checkpoints_of(stopped, name)) == 3
+    pool.run(train_both, stopped, timeout=120)
+    assert losses(stopped) == losses(whole)
+
+
+@pytest.mark.slow
+def test_ranks_and_micro_steps_share_a_step_without_changing_it(
+    workers: Callable[[int], Pool], prepare: Callable[..., Path]
+) -> None:
+    shared = prepare("shared", parallel="fsdp", ranks=2, grad_accum=1, optimizer="muon")
+    alone = prepare("alone", parallel="ddp", ranks=1, grad_accum=4, optimizer="muon")
+    workers(2).run(train_both, shared, timeout=120)
+    workers(1).run(train_both, alone, timeout=120)
+    found, expected = losses(shared), losses(alone)
+    assert losses_apart(found, expected) < 2e-3
+    assert found["muon", 1, "loss"] == pytest.approx(expected["muon", 1, "loss"], abs=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["tp", "fsdp+tp"])
 def test_bf16_reaches_the_projections(
     parallel: Parallel, finished: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path]
@@ -240,25 +270,39 @@ def test_bf16_reaches_the_projections(
     assert 1e-5 < losses_apart(losses(run), expected) < 0.02
 
 
-@pytest.mark.slow
-def test_the_command_shards_pairs_of_ranks_that_share_layers(folder: Path, corpus: Corpus) -> None:
-    run, momentum = folder / "command", folder / "momentum.safetensors"
-    options: list[object] = ["--model", folder / "llama.json", "--data", folder / "text", "--vocab", VOCAB]
-    options += ["--seq", 32, "--steps", 3, "--eval-sequences", 8, "--device", "cpu"]
-    options += ["--parallel", "fsdp+tp", "--ranks", RANKS, "--out", run, "--save-momentum", momentum]
-    command = [sys.executable, "-c", "from muonmesh.cli import main; main()", "train", *map(str, options)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def command(run: Path, folder: Path, parallel: Parallel, *options: object) -> str:
+    """Run `muonmesh train` for three steps on four ranks; what it printed."""
+    line: list[object] = ["train", "--data", folder / "text", "--vocab", VOCAB, "--steps", 3, "--eval-sequences", 8]
+    line += ["--device", "cpu", "--parallel", parallel, "--ranks", RANKS, "--out", run, *options]
+    called = [sys.executable, "-c", "from muonmesh.cli import main; main()", *map(str, line)]
+    result = subprocess.run(called, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert "4 ranks, FSDP+TP over gloo" in result.stdout
+    assert f"{RANKS} ranks, {parallel.upper()} over gloo" in result.stdout
     assert "Warning" not in result.stderr
     assert "_NormPartial" not in result.stderr, "a reduction of the norm for each axis of the mesh"
     assert (run / "report.html").is_file()
     assert [step for _, step, key in losses(run) if key == "loss"] == [1, 2, 3, 1, 2, 3]
-    assert "StridedShard(0, 2)×2, Shard(0)×2" in (run / "explain.txt").read_text()
+    return (run / "explain.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_command_shards_pairs_of_ranks_that_share_layers(folder: Path, corpus: Corpus) -> None:
+    momentum = folder / "momentum.safetensors"
+    options = ("--model", folder / "llama.json", "--seq", 32, "--save-momentum", momentum)
+    explanation = command(folder / "pairs", folder, "fsdp+tp", *options)
+    assert "StridedShard(0, 2)×2, Shard(0)×2" in explanation
     momenta = load_file(momentum)
     assert momenta["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
     assert len(momenta) == 14
     assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
+
+
+@pytest.mark.slow
+def test_four_ranks_share_the_layers_of_the_default_model(folder: Path, corpus: Corpus) -> None:
+    explanation = command(folder / "default", folder, "tp")
+    assert load_settings(folder / "default").model == "small"
+    assert "Shard(0)×4" in explanation
+    assert "Shard(1)×4" in explanation
 
 
 LLAMA_LIKE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "cohere", "olmo", "granite", "smollm3", "arcee"]
@@ -273,6 +317,11 @@ def small_config(folder: Path, model_type: str, **changes: object) -> str:
     path = folder / f"{model_type}.json"
     path.write_text(json.dumps({**LLAMA, "model_type": model_type, **changes}))
     return str(path)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_four_ranks_can_share_every_preset(preset: str) -> None:
+    assert check_model(preset, vocab=VOCAB, seq=32, tensor_parallel=4) > 0
 
 
 @pytest.mark.parametrize("model_type", LLAMA_LIKE)

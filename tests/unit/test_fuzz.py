@@ -102,6 +102,7 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
         return matrices[leg.assignment].as_strided(piece.shape, piece.matrix_strides, piece.matrix_start)
 
     routes = {rank: plan.routes(bucket, rank, gather=gather) for rank in plan.ranks}
+    moved = {number for number in plan.buckets[bucket] if plan.moves(number)}
     sent: dict[tuple[int, int], Tensor] = {}
     for rank, mine in routes.items():
         for peer, legs in (mine.held if gather else mine.owned).items():
@@ -110,7 +111,7 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
             sent[rank, peer] = torch.cat([place(leg, rank, stored=gather).flatten() for leg in legs])
             if rank != peer:
                 assert plan.gathers(bucket) if gather else plan.scatters(bucket)
-                assert all(plan.moves(leg.assignment) for leg in legs)
+                assert all(leg.assignment in moved for leg in legs)
     for rank, mine in routes.items():
         for peer, legs in (mine.owned if gather else mine.held).items():
             message = sent.pop((peer, rank))

@@ -17,7 +17,8 @@ from muonmesh.cli.settings import REPLICAS, Dtype, Parallel, tensor_parallel_ran
 from muonmesh.cli.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID
 
-# Llama architectures: heads of 64, gated MLPs of 8/3 the width.
+# Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would be fewer than four,
+# so that four ranks can share a layer. They do not depend on --ranks: a run resumes on any number of ranks.
 PRESETS: dict[str, dict[str, int]] = {
     "nano": {"hidden_size": 64, "num_hidden_layers": 2},
     "small": {"hidden_size": 128, "num_hidden_layers": 4},
@@ -26,6 +27,7 @@ PRESETS: dict[str, dict[str, int]] = {
     "xl": {"hidden_size": 2048, "num_hidden_layers": 16},
 }
 HEAD_SIZE = 64
+LEAST_HEADS = 4
 
 
 def model_config(model: str, *, vocab: int, seq: int) -> Any:
@@ -138,7 +140,7 @@ def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: t
 
 
 def _llama(*, hidden_size: int, num_hidden_layers: int) -> dict[str, int]:
-    heads = hidden_size // HEAD_SIZE
+    heads = max(LEAST_HEADS, hidden_size // HEAD_SIZE)
     return {
         "hidden_size": hidden_size,
         "num_hidden_layers": num_hidden_layers,
