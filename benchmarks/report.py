@@ -47,6 +47,14 @@ def print_table(title: str, results: Sequence[Result]) -> None:
     header = ["", "ratio", "median ms", "middle half", "singular values"]
     rows = [_row(result, base) for result in results]
     title = f"{title} (ratio: time over that of {base.name})" if base else title
+    print_rows(title, header, rows)
+    for result in results:
+        if result.problem:
+            print(f"{result.name}: {result.problem}")
+
+
+def print_rows(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, with rich where it is installed."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -62,9 +70,6 @@ def print_table(title: str, results: Sequence[Result]) -> None:
         for row in rows:
             table.add_row(*row)
         Console().print(table)
-    for result in results:
-        if result.problem:
-            print(f"{result.name}: {result.problem}")
 
 
 def _row(result: Result, base: Result | None) -> list[str]:

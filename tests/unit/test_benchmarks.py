@@ -119,3 +119,37 @@ def test_wrong_arguments_are_refused(
         script("step").main()
     assert left.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_clip_stall_shows_who_feels_the_clipping(script: Callable[[str], ModuleType]) -> None:
+    """Four steps are enough for the sizes of updates; losses come apart later."""
+    found = {(row["optimizer"], row["clipping"]): row for row in script("clip_stall").stall("muon", 4)}
+    policies = {clipping for optimizer, clipping in found if optimizer == "muonmesh"}
+    assert policies == {"none", "torch", "all", "adamw_only", "separate", "per_matrix"}
+    for (optimizer, clipping), row in found.items():
+        assert (row["adamw"]["least"] < 0.05) == (clipping in ("torch", "all"))
+        if optimizer == "muonmesh":
+            assert row["muon"]["least"] > 0.97
+            assert row["differs, float32"] < 1e-4
+            assert (row["differs, bfloat16"] > 0) == (clipping in ("torch", "all", "separate"))
+        else:
+            assert (row["muon"]["least"] < 0.4) == (clipping != "none")
+
+
+@pytest.mark.slow
+def test_the_clip_stall_command_writes_its_figures_and_its_picture(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, picture = tmp_path / "clip_stall.json", tmp_path / "clip_stall.png"
+    options = ["--steps", "8", "--json", str(file), "--picture", str(picture)]
+    monkeypatch.setattr(sys, "argv", ["clip_stall.py", *options])
+    script("clip_stall").main()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    written = json.loads(file.read_text())
+    assert {place: len(rows) for place, rows in written["stall"].items()} == {"muon": 11, "adamw": 11}
+    assert {place: len(rows) for place, rows in written["spike"].items()} == {"nothing": 12, "muon": 7}
+    for row in written["spike"]["nothing"]:
+        if "skip_above" in row["clipping"]:
+            assert row["highest"] == row["before"], "the step after the bad batch did not find the same weights"
+        else:
+            assert (row["highest"] > row["before"]) == (row["clipping"] == "none")
