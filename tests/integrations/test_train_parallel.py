@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
-NEW = ("hsdp", "tp", "fsdp+tp")
+NEW = ("hsdp", "tp", "fsdp+tp", "zero1", "zero2", "zero3")
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,7 @@ def train_both(run: Path) -> list[str]:
 
 
 def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]:
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun sets it; DeepSpeed asks
     training = Training(optimizer, load_settings(run), load_corpus_of(run), torch.device("cpu"))
     training.restore()
     training.explain()
@@ -136,7 +138,9 @@ def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]
     training.run(log, StopAfter(stop_after))
     if log is not None:
         log.close()
-    return differing_copies(training.model)
+    differing = differing_copies(training.model)
+    training.engine.close()
+    return differing
 
 
 def differing_copies(model: torch.nn.Module) -> list[str]:
@@ -207,7 +211,9 @@ def seconds_waited_for_rank_0() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "other"), [("tp", "hsdp"), ("fsdp+tp", "ddp")])
+@pytest.mark.parametrize(
+    ("parallel", "other"), [("tp", "hsdp"), ("fsdp+tp", "ddp"), ("zero2", "fsdp"), ("zero3", "zero1")]
+)
 def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(
     parallel: Parallel,
     other: Parallel,
@@ -273,7 +279,8 @@ def test_bf16_reaches_the_projections(
 def command(run: Path, folder: Path, parallel: Parallel, *options: object) -> str:
     """Run `muonmesh train` for three steps on four ranks; what it printed."""
     line: list[object] = ["train", "--data", folder / "text", "--vocab", VOCAB, "--steps", 3, "--eval-sequences", 8]
-    line += ["--device", "cpu", "--parallel", parallel, "--ranks", RANKS, "--out", run, *options]
+    line += [] if "--engine" in options else ["--parallel", parallel]
+    line += ["--device", "cpu", "--ranks", RANKS, "--out", run, *options]
     called = [sys.executable, "-c", "from muonmesh.cli import main; main()", *map(str, line)]
     result = subprocess.run(called, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -303,6 +310,14 @@ def test_four_ranks_share_the_layers_of_the_default_model(folder: Path, corpus: 
     assert load_settings(folder / "default").model == "small"
     assert "Shard(0)×4" in explanation
     assert "Shard(1)×4" in explanation
+
+
+@pytest.mark.slow
+def test_the_command_trains_under_deepspeed(folder: Path, corpus: Corpus) -> None:
+    options = ("--engine", "deepspeed", "--zero", 3, "--model", folder / "llama.json", "--seq", 32)
+    explanation = command(folder / "deepspeed", folder, "zero3", *options)
+    assert "calls a step; imbalance" in explanation
+    assert "model.layers.0.mlp.gate_proj.weight" in explanation
 
 
 LLAMA_LIKE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "cohere", "olmo", "granite", "smollm3", "arcee"]

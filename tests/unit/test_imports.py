@@ -17,7 +17,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 # From the top down. A part imports itself and what lies below it, never its neighbours, never upwards.
 LEVELS = (
-    ("cli", "integrations"),
+    ("cli",),
+    ("integrations",),
     ("optimizer",),
     ("preflight", "checkpoint", "clip", "explain", "metrics"),
     ("planning",),

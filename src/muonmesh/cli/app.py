@@ -110,10 +110,25 @@ def train(
         Parallel,
         typer.Option(
             help="FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; TP shares the "
-            "work in every layer of a Llama-like model; FSDP+TP shares it in pairs of ranks and shards over the pairs.",
+            "work in every layer of a Llama-like model; FSDP+TP shares it in pairs of ranks and shards over the "
+            "pairs; zeroN is --engine deepspeed --zero N.",
             rich_help_panel=WHERE,
         ),
     ] = Settings.parallel,
+    engine: Annotated[
+        Literal["torch", "deepspeed"],
+        typer.Option(help="Who holds the weights: torch's --parallel, or DeepSpeed's --zero.", rich_help_panel=WHERE),
+    ] = "torch",
+    zero: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=3,
+            help="Stage of ZeRO with --engine deepspeed. Default: 2.",
+            rich_help_panel=WHERE,
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Auto: the GPUs where there are any.", rich_help_panel=WHERE)
     ] = "auto",
@@ -172,6 +187,9 @@ def train(
         name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
     try:
+        parallel = _parallel(parallel, engine, zero, given)
+        if given & {"engine", "zero"}:
+            given = (given | {"parallel"}) - {"engine", "zero"}
         if resume is not None:
             run, settings = resume, _resumed(resume, given, ranks=ranks, parallel=parallel)
         else:
@@ -206,6 +224,28 @@ def train(
     except ValueError as error:
         raise SystemExit(_complain(str(error), code=2)) from error
     raise SystemExit(_run(run, settings))
+
+
+def _parallel(parallel: Parallel, engine: str, zero: int | None, given: set[str]) -> Parallel:
+    """Return how the model is spread, from the options that say so."""
+    if engine == "torch":
+        if zero is not None:
+            raise ValueError(f"--zero {zero}: is DeepSpeed's. Write: --engine deepspeed --zero {zero}")
+        if parallel.startswith("zero"):
+            _need_deepspeed()
+        return parallel
+    if "parallel" in given:
+        raise ValueError(f"--engine deepspeed: found --parallel {parallel} beside it. Leave out one of them")
+    _need_deepspeed()
+    stages: dict[int | None, Parallel] = {1: "zero1", 2: "zero2", 3: "zero3", None: "zero2"}
+    return stages[zero]
+
+
+def _need_deepspeed() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("--engine deepspeed: found no deepspeed. Write: pip install 'muonmesh[deepspeed]'")
 
 
 def _new(

@@ -8,15 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -45,7 +37,7 @@ class Checkpoints:
         dist.broadcast_object_list(found, src=0)
         return found[0]
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], progress: dict[str, Any]) -> None:
         """Write beside its final place, then rename; older ones go once the new one is there."""
         place = self._folder(step)
         scratch = place.with_suffix(".writing")
@@ -53,7 +45,7 @@ class Checkpoints:
             shutil.rmtree(scratch, ignore_errors=True)
             self.directory.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        save(_state(model, optimizer), checkpoint_id=scratch)
+        save(state, checkpoint_id=scratch)
         if dist.get_rank() == 0:
             (scratch / PROGRESS_FILE).write_text(json.dumps(progress))
             older = [folder for folder in self.directory.iterdir() if folder != scratch]
@@ -63,12 +55,9 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restore model and optimizer in place; returns the ``progress`` that was saved with them."""
-        state = _state(model, optimizer)
+    def load(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Read into ``state``, as the engine returns it, and return the ``progress`` that was saved with it."""
         load(state, checkpoint_id=self._folder(step))
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
         progress: dict[str, Any] = json.loads((self._folder(step) / PROGRESS_FILE).read_text())
         return progress
 
@@ -87,7 +76,3 @@ def latest_step(directory: Path) -> int | None:
         return None
     matches = [STEP_FOLDER.fullmatch(folder.name) for folder in directory.iterdir()]
     return max((int(match[1]) for match in matches if match), default=None)
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}

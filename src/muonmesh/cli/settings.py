@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]
-Parallel = Literal["ddp", "fsdp", "hsdp", "tp", "fsdp+tp"]
+Parallel = Literal["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "zero1", "zero2", "zero3"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
@@ -99,6 +99,11 @@ class Settings:
     def tensor_parallel(self) -> int:
         """Ranks that share each layer, and so read the same sequences."""
         return tensor_parallel_ranks(self.parallel, self.ranks)
+
+    @property
+    def zero(self) -> int:
+        """Stage of ZeRO under DeepSpeed's engine; 0 without it."""
+        return int(self.parallel.removeprefix("zero")) if self.parallel.startswith("zero") else 0
 
     @property
     def data_parallel(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.clock import CollectiveClock, Moment, StepTimes, moment, seconds_between
 from muonmesh.cli.corpus import Corpus, Windows
+from muonmesh.cli.engine import make_engine
 from muonmesh.cli.metrics import MetricsLog
-from muonmesh.cli.model import build_model, model_config, parallelise
-from muonmesh.cli.optimizers import build_optimizer, clip_gradients, communication_seconds, explain, metrics
+from muonmesh.cli.model import build_model, model_config
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.schedule import learning_rate_factor
 from muonmesh.cli.settings import Optimizer, Settings
@@ -40,9 +39,9 @@ class Training:
         self.reader, self.readers = self.rank // settings.tensor_parallel, settings.data_parallel
         torch.manual_seed(settings.seed)
         config = model_config(settings.model, vocab=corpus.vocab, seq=settings.seq)
-        self.model = parallelise(build_model(config), parallel=settings.parallel, dtype=settings.dtype, device=device)
-        self.optimizer = build_optimizer(name, self.model, settings)
-        self.peak_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.engine = make_engine(name, build_model(config), settings, device)
+        self.model = self.engine.model
+        self.peak_lrs = [float(group["lr"]) for group in self.engine.groups]
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
@@ -57,7 +56,9 @@ class Training:
         """Go to the latest checkpoint, if there is one."""
         step = self.checkpoints.latest()
         if step is not None:
-            progress = self.checkpoints.load(step, self.model, self.optimizer)
+            state = self.engine.state()
+            progress = self.checkpoints.load(step, state)
+            self.engine.restore(state)
             self.start, self.seconds = step, progress["seconds"]
 
     def run(self, log: MetricsLog | None, stop: StopRequest) -> bool:
@@ -88,7 +89,7 @@ class Training:
                 if validating:
                     self._validate(step, log, line)
                 if saving or stopping:
-                    self.checkpoints.save(step, self.model, self.optimizer, {"seconds": self.seconds})
+                    self.checkpoints.save(step, self.engine.state(), {"seconds": self.seconds})
                 if stopping:
                     return step == settings.steps
         return True
@@ -116,12 +117,12 @@ class Training:
 
     def explain(self) -> str:
         """Who goes where and why, as text. Called on all ranks."""
-        return explain(self.optimizer)
+        return self.engine.explain()
 
     def _step(self, step: int, stop: StopRequest) -> _StepInFlight:
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
-        for group, peak in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
+        for group, peak in zip(self.engine.groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
         seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
@@ -131,17 +132,14 @@ class Training:
             loss = self._accumulate(step)
         waited = self.clock.take()
         computed = moment(self.device)
-        with self.clock:
-            clip_gradients(self.optimizer, self.model, settings.clip)
-        self.optimizer.step()
+        waited_in_optimizer = self.engine.update(self.clock)
         updated = moment(self.device)
-        waited_in_optimizer = self.clock.take() + communication_seconds(self.optimizer)
         status = torch.stack([loss / self.world, torch.full_like(loss, float(stop.requested))])
         dist.all_reduce(status)
         ended = moment(self.device)
         return _StepInFlight(
             step=step,
-            lr=max(group["lr"] for group in self.optimizer.param_groups),
+            lr=max(group["lr"] for group in self.engine.groups),
             status=_Reading(status),
             moments=(began, computed, updated, ended),
             waited=(waited, waited_in_optimizer),
@@ -150,26 +148,18 @@ class Training:
     def _accumulate(self, step: int) -> Tensor:
         """Forward and backward over this rank's share of a step's sequences; its mean loss, 0-d."""
         settings = self.settings
-        self.optimizer.zero_grad(set_to_none=True)  # not after the update: `metrics` has something to say of gradients
+        self.engine.begin()  # not after the update: `metrics` has something to say of gradients
         first = (step - 1) * settings.batch
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
             begin = first + (micro * self.readers + self.reader) * settings.micro_batch
-            with self._synchronising(last):
+            with self.engine.accumulating(last=last):
                 windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
-                loss = self._loss(self.model, windows) / settings.grad_accum
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+                loss = self._loss(self.model, windows)
+                self.engine.backward(loss, last=last)
+            total += loss.detach() / settings.grad_accum
         return total
-
-    def _synchronising(self, last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients in the last backward of a step only."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
-        elif isinstance(self.model, DistributedDataParallel) and not last:
-            return self.model.no_sync()
-        return nullcontext()
 
     def _loss(self, model: nn.Module, windows: np.ndarray) -> Tensor:
         """Mean cross entropy in nats per token, 0-d fp32, of (n, seq + 1) windows."""
@@ -202,7 +192,7 @@ class Training:
 
     def _validate(self, step: int, log: MetricsLog | None, line: ProgressLine) -> None:
         loss = self.evaluate()
-        details = metrics(self.optimizer) if step else {}
+        details = self.engine.metrics() if step else {}
         if log is not None:
             log.append(
                 run=self.name,
@@ -223,7 +213,7 @@ class Training:
         """
         for _ in range(2):
             self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.zero_grad(set_to_none=True)
+        self.engine.begin()
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ def _train(
     stop.install()
     finished = training.run(log, stop)
     if finished and name == "muon" and settings.save_momentum is not None:
-        save_momentum(Path(settings.save_momentum), training.model, training.optimizer)
+        save_momentum(Path(settings.save_momentum), training.engine.state()["optimizer"]["state"])
+    training.engine.close()
     return finished
 
 

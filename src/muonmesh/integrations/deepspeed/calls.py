@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from muonmesh.explain import Explanation, Row
 from muonmesh.integrations.deepspeed.shards import Shard
-from muonmesh.layout import FlatShards
+from muonmesh.layout import FlatShards, split_matrices
 from muonmesh.optimizer import Muon
 
 
@@ -44,6 +45,18 @@ class Call:
     def algorithm(self) -> str:
         """Of the flat tensor."""
         return str(self.muon.param_groups[0]["algorithm"])
+
+    @cached_property
+    def columns(self) -> dict[str, slice]:
+        """For each parameter of Muon's the places of its matrices among those of its tensor, as `RUNNING` has them."""
+        found, first = {}, 0
+        for shard in self.shards if not self.layouts else map({s.name: s for s in self.shards}.get, self.layouts):
+            assert shard is not None
+            count = len(split_matrices(shard.name, shard.shape, shard.matrices)) if len(shard.shape) > 1 else 0
+            first = first if self.layouts else 0  # else each has a tensor of its own
+            found[shard.name] = slice(first, first + count)
+            first += count
+        return found
 
     def explain(self) -> Explanation:
         """Return what its step does, parameter by parameter."""

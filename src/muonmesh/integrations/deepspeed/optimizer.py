@@ -17,6 +17,9 @@ from muonmesh.step import RUNNING
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys of a group that say what it is; no checkpoint may change them."""
 
+_NAMES = (*_IDENTITY, "params", "param_names", "reasons")
+"""Keys of a group that are no settings, here or in an optimizer without DeepSpeed."""
+
 
 class EngineMuon(torch.optim.Optimizer):
     """Muon and AdamW for a DeepSpeed engine, which gives them flat fp32 tensors instead of parameters.
@@ -146,6 +149,8 @@ class EngineMuon(torch.optim.Optimizer):
             )
         for identity, group in zip(self._identities, saved, strict=True):
             for key, needed in identity.items():
+                if key == "matrices" and identity["algorithm"] == "adamw":
+                    continue
                 if _plain(group.get(key)) != _plain(needed):
                     raise StateError(
                         f"group {identity['name']!r}: found {key} {group.get(key)!r} in the state; needed {needed!r}. "
@@ -164,7 +169,7 @@ class EngineMuon(torch.optim.Optimizer):
         """
         self.check_groups(saved)
         for group, settings in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in settings.items() if key not in ("params", *_IDENTITY)})
+            group.update({key: value for key, value in settings.items() if key not in _NAMES})
         for group, identity in zip(self.param_groups, self._identities, strict=True):
             group.update(identity)
 

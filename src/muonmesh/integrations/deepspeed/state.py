@@ -17,6 +17,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.names import canonical_name
+from muonmesh.step import RUNNING, running_shape
 
 _KEYS = {"muon": {"momentum_buffer": "exp_avg"}, "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}}
 """For each algorithm its state by name, and what DeepSpeed calls it."""
@@ -47,8 +48,20 @@ def get_state(engine: Any) -> dict[str, Any]:
         state = optimizer.state[tensor]
         model[name] = gather(call, name, tensor.detach())
         states[name] = {key: gather(call, name, state[theirs]) for key, theirs in _KEYS[algorithm].items()}
-        states[name]["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
-    groups = [{**group, "params": group.pop("parameters")} for group in optimizer.settings()]
+        if algorithm == "adamw":
+            states[name]["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+        else:
+            for key, norms in _running(call, name, state).items():
+                states[name][key] = norms.clone().view(running_shape(norms.numel()))
+    for name, first in _tied(engine).items():
+        model[name] = model[first]
+    reasons = {shard.name: shard.reason for call in optimizer.calls for shard in call.shards}
+    groups = []
+    for group in optimizer.settings():
+        names = group.pop("parameters")
+        if group["algorithm"] == "adamw":
+            del group["matrices"]
+        groups.append({**group, "params": names, "param_names": names, "reasons": [reasons[name] for name in names]})
     return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
 
 
@@ -74,6 +87,7 @@ def set_state(engine: Any, state: Mapping[str, Any]) -> None:
                 write = "Load the state of the same model, split in the same way"
                 raise StateError(explain_error(name, found, f"{where} of shape {needed}, for {algorithm}", write))
     saved = state["optimizer"]["param_groups"]
+    steps = [held["step"] for held in states.values() if "step" in held]
     optimizer.restore_groups([{**group, "parameters": group["params"]} for group in saved])
     zero = engine.optimizer
     if hasattr(zero, "_partition_all_parameters"):
@@ -83,7 +97,12 @@ def set_state(engine: Any, state: Mapping[str, Any]) -> None:
         _scatter(call, name, tensor, model[name])
         for key, theirs in _KEYS[algorithm].items():
             _scatter(call, name, own[theirs], states[name][key])
-        own["step"] = torch.as_tensor(states[name]["step"], dtype=torch.float32).clone()
+        if algorithm == "adamw":
+            own["step"] = torch.as_tensor(states[name]["step"], dtype=torch.float32).clone()
+            continue
+        own["step"] = torch.as_tensor(max(map(float, steps), default=0.0))  # nothing of ours asks for it
+        for key, norms in _running(call, name, own).items():
+            norms.copy_(states[name][key].view(-1))
     for name, tensor in _untrained(engine):
         if name in model:
             with _whole(tensor, modifier_rank=0):
@@ -119,12 +138,40 @@ def entries_of(optimizer: EngineMuon) -> Iterator[tuple[Call, str, Tensor, str]]
 
 
 def _untrained(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield frozen parameters and buffers by name."""
+    """Yield frozen parameters and the buffers that a state dict keeps, by name."""
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             yield canonical_name(name), parameter
+    kept = engine.module.state_dict().keys()
     for name, buffer in engine.module.named_buffers():
-        yield canonical_name(name), buffer
+        if name in kept:
+            yield canonical_name(name), buffer
+
+
+def _tied(engine: Any) -> dict[str, str]:
+    """Return the further names of parameters that have several, each with the first one."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        name = canonical_name(name)
+        if first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return tied
+
+
+def _running(call: Call, name: str, state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return views of the running norms of a parameter's matrices among those of its tensor, (matrices,).
+
+    Where nobody has stepped yet they are made in the state.
+    """
+    columns = call.columns[name]
+    every = max(part.stop for part in call.columns.values()) if call.layouts else columns.stop
+    found = {}
+    for key in RUNNING:
+        if key not in state:
+            state[key] = torch.zeros(running_shape(every), device=state["exp_avg"].device)
+        found[key] = state[key].view(-1)[columns]
+    return found
 
 
 def _whole(tensor: Tensor, **how: Any) -> Any:
