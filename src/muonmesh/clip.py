@@ -162,7 +162,9 @@ def clip_gradients(
     """
     measured = {INVARIANT, FELT} if limits.whole else {FELT}
     sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
-    if not any(_half(group) in measured for group in groups):
+    # Others of the set, or in the process group, may have an AdamW half where this rank has none.
+    alone = not planned.plan.others and process_group is None
+    if alone and not any(_half(group) in measured for group in groups):
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
     error = measure(planned, groups, measured, sums, matrices=limits.policy == "per_matrix")

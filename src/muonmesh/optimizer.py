@@ -234,6 +234,11 @@ class Muon(torch.optim.Optimizer):
         assert planned is not None
         return planned
 
+    @property
+    def members(self) -> list[Member]:
+        """All parameters of this rank with where they live; no communication."""
+        return self._plan().members
+
     def _read(self) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
         """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything."""
         replicas = replicas_of(self.process_group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import math
 import os
 import sys
 import unittest.mock
@@ -577,6 +578,21 @@ AUTOTP = {
 FUSED = {"fused.weight": {"matrices": ("rows", 16, 16)}}
 
 
+def norms_wrong(optimizer: Any, gradients: dict[str, Tensor]) -> list[str]:
+    """Which norms are not those of all ranks' gradients, experts of other ranks included."""
+    algorithms = {name: group["algorithm"] for group in optimizer.param_groups for name in group["parameters"]}
+    mine = {name: (algorithms[name], float(g.double().square().sum())) for name, g in gradients.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    merged = {name: entry for found in everyone for name, entry in found.items()}
+    wrong = []
+    for half, norm in (("muon", optimizer.norms.muon), ("adamw", optimizer.norms.adamw)):
+        needed = math.sqrt(math.fsum(squares for algorithm, squares in merged.values() if algorithm == half))
+        if abs(float(norm) / needed - 1) > 1e-12:
+            wrong.append(f"norm of {half}: found {float(norm)}, needed {needed}")
+    return wrong
+
+
 def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> list[str]:
     """Train a real model and return what differs from one process that is given the engine's own reduced gradients.
 
@@ -587,7 +603,8 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     size = config.get("tensor_parallel", {}).get("autotp_size", 1)
     model = Parallel() if kind == "autotp" else Experts(int(kind))
     made = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = engine_for(config, model, overrides=FUSED if kind == "autotp" else {}, adamw={"lr": 0.01})
+    overrides = FUSED if kind == "autotp" else {}
+    engine = engine_for(config, model, clip=math.inf, overrides=overrides, adamw={"lr": 0.01})  # measures only
     optimizer = engine.basic_optimizer
     entries = {name: (call, tensor) for call, name, tensor, _ in entries_of(optimizer)}
 
@@ -619,6 +636,7 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
         torch.manual_seed(100 * step + dist.get_rank() // size)
         engine.backward(engine(torch.randn(8, 12)))
         engine.step()
+        wrong += norms_wrong(optimizer, gradients)
         for name, parameter in held.items():
             parameter.grad = gradients.pop(name)
         one.step()

@@ -539,6 +539,28 @@ def test_groups_that_share_no_mesh_are_counted_once(workers) -> None:
         assert norms == pytest.approx([math.sqrt(24 * (1 + 4 + 9))] * 2, rel=1e-12)
 
 
+def vectors_on_some_ranks(stages: bool) -> float:
+    """Ranks 2 and 3 have an AdamW half, 0 and 1 none; they share a matrix, or are stages of a pipeline."""
+    rank = dist.get_rank()
+    halves = mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))
+    mesh = halves[rank // 2] if stages else mesh_of((4,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+    name = f"{rank // 2}.weight" if stages else "weight"
+    groups: list[dict[str, Any]] = [{"params": [weight], "param_names": [name], "name": "muon"}]
+    if rank > 1:
+        bias = nn.Parameter(distribute_tensor(torch.ones(5), halves[1], [Replicate()], src_data_rank=None))
+        bias.grad = distribute_tensor(torch.full((5,), 2.0), halves[1], [Replicate()], src_data_rank=None)
+        groups.append({"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"})
+    optimizer = mm.Muon(groups, lr=0.1)
+    group = dist.group.WORLD if stages else None
+    return float(optimizer.clip_grad_norm_(1.0, norms=False, process_group=group).adamw)
+
+
+@pytest.mark.parametrize("stages", [False, True], ids=["one set", "stages"])
+def test_ranks_without_an_adamw_half_take_part_in_its_norm(workers, stages: bool) -> None:
+    assert workers(4).run(vectors_on_some_ranks, stages, timeout=20) == pytest.approx([math.sqrt(20)] * 4, rel=1e-12)
+
+
 # ------------------------------------------------------------------- GradScaler
 
 

@@ -47,6 +47,11 @@ class Call:
         return str(self.muon.param_groups[0]["algorithm"])
 
     @cached_property
+    def copies(self) -> dict[Tensor, int]:
+        """At stage 0, how many ranks hold each element of a parameter: tensor parallelism cuts some of them."""
+        return {member.tensor: member.storage.copies for member in self.muon.members}
+
+    @cached_property
     def columns(self) -> dict[str, slice]:
         """For each parameter of Muon's the places of its matrices among those of its tensor, as `RUNNING` has them."""
         found, first = {}, 0

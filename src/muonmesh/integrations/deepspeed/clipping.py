@@ -68,7 +68,7 @@ class Clipping:
                 half = INVARIANT if group["algorithm"] == "muon" else FELT
                 for tensor in group["params"]:
                     gradient = tensor.grad if prepared else _pending(self._zero, number, tensor)
-                    for part, copies in _parts(call, gradient):
+                    for part, copies in _parts(call, tensor, gradient):
                         sums[half] += sums_of_squares([part])[0].to(sums.device) / (scale * scale * copies)
         dist.all_reduce(sums)
         skip = self.limits.skips(sums)
@@ -95,12 +95,12 @@ def _pending(zero: Any, number: int, tensor: Tensor) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def _parts(call: Call, gradient: Tensor | None) -> Iterator[tuple[Tensor, int]]:
-    """Yield the elements of each parameter, without padding, and how many ranks hold them too."""
+def _parts(call: Call, tensor: Tensor, gradient: Tensor | None) -> Iterator[tuple[Tensor, int]]:
+    """Yield the elements of each parameter in a tensor, without padding, and how many ranks hold them."""
     if gradient is None:
         return
     if not call.layouts:
-        yield gradient, dist.get_world_size(call.process_group)
+        yield gradient, call.copies[tensor]
     else:
         for layout in call.layouts.values():
             for _, length, start in layout.held(dist.get_rank()):
