@@ -111,7 +111,6 @@ class EngineMuon(torch.optim.Optimizer):
                 # DeepSpeed loads one count for all tensors: a number, or a tensor that AdamW would count up for each.
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
                 if group["algorithm"] == "muon":
-                    state["step"] += 1
                     kept = {key: state[key] for key in RUNNING if key in state}
                     call.muon.state[tensor] = {"momentum_buffer": state["exp_avg"], **kept}
                 else:
@@ -120,9 +119,10 @@ class EngineMuon(torch.optim.Optimizer):
             return
         call.muon.step()
         for group in call.muon.param_groups:
-            for tensor in group["params"]:
+            for tensor in group["params"] if group["algorithm"] == "muon" else ():
                 kept = {key: value for key, value in call.muon.state[tensor].items() if key in RUNNING}
                 self.state[tensor].update(kept)
+                self.state[tensor]["step"] += 1
 
     @property
     def norms(self) -> GradNorms | None:
