@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from muonmesh.errors import LayoutError, StateError
-from tests.workers import Pool
-
-pytest.importorskip("deepspeed")
-
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
 from tests.integrations import deepspeed_engine as ds
+from tests.workers import Pool
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
