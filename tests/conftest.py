@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under pytest-xdist all files that use `workers` share one process, so that there is one pool of each size.
+    """Under pytest-xdist all files that use ranks share one process: two pools are never at work together.
 
     The tests of another file stay together too, and so do the fixtures that they share. (`--dist loadgroup` would say
     it with marks, but pytest-xdist 3.8 cannot tell pytest 9.2's tests by their marks.)
@@ -47,8 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     @cache
     def scope(file: str) -> str:
-        text = (config.rootpath / file).read_text().replace("tests.workers", "")
-        return "ranks" if "workers" in text else file  # DeepSpeed's tests launch ranks of their own
+        return "ranks" if "workers" in (config.rootpath / file).read_text() else file
 
     return ByFile(config, log)
 

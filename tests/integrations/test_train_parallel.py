@@ -24,6 +24,7 @@ from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import PRESETS, build_model, check_model, model_config, parallelise
+from muonmesh.cli.momentum import save_momentum
 from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
 from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.training import Training
@@ -292,11 +293,19 @@ def command(run: Path, folder: Path, parallel: Parallel, *options: object, ranks
     return (run / "explain.txt").read_text()
 
 
+def momentum_saved(run: Path, file: Path) -> str:
+    training = Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
+    training.run(None, StopAfter(2))
+    save_momentum(file, training.engine.state()["optimizer"]["state"])
+    return training.explain()
+
+
 @pytest.mark.slow
-def test_the_command_shards_pairs_of_ranks_that_share_layers(folder: Path, corpus: Corpus) -> None:
+def test_pairs_of_ranks_that_share_layers_save_whole_momenta(
+    pool: Pool, prepare: Callable[..., Path], folder: Path
+) -> None:
     momentum = folder / "momentum.safetensors"
-    options = ("--model", folder / "llama.json", "--seq", 32, "--save-momentum", momentum)
-    explanation = command(folder / "pairs", folder, "fsdp+tp", *options)
+    explanation = pool.run(momentum_saved, prepare("momentum", parallel="fsdp+tp", optimizer="muon"), momentum)[0]
     assert "StridedShard(0, 2)×2, Shard(0)×2" in explanation
     momenta = load_file(momentum)
     assert momenta["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
