@@ -141,11 +141,8 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
         )
     for key in RUNNING:
         if key in entry and tuple(entry[key].shape) != running_shape(place.matrices):
-            found, needed = (
-                f"{key} of shape {tuple(entry[key].shape)}",
-                f"{running_shape(place.matrices)}, one a matrix",
-            )
-            raise StateError(explain_error(name, found, needed, "Split it as when the state was saved"))
+            found, shape = f"{key} of shape {tuple(entry[key].shape)}", running_shape(place.matrices)
+            raise StateError(explain_error(name, found, f"{shape}, one a matrix", "Split it as when it was saved"))
     for key in _MOMENTS:
         value = entry.get(key)
         if value is None:

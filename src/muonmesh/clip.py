@@ -161,10 +161,11 @@ def clip_gradients(
         PlanError: another rank found something wrong. Nothing has been scaled then.
     """
     measured = {INVARIANT, FELT} if limits.whole else {FELT}
+    # As long under every policy, so that ranks that were given different ones do not wait for each other.
     sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
     # Others of the set, or in the process group, may have an AdamW half where this rank has none.
     alone = not planned.plan.others and process_group is None
-    if alone and not any(_half(group) in measured for group in groups):
+    if alone and not any(half_of(group) in measured for group in groups):
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
     error = measure(planned, groups, measured, sums, matrices=limits.policy == "per_matrix")
@@ -182,7 +183,9 @@ def clip_gradients(
     if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
         raise error  # an argument, which is the same everywhere
     if waits and float(sums[ERRORS]):
-        _raise(error, exchange, here=bool(here))
+        if not float(here):
+            raise PlanError("clip_grad_norm_: found an error on another rank of process_group=; its message names it")
+        compare(exchange.group, exchange.plan, error)
     skip = limits.skips(sums) | (sums[ERRORS] != 0)
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if error is None:
@@ -211,7 +214,7 @@ def measure(
     places, parts, copies = list[int](), list[Tensor](), list[int]()
     gradients = dict[int, Tensor]()
     for number, member in [*enumerate(planned.muon), *((-1, member) for some in planned.adamw for member in some)]:
-        if member is None or (half := _half(groups[member.group])) not in measured:
+        if member is None or (half := half_of(groups[member.group])) not in measured:
             continue
         try:
             gradient = whole_gradient(member.name, member.tensor)
@@ -256,7 +259,7 @@ def add_other_sets(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup) -
 def scale_groups(groups: Sequence[Mapping[str, Any]], coefficients: Mapping[int, Tensor]) -> None:
     """Multiply the gradients of each half by its coefficient, a 0-d fp64 tensor."""
     for group in groups:
-        coefficient = coefficients.get(_half(group))
+        coefficient = coefficients.get(half_of(group))
         if coefficient is None or _is_one(coefficient):
             continue
         for parameter in group["params"]:
@@ -319,7 +322,8 @@ def _limited(norms: Tensor, running: Tensor, max_norm: float) -> tuple[Tensor, T
     return factors, torch.where(norms > 0, fresh.float(), running)
 
 
-def _half(group: Mapping[str, Any]) -> int:
+def half_of(group: Mapping[str, Any]) -> int:
+    """Return the place in the sums of a group's half: whether its rule feels the scale of gradients."""
     return INVARIANT if RULES[group["algorithm"]].scale_invariant else FELT
 
 
@@ -330,15 +334,3 @@ def _is_one(coefficient: Tensor) -> bool:
 
 def _multiply(local: Tensor, coefficient: Tensor) -> None:
     local.mul_(coefficient.to(torch.promote_types(local.dtype, torch.float32)))
-
-
-def _raise(error: Exception | None, exchange: Exchange, *, here: bool) -> None:
-    """Raise on every rank; ``here`` says whether the error is one of this connected set, which meets to tell it."""
-    if not here:
-        raise PlanError("clip_grad_norm_: found an error on another rank of process_group=; its message names it")
-    try:
-        compare(exchange.group, exchange.plan, None if error is None else str(error))
-    except PlanError:
-        if error is not None:
-            raise error from None
-        raise

@@ -18,7 +18,7 @@ from muonmesh.comm.agreement import View, compare, connected, group_of, insist
 from muonmesh.comm.exchange import Counts, Exchange
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Declared, local_of, mesh_groups
-from muonmesh.errors import LayoutError, PlanError, explain_error
+from muonmesh.errors import LayoutError, explain_error
 from muonmesh.explain import Explanation, explain, step_size
 from muonmesh.groups import split_params
 from muonmesh.layout import split_matrices
@@ -272,12 +272,7 @@ class Muon(torch.optim.Optimizer):
         if isinstance(self.process_group, dist.ProcessGroup):
             candidates.insert(0, self.process_group)
         group = group_of(ranks, candidates)
-        try:
-            views = compare(group, planned.plan if planned is not None else None, None if error is None else str(error))
-        except PlanError:
-            if error is not None:
-                raise error from None
-            raise
+        views = compare(group, planned.plan if planned is not None else None, error)
         assert planned is not None
         if views is not None or ranks != planned.plan.ranks:
             views = views or [View(planned.plan.parameters, planned.plan.others)] * len(ranks)

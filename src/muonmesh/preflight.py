@@ -142,12 +142,7 @@ def _raise_errors(
     planned: Planned, census: Census, exchange: Exchange, flags: Sequence[int], error: Exception | None
 ) -> None:
     if flags[_ERROR]:
-        try:
-            compare(exchange.group, exchange.plan, None if error is None else str(error))
-        except PlanError:
-            if error is not None:
-                raise error from None
-            raise
+        compare(exchange.group, exchange.plan, error)
     parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.others]
     present = flags[len(planned.plan.assignments) :]
     missing, partial = present[census.size :], present[2 * census.size :]

@@ -86,9 +86,7 @@ class ZeroEngine:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Write a state."""
-        groups = self._get_state(self.model)["optimizer"]["param_groups"]
-        optimizer = {"state": state["optimizer"]["state"], "param_groups": groups}
-        self._set_state(self.model, {"model": state["model"], "optimizer": optimizer})
+        self._set_state(self.model, state)
 
     def close(self) -> None:
         """Take the engine's hooks off the model, which keep both alive."""

@@ -68,7 +68,7 @@ def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
 
 
-def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: str | None) -> list[View] | None:
+def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None) -> list[View] | None:
     """Make sure that no rank of a group found an error, and that all have the same plan.
 
     A rank that could not make a plan passes None and its error; every rank then raises instead of waiting.
@@ -77,15 +77,18 @@ def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: str | Non
         None if the plans are the same, else what each rank of the group holds, for `merged`.
 
     Raises:
-        PlanError: on every rank, naming the rank and its error.
+        Exception: ``error``, on the rank that found it.
+        PlanError: on the others, naming that rank and its error.
     """
     if group is None:
         if error is not None:
-            raise PlanError(error)
+            raise error
         return None
-    mine = (None if plan is None else plan.digest, error)
+    mine = (None if plan is None else plan.digest, None if error is None else str(error))
     everyone: list[tuple[str | None, str | None]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
+    if error is not None:
+        raise error
     ranks = dist.get_process_group_ranks(group)
     for rank, (_, message) in zip(ranks, everyone, strict=True):
         if message is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,14 +55,20 @@ class Call:
     @cached_property
     def columns(self) -> dict[str, slice]:
         """For each parameter of Muon's the places of its matrices among those of its tensor, as `RUNNING` has them."""
-        found, first = {}, 0
-        for shard in self.shards if not self.layouts else map({s.name: s for s in self.shards}.get, self.layouts):
-            assert shard is not None
-            count = len(split_matrices(shard.name, shard.shape, shard.matrices)) if len(shard.shape) > 1 else 0
-            first = first if self.layouts else 0  # else each has a tensor of its own
-            found[shard.name] = slice(first, first + count)
-            first += count
-        return found
+        shards = {shard.name: shard for shard in self.shards}
+        counts = {name: len(split_matrices(name, shards[name].shape, shards[name].matrices)) for name in self._matrices}
+        if not self.layouts:  # each has a tensor of its own
+            return {name: slice(0, count) for name, count in counts.items()}
+        ends = itertools.accumulate(counts.values())
+        return {name: slice(end - count, end) for (name, count), end in zip(counts.items(), ends, strict=True)}
+
+    @property
+    def _matrices(self) -> list[str]:
+        """The names of Muon's parameters, in the order in which they lie in a flat tensor."""
+        if self.layouts:
+            return list(self.layouts) if self.algorithm == "muon" else []
+        groups = [group for group in self.muon.param_groups if group["algorithm"] == "muon"]
+        return [name for group in groups for name in group["param_names"]]
 
     def explain(self) -> Explanation:
         """Return what its step does, parameter by parameter."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.clip import FELT, INVARIANT, MATRICES, GradNorms, Limits, scale_groups
+from muonmesh.clip import MATRICES, GradNorms, Limits, half_of, scale_groups
 from muonmesh.errors import explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.numerics.normalize import sums_of_squares
@@ -65,7 +65,7 @@ class Clipping:
             prepared = call in visible
             scale = 1.0 if prepared else float(getattr(self._zero, "loss_scale", 1.0))
             for group in call.muon.param_groups:
-                half = INVARIANT if group["algorithm"] == "muon" else FELT
+                half = half_of(group)
                 for tensor in group["params"]:
                     gradient = tensor.grad if prepared else _pending(self._zero, number, tensor)
                     for part, copies in _parts(call, tensor, gradient):

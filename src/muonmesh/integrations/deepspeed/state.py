@@ -69,6 +69,8 @@ def get_state(engine: Any) -> dict[str, Any]:
 def set_state(engine: Any, state: Mapping[str, Any]) -> None:
     """Write what `get_state` returned, from whatever engine, into this one; all ranks call it.
 
+    Without ``param_groups`` in it, the settings stay as they are.
+
     Raises:
         StateError: a parameter or a state is missing, or has another shape or belongs to another group; nothing has
             been written.
@@ -86,9 +88,14 @@ def set_state(engine: Any, state: Mapping[str, Any]) -> None:
                 found = f"no {where}" if held is None else f"{where} of shape {tuple(held.shape)}"
                 write = "Load the state of the same model, split in the same way"
                 raise StateError(explain_error(name, found, f"{where} of shape {needed}, for {algorithm}", write))
-    saved = state["optimizer"]["param_groups"]
+        for key in RUNNING if algorithm == "muon" else ():
+            if key not in states[name]:
+                found, write = f"no {key}", "Load a state that get_state or muonmesh.Muon has made"
+                raise StateError(explain_error(name, found, "one number for each of its matrices", write))
     steps = [held["step"] for held in states.values() if "step" in held]
-    optimizer.restore_groups([{**group, "parameters": group["params"]} for group in saved])
+    if "param_groups" in state["optimizer"]:
+        saved = state["optimizer"]["param_groups"]
+        optimizer.restore_groups([{**group, "parameters": group["params"]} for group in saved])
     zero = engine.optimizer
     if hasattr(zero, "_partition_all_parameters"):
         zero._partition_all_parameters()
