@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics import kernels
+from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
 from muonmesh.numerics.kernels.dense import dense
+from muonmesh.numerics.newton_schulz import orthogonalize
 
 CPU = torch.device("cpu")
 EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
@@ -85,6 +88,29 @@ def test_blocked_multiplies_little_more_than_half() -> None:
     with Count():
         BLOCKED.gram(x, torch.tensor(1.0), torch.empty(1, rows, rows))
     assert counted / (rows * rows * 100) == pytest.approx((1 + 1 / 6) / 2)
+
+
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(384, 768, 1), (384, 400, 1), (256, 1024, 2)])
+def test_matrices_of_any_norm_are_multiplied_by_kernels_that_exist(rows: int, cols: int, batch: int) -> None:
+    # oneDNN compiles a kernel for each multiple of a summand: those of two octaves are 32, of no two steps the same.
+    multiples = set()
+
+    class Multiples(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.baddbmm):
+                multiples.add((kwargs or {}).get("beta", 1))
+            return func(*args, **(kwargs or {}))
+
+    constants = {number for polynomial in coefficient_schedule("polar_express", 5) for number in polynomial}
+    constants |= {0, 1} | {p + q for p in constants for q in constants}
+    with Multiples():
+        for seed in range(12):
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(batch, rows, cols, generator=generator) * torch.rand(rows, 1, generator=generator)
+            orthogonalize(x)
+    fresh = {number for number in multiples if not any(number == pytest.approx(c, rel=1e-12) for c in constants)}
+    assert fresh
+    assert all(16 * math.log2(number) == pytest.approx(round(16 * math.log2(number)), abs=1e-9) for number in fresh)
 
 
 def chosen(rows: int, cols: int, dtype: torch.dtype, device: torch.device = CPU) -> Matmuls:

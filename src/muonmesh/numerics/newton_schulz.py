@@ -22,7 +22,7 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
 from muonmesh.numerics.normalize import load, rescale_rows, store
-from muonmesh.numerics.squares import add_scaled, symmetric_part
+from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
 from muonmesh.numerics.threads import scratch
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -330,12 +330,10 @@ class _Iteration:
             both = torch.lerp(z, w, p0 / (p0 + q0), out=self._a)
             factor = matmuls.product(w, z, both, p0 + q0, self._e)
 
-        # The diagonal of the factor again, in fp32: its own term exactly, the others are many and small.
-        zw = torch.mul(z, w, out=self._a)
-        exact = torch.promote_types(zw.dtype, torch.float32)
-        z_diagonal, w_diagonal = (t.diagonal(dim1=-2, dim2=-1).to(exact) for t in (z, w))
-        zw.diagonal(dim1=-2, dim2=-1).zero_()
-        diagonal = zw.sum(-1, dtype=exact) + z_diagonal * w_diagonal + q0 * z_diagonal + p0 * w_diagonal
+        # The diagonal of the factor again, exactly.
+        products = row_products(z, w)
+        z_diagonal, w_diagonal = (t.diagonal(dim1=-2, dim2=-1).to(products.dtype) for t in (z, w))
+        diagonal = products + q0 * z_diagonal + p0 * w_diagonal
         mean = diagonal.mean(-1, keepdim=True)
         factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         self._apply(factor, (p0 * q0 + mean)[..., None])

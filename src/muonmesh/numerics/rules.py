@@ -186,7 +186,7 @@ def apply_update(
     keep, factor = 1 - rule.lr * rule.weight_decay, rule.lr * scale
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     for p, u in _in_cache(parameter, update):
-        step = u.to(dtype, copy=True).mul_(factor)
+        step = _copy(u, dtype).mul_(factor)
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         if rule.weight_decay:
             fresh.mul_(keep)
@@ -195,6 +195,13 @@ def apply_update(
             p.copy_(torch.where(active, fresh.to(p.dtype), p))
         elif fresh is not p:
             p.copy_(fresh)
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy; a small one in memory that the thread keeps, so that it costs no page faults."""
+    if tensor.numel() > _CACHED:
+        return tensor.to(dtype, copy=True)
+    return scratch("copy", tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

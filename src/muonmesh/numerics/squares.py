@@ -29,3 +29,26 @@ def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor)
     for x_part, y_part, z_part, target in parts:
         target.copy_(x_part.to(exact).add_(y_part, alpha=a).add_(z_part, alpha=b))
     return out
+
+
+def row_products(x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum of X * Y over each row, the diagonal of X Yᵀ.
+
+    A few rows at a time on a CPU: memory for all of them, wider, would be taken from the system and given back on every
+    call, which costs more than the sums.
+
+    Args:
+        x: Shape (batch, rows, rows).
+        y: The same.
+
+    Returns:
+        Shape (batch, rows), fp32 or wider.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    rows, cols = x.shape[1:]
+    few = max(1, CACHED // cols) if x.device.type == "cpu" else rows
+    sums = [
+        [(part.to(exact) * other.to(exact)).sum(-1) for part, other in zip(a.split(few), b.split(few), strict=True)]
+        for a, b in zip(x, y, strict=True)
+    ]
+    return torch.stack([torch.cat(parts) for parts in sums])

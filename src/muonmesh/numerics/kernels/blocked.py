@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls
 
 BLOCK = 128
@@ -69,8 +70,7 @@ def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
 def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
     """s·(a·X + B X)."""
     (x2,), (b2,) = x, b
-    factor, scale = (number.item() if isinstance(number, Tensor) else number for number in (a, s))
-    torch.addmm(x2, b2, x2, beta=factor * scale, alpha=scale, out=out[0])
+    add_multiple(x2, b2, a, s, out[0])
     return out
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls
 
 
@@ -34,7 +35,7 @@ def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tenso
         torch.baddbmm(out, b, x, out=out)
     else:
         for x2, b2, number, target in zip(x, b, a.flatten(), out, strict=True):
-            torch.addmm(x2, b2, x2, beta=number.item(), out=target)  # multiplied in before rounding
+            add_multiple(x2, b2, number, 1.0, target)  # multiplied in before rounding
     return _scaled(out, s, together=together)
 
 

@@ -20,7 +20,8 @@ class Matmuls:
         polynomial: `polynomial(A, b, c, out)`: b·A + c·A².
         product: `product(A, B, C, c, out)`: c·C + A B, for A and B that commute, so the result is symmetric.
         full: `full(A, B, C, c, out)`: the same, each element computed for itself; c may be 0.
-        apply: `apply(X, B, a, s, out)`: s·(a·X + B X); `a` and `s` are numbers, or one number a matrix as above.
+        apply: `apply(X, B, a, s, out)`: s·(a·X + B X); `a` and `s` are numbers that every step has, or one number a
+            matrix as above.
         at_once: How many matrices of this shape one call should be given at most.
         together: Whether reductions and elementwise operations should take all matrices at once: not on a CPU,
             where one at a time is as fast and its bits depend on nothing else.

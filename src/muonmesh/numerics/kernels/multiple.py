@@ -1,0 +1,46 @@
+"""CPU: one product with a multiple of its operand added, by a kernel that exists already."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_AN_OCTAVE = 16
+"""Multiples kept apart within a factor of 2."""
+
+
+def add_multiple(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> None:
+    """Write s·(a·X + B X), one matrix.
+
+    oneDNN, which multiplies bf16, compiles a kernel for every multiple of X that it has not met: about a millisecond, a
+    few hundred page faults and a place in its cache, for numbers of which no two steps have the same. So X is
+    multiplied by one of a few numbers, and the rest of `a` goes on the diagonal of B meanwhile. The one is taken that
+    leaves the least there: the smaller the diagonal, the less its rounding counts.
+
+    Args:
+        x: X, shape (rows, cols).
+        b: B, shape (rows, rows); its diagonal is written and restored.
+        a: A number that is the same at every step, or a tensor with one element.
+        s: Likewise.
+        out: Shape (rows, cols), contiguous.
+    """
+    fresh = isinstance(a, Tensor) or isinstance(s, Tensor)
+    factor, scale = (number.item() if isinstance(number, Tensor) else number for number in (a, s))
+    if not fresh or x.dtype != torch.bfloat16:
+        torch.addmm(x, b, x, beta=factor * scale, alpha=scale, out=out)
+        return
+    diagonal = b.diagonal()
+    exact = diagonal.float()
+    multiple = _nearest((factor + exact.mean().item()) * scale)
+    diagonal.copy_(exact + (factor - multiple / scale))
+    torch.addmm(x, b, x, beta=multiple, alpha=scale, out=out)
+    diagonal.copy_(exact)
+
+
+def _nearest(number: float) -> float:
+    """Return one of `_AN_OCTAVE` numbers an octave, at most 2.2 % away; as it is what has no logarithm."""
+    if number == 0 or not math.isfinite(number):
+        return number
+    return math.copysign(2.0 ** (round(math.log2(abs(number)) * _AN_OCTAVE) / _AN_OCTAVE), number)
