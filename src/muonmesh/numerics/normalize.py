@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.threads import scratch
+
 CACHED = 1 << 15
 """Elements a CPU works on at a time, so that the wider copies stay in its cache."""
 
@@ -45,9 +47,10 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     exact = torch.promote_types(out.dtype, torch.float32)
     if x.ndim == 3:
         rows = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=exact)
-    else:  # a few rows at a time: torch's norm of 4 MiB in bf16 takes anything from 0.5 to 6 ms on a CPU [measured]
-        few = torch.split(out, max(1, CACHED // out.shape[1]))
-        rows = torch.cat([part.to(exact).square().sum(-1) for part in few]).sqrt_()
+    else:  # a few rows at a time: wider copies of all of them are memory that the system must clear first
+        few = torch.split(out, max(1, 2 * CACHED // out.shape[1]))
+        squares = (scratch("squares", part.shape, dtype=exact, device=out.device).copy_(part).square_() for part in few)
+        rows = torch.cat([part.sum(-1) for part in squares]).sqrt_()
     norm = torch.linalg.vector_norm(rows, dim=(-2, -1) if x.ndim == 3 else None, keepdim=x.ndim == 3)
     norm = torch.where(norm == 0, 1.0, norm)
     # Not infinity: dividing by that gives zeros, as if there had been no gradient.

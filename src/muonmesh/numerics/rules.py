@@ -153,7 +153,7 @@ def write_direction(momentum: Tensor, gradient: Tensor, rule: MuonRule, into: Te
 
 
 def _direction(m: Tensor, g: Tensor, rule: MuonRule, out: Tensor) -> None:
-    out.copy_(torch.lerp(g.to(m.dtype), m, rule.momentum) if rule.nesterov else m)
+    out.copy_(_copy(g, m.dtype).lerp_(m, rule.momentum) if rule.nesterov else m)
 
 
 def _flat(into: Tensor) -> Tensor:

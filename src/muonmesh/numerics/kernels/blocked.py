@@ -22,19 +22,26 @@ BLOCK = 128
 def _fill_symmetric(out: Tensor, multiply: Callable[[int, int, Tensor], object]) -> None:
     """Fill out (rows, rows) by column blocks; `multiply(i, j, block)` writes the entries [:j, i:j] into `block`."""
     rows = out.shape[0]
-    scratch, mirror = out.new_empty(2, rows * BLOCK)
-    upper = out.new_ones(BLOCK, BLOCK, dtype=torch.bool).triu()
+    scratch = out.new_empty(rows * BLOCK)
     for i in range(0, rows, BLOCK):
         j = min(i + BLOCK, rows)
-        block = scratch[: j * (j - i)].view(j, j - i)
+        block = scratch.as_strided((j, j - i), (j - i, 1))
         multiply(i, j, block)
-        # The block on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
-        # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
-        diagonal = block[i:]
-        diagonal.copy_(torch.where(upper[: j - i, : j - i], diagonal, diagonal.mT))
         out[:j, i:j] = block
-        if i:  # torch transposes fast only into contiguous memory
-            out[i:j, :i] = mirror[: i * (j - i)].view(j - i, i).copy_(block[:i].mT)
+        if i:
+            out[i:j, :i] = block[:i].mT
+    # The blocks on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
+    # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
+    whole = rows // BLOCK
+    _mirror(out.as_strided((whole, BLOCK, BLOCK), ((rows + 1) * BLOCK, rows, 1)))
+    if whole * BLOCK < rows:
+        _mirror(out[whole * BLOCK :, whole * BLOCK :])
+
+
+def _mirror(square: Tensor) -> None:
+    """Copy the upper triangle of (..., n, n) to the lower one."""
+    upper = square.new_ones(square.shape[-2:], dtype=torch.bool).triu_()
+    square.copy_(torch.where(upper, square, square.mT))
 
 
 def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
