@@ -24,7 +24,7 @@ def add_multiple(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out
         b: B, shape (rows, rows); its diagonal is written and restored.
         a: A number that is the same at every step, or a tensor with one element.
         s: Likewise.
-        out: Shape (rows, cols), contiguous.
+        out: Shape (rows, cols), contiguous; NaN if a or s is not finite.
     """
     fresh = isinstance(a, Tensor) or isinstance(s, Tensor)
     factor, scale = (number.item() if isinstance(number, Tensor) else number for number in (a, s))
@@ -33,14 +33,18 @@ def add_multiple(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out
         return
     diagonal = b.diagonal()
     exact = diagonal.float()
-    multiple = _nearest((factor + exact.mean().item()) * scale)
+    wanted = (factor + exact.mean().item()) * scale
+    if not math.isfinite(wanted):  # with such a multiple one product takes oneDNN seconds
+        out.fill_(math.nan)
+        return
+    multiple = _nearest(wanted)
     diagonal.copy_(exact + (factor - multiple / scale))
     torch.addmm(x, b, x, beta=multiple, alpha=scale, out=out)
     diagonal.copy_(exact)
 
 
 def _nearest(number: float) -> float:
-    """Return one of `_AN_OCTAVE` numbers an octave, at most 2.2 % away; as it is what has no logarithm."""
-    if number == 0 or not math.isfinite(number):
-        return number
+    """Return one of `_AN_OCTAVE` numbers an octave, at most 2.2 % away, or 0 for 0."""
+    if number == 0:
+        return 0.0
     return math.copysign(2.0 ** (round(math.log2(abs(number)) * _AN_OCTAVE) / _AN_OCTAVE), number)
