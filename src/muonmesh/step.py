@@ -16,10 +16,11 @@ from muonmesh.comm.exchange import Local, contiguous, place
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg, pieces
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
 from muonmesh.numerics.rules import AdamWRule, MuonRule, apply_update, update_momentum, write_direction
 from muonmesh.numerics.scale import update_scale
-from muonmesh.numerics.threads import run_all, scratch
+from muonmesh.numerics.threads import run_all
 
 _TOGETHER = 3 << 19
 """Elements of small matrices that one thread orthogonalises together; 3 MiB in bf16 stay in its cache."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sysconfig
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,11 @@ MIXED = [(1.5, -0.5), (2.0, -1.5, 0.5), (2.1875, -2.1875, 1.3125, -0.3125), (2.4
 
 def matrix(rows: int, cols: int, spectrum: Spectrum, seed: int = 0) -> Tensor:
     """An fp64 matrix with random singular vectors and the given singular values."""
+    return _matrix(rows, cols, spectrum, seed).clone()
+
+
+@cache
+def _matrix(rows: int, cols: int, spectrum: Spectrum, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rows + cols + seed)
     x = torch.randn(rows, cols, dtype=torch.float64, generator=generator)
     if spectrum == "gaussian":

@@ -16,7 +16,8 @@ from muonmesh.comm.storage import this_rank
 from muonmesh.layout import Piece, Plan, Routes
 from muonmesh.layout.gram import slab
 from muonmesh.layout.plan import Leg
-from muonmesh.numerics.threads import run_all, scratch
+from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.threads import run_all
 
 
 @dataclass(frozen=True)

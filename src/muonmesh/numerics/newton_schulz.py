@@ -21,9 +21,9 @@ from muonmesh.numerics.coefficients import (
     coefficient_set,
 )
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
 from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
-from muonmesh.numerics.threads import scratch
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied: step by step, in pairs through the Gram matrix, or whichever is better."""

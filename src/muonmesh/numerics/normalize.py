@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.threads import scratch
+from muonmesh.numerics.kernels.memory import scratch
 
 CACHED = 1 << 15
 """Elements a CPU works on at a time, so that the wider copies stay in its cache."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import Coefficients
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode
-from muonmesh.numerics.threads import scratch
 
 _CACHED = 1 << 16
 """Elements a CPU works on at a time, so that the operations of one rule find them in its cache; fewer would cost more

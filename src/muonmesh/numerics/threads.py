@@ -7,16 +7,13 @@ each time, and where other programs use the cores too, for the scheduler. Whole 
 from __future__ import annotations
 
 import heapq
-import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import Tensor
 
-_own = threading.local()
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, threads, pool
 
 
@@ -59,22 +56,6 @@ def _how_many_alone(costs: Sequence[float], threads: int) -> int:
         return max(busy) + sum(costs[alone:]) / (_SHARED * threads)
 
     return min(range(len(costs), max(-1, len(costs) - threads), -1), key=end)
-
-
-def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialised memory of this thread's own, which its next call for the same role uses again.
-
-    On a CPU, memory that is given back and taken again at every step costs a page fault per 4 KiB, 5 to 8 % of a step
-    [measured]. What is kept is the largest that each role has needed. Elsewhere torch's allocator does this.
-    """
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    numel = math.prod(shape)
-    kept: dict[tuple[str, torch.dtype], Tensor] = _own.__dict__.setdefault("kept", {})
-    memory = kept.get((role, dtype))
-    if memory is None or memory.numel() < numel:
-        memory = kept[role, dtype] = torch.empty(numel, dtype=dtype)
-    return memory[:numel].view(shape)
 
 
 def _run(task: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls
 
@@ -22,26 +23,23 @@ BLOCK = 128
 def _fill_symmetric(out: Tensor, multiply: Callable[[int, int, Tensor], object]) -> None:
     """Fill out (rows, rows) by column blocks; `multiply(i, j, block)` writes the entries [:j, i:j] into `block`."""
     rows = out.shape[0]
-    scratch = out.new_empty(rows * BLOCK)
+    memory, mirror, corner = (
+        scratch(role, (size,), dtype=out.dtype, device=out.device)
+        for role, size in (("block", rows * BLOCK), ("mirror", rows * BLOCK), ("corner", BLOCK * BLOCK))
+    )
+    upper = out.new_ones(BLOCK, BLOCK, dtype=torch.bool).triu_()
     for i in range(0, rows, BLOCK):
         j = min(i + BLOCK, rows)
-        block = scratch.as_strided((j, j - i), (j - i, 1))
+        width = j - i
+        block = memory[: j * width].view(j, width)
         multiply(i, j, block)
+        # The block on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
+        # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
+        diagonal, both = block[i:], corner[: width * width].view(width, width)
+        diagonal.copy_(torch.where(upper[:width, :width], diagonal, diagonal.mT, out=both))
         out[:j, i:j] = block
-        if i:
-            out[i:j, :i] = block[:i].mT
-    # The blocks on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
-    # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
-    whole = rows // BLOCK
-    _mirror(out.as_strided((whole, BLOCK, BLOCK), ((rows + 1) * BLOCK, rows, 1)))
-    if whole * BLOCK < rows:
-        _mirror(out[whole * BLOCK :, whole * BLOCK :])
-
-
-def _mirror(square: Tensor) -> None:
-    """Copy the upper triangle of (..., n, n) to the lower one."""
-    upper = square.new_ones(square.shape[-2:], dtype=torch.bool).triu_()
-    square.copy_(torch.where(upper, square, square.mT))
+        if i:  # torch transposes fast only into contiguous memory
+            out[i:j, :i] = mirror[: i * width].view(width, i).copy_(block[:i].mT)
 
 
 def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
