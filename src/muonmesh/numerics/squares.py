@@ -45,10 +45,11 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
         Shape (batch, rows), fp32 or wider.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
-    rows, cols = x.shape[1:]
-    few = max(1, CACHED // cols) if x.device.type == "cpu" else rows
+    if x.device.type != "cpu":
+        return (x.to(exact) * y).sum(-1)
+    few = max(1, CACHED // x.shape[-1])
     sums = [
-        [(part.to(exact) * other.to(exact)).sum(-1) for part, other in zip(a.split(few), b.split(few), strict=True)]
+        [(part.to(exact) * other).sum(-1) for part, other in zip(a.split(few), b.split(few), strict=True)]
         for a, b in zip(x, y, strict=True)
     ]
     return torch.stack([torch.cat(parts) for parts in sums])
