@@ -315,7 +315,7 @@ def test_pairs_of_ranks_that_share_layers_save_whole_momenta(
 
 @pytest.mark.slow
 def test_four_ranks_share_the_layers_of_the_default_model(folder: Path, corpus: Corpus) -> None:
-    explanation = command(folder / "default", folder, "tp")
+    explanation = command(folder / "default", folder, "tp", "--batch", 4, "--seq", 64)
     assert load_settings(folder / "default").model == "small"
     assert "Shard(0)×4" in explanation
     assert "Shard(1)×4" in explanation
