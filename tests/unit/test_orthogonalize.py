@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sysconfig
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -281,6 +282,20 @@ def test_the_transposed_matrix_gives_the_transposed_result(
             wide = orthogonalize(x, dtype=dtype, method=method)
             assert bits(orthogonalize(x.mT, dtype=dtype, method=method).mT) == bits(wide)
             assert bits(orthogonalize(x.mT.contiguous(), dtype=dtype, method=method).mT) == bits(wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inference_mode_leaves_nothing_behind(dtype: torch.dtype) -> None:
+    x = torch.randn(400, 900)
+
+    def inside_and_outside() -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            inside = orthogonalize(x, dtype=dtype)
+        return inside, orthogonalize(x, dtype=dtype)
+
+    with ThreadPoolExecutor(1) as fresh:  # a thread keeps its memory, so take one that has none yet
+        inside, outside = fresh.submit(inside_and_outside).result()
+    assert torch.equal(inside, outside)
 
 
 # --- inputs and outputs -----------------------------------------------------------------------------------------

@@ -330,7 +330,7 @@ class _Iteration:
             both = torch.lerp(z, w, p0 / (p0 + q0), out=self._a)
             factor = matmuls.product(w, z, both, p0 + q0, self._e)
 
-        # The diagonal of the factor again, exactly.
+        # The diagonal of the factor again, in fp32 and rounded once.
         products = row_products(z, w)
         z_diagonal, w_diagonal = (t.diagonal(dim1=-2, dim2=-1).to(products.dtype) for t in (z, w))
         diagonal = products + q0 * z_diagonal + p0 * w_diagonal

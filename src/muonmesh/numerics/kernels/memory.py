@@ -24,5 +24,6 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     kept: dict[tuple[str, torch.dtype], Tensor] = _own.__dict__.setdefault("kept", {})
     memory = kept.get((role, dtype))
     if memory is None or memory.numel() < numel:
-        memory = kept[role, dtype] = torch.empty(numel, dtype=dtype)
+        with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
+            memory = kept[role, dtype] = torch.empty(numel, dtype=dtype)
     return memory[:numel].view(shape)
