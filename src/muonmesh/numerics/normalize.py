@@ -9,8 +9,9 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import scratch
 
-CACHED = 1 << 15
-"""Elements a CPU works on at a time, so that the wider copies stay in its cache."""
+CACHED = 1 << 17
+"""Elements a CPU works on at a time, so that the wider copies stay in its cache; fewer would cost more in calls than
+they save in memory traffic [measured]."""
 
 
 def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
@@ -111,5 +112,5 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    parts = [part.double() for part in torch.split(tensor.reshape(-1), 2 * CACHED)]
+    parts = [part.double() for part in torch.split(tensor.reshape(-1), CACHED // 2)]
     return torch.stack([torch.dot(part, part) for part in parts]).sum()

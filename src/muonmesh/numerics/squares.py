@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import CACHED
 
 
@@ -27,7 +28,8 @@ def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor)
     flat = [t.view(-1) for t in (x, y, z, out)]
     parts = zip(*(torch.split(t, CACHED) for t in flat), strict=True) if x.device.type == "cpu" else [tuple(flat)]
     for x_part, y_part, z_part, target in parts:
-        target.copy_(x_part.to(exact).add_(y_part, alpha=a).add_(z_part, alpha=b))
+        wide = scratch("wide", x_part.shape, dtype=exact, device=x.device)
+        target.copy_(wide.copy_(x_part).add_(y_part, alpha=a).add_(z_part, alpha=b))
     return out
 
 
@@ -47,9 +49,12 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.device.type != "cpu":
         return (x.to(exact) * y).sum(-1)
-    few = max(1, CACHED // x.shape[-1])
+    few = max(1, 2 * CACHED // x.shape[-1])
     sums = [
-        [(part.to(exact) * other).sum(-1) for part, other in zip(a.split(few), b.split(few), strict=True)]
+        [
+            scratch("wide", part.shape, dtype=exact, device=x.device).copy_(part).mul_(other).sum(-1)
+            for part, other in zip(a.split(few), b.split(few), strict=True)
+        ]
         for a, b in zip(x, y, strict=True)
     ]
     return torch.stack([torch.cat(parts) for parts in sums])

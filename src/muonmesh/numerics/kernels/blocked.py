@@ -9,37 +9,73 @@ scratch buffer: mirrored from `out` itself, whose rows are often a power of two 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.memory import keep
 from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls
 
 BLOCK = 128
 
 
+class _Column(NamedTuple):
+    """Memory for one column block, entries [:stop, start:stop] of a symmetric result, and views of it.
+
+    Attributes:
+        block: Shape (stop, width).
+        transposed: The same memory, shape (width, stop).
+        mirror: Other memory of that shape: torch transposes fast only into contiguous memory.
+        diagonal: The last rows of `block`, shape (width, width).
+        mirrored_diagonal: The last columns of `mirror`.
+        left: The other columns of `mirror`, entries [start:stop, :start] of the result.
+        lower: 1 below the diagonal, 0 elsewhere, shape (width, width).
+    """
+
+    start: int
+    stop: int
+    block: Tensor
+    transposed: Tensor
+    mirror: Tensor
+    diagonal: Tensor
+    mirrored_diagonal: Tensor
+    left: Tensor
+    lower: Tensor
+
+
+def _columns(rows: int, dtype: torch.dtype) -> list[_Column]:
+    memory, mirrors = (torch.empty(rows * BLOCK, dtype=dtype) for _ in range(2))
+    columns = []
+    for start in range(0, rows, BLOCK):
+        stop = min(start + BLOCK, rows)
+        width = stop - start
+        block, mirror = memory[: stop * width].view(stop, width), mirrors[: stop * width].view(width, stop)
+        lower = torch.ones(width, width, dtype=dtype).tril_(-1)
+        columns.append(
+            _Column(start, stop, block, block.mT, mirror, block[start:], mirror[:, start:], mirror[:, :start], lower)
+        )
+    return columns
+
+
 def _fill_symmetric(out: Tensor, multiply: Callable[[int, int, Tensor], object]) -> None:
-    """Fill out (rows, rows) by column blocks; `multiply(i, j, block)` writes the entries [:j, i:j] into `block`."""
-    rows = out.shape[0]
-    memory, mirror, corner = (
-        scratch(role, (size,), dtype=out.dtype, device=out.device)
-        for role, size in (("block", rows * BLOCK), ("mirror", rows * BLOCK), ("corner", BLOCK * BLOCK))
-    )
-    upper = out.new_ones(BLOCK, BLOCK, dtype=torch.bool).triu_()
-    for i in range(0, rows, BLOCK):
-        j = min(i + BLOCK, rows)
-        width = j - i
-        block = memory[: j * width].view(j, width)
-        multiply(i, j, block)
+    """Fill out (rows, rows) by column blocks; `multiply(i, j, block)` writes the entries [:j, i:j] into `block`.
+
+    Every operation counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and ten
+    microseconds go by before the next begins [measured]. So what can be made once is kept.
+    """
+    rows, dtype = out.shape[0], out.dtype
+    for column in keep(("columns", rows, dtype), lambda: _columns(rows, dtype)):
+        i, j = column.start, column.stop
+        multiply(i, j, column.block)
+        column.mirror.copy_(column.transposed)
         # The block on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
         # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
-        diagonal, both = block[i:], corner[: width * width].view(width, width)
-        diagonal.copy_(torch.where(upper[:width, :width], diagonal, diagonal.mT, out=both))
-        out[:j, i:j] = block
-        if i:  # torch transposes fast only into contiguous memory
-            out[i:j, :i] = mirror[: i * width].view(width, i).copy_(block[:i].mT)
+        column.diagonal.lerp_(column.mirrored_diagonal, column.lower)  # by 0 or by 1, which is exact
+        out[:j, i:j].copy_(column.block)
+        if i:
+            out[i:j, :i].copy_(column.left)
 
 
 def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:

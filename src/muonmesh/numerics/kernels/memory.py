@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
 _own = threading.local()
+
+
+def keep(key: Hashable, make: Callable[[], T]) -> T:
+    """Return what `make` has made for this key in this thread, making it at the first call."""
+    kept: dict[Hashable, object] = _own.__dict__.setdefault("kept", {})
+    if key not in kept:
+        with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
+            kept[key] = make()
+    return cast(T, kept[key])
 
 
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -21,9 +33,9 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     numel = math.prod(shape)
-    kept: dict[tuple[str, torch.dtype], Tensor] = _own.__dict__.setdefault("kept", {})
-    memory = kept.get((role, dtype))
-    if memory is None or memory.numel() < numel:
-        with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
-            memory = kept[role, dtype] = torch.empty(numel, dtype=dtype)
-    return memory[:numel].view(shape)
+    memory: list[Tensor] = keep((role, dtype), lambda: [torch.empty(numel, dtype=dtype)])
+    if memory[0].numel() < numel:
+        memory.clear()  # first, so that both are never there at once
+        with torch.inference_mode(False):
+            memory.append(torch.empty(numel, dtype=dtype))
+    return memory[0][:numel].view(shape)
