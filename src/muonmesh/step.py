@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,12 @@ from muonmesh.comm.exchange import Local, contiguous, place
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg, pieces
+from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
 from muonmesh.numerics.rules import AdamWRule, MuonRule, apply_update, update_momentum, write_direction
 from muonmesh.numerics.scale import update_scale
 from muonmesh.numerics.threads import run_all
-
-_TOGETHER = 3 << 19
-"""Elements of small matrices that one thread orthogonalises together; 3 MiB in bf16 stay in its cache."""
 
 _TOGETHER_ELSEWHERE = 1 << 26
 """Elements orthogonalised together where one call has the whole device."""
@@ -188,7 +185,7 @@ class MuonStep:
             same.setdefault((settings, assignment.matrix.shape), []).append(matrix)
         tasks: list[tuple[int, Callable[[], None]]] = []
         for (_, shape), some in same.items():
-            size = self._at_once(len(some), math.prod(shape))
+            size = self._at_once(len(some), shape)
             flops = self._plan.assignments[some[0].assignment].flops
             for start in range(0, len(some), size):
                 batch = some[start : start + size]
@@ -229,19 +226,19 @@ class MuonStep:
         """Orthogonalise batches (matrices, results, an assignment whose settings they share)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
         for batch, out, assignment in batches:
-            size = self._at_once(len(batch), batch[0].numel())
+            size = self._at_once(len(batch), (batch.shape[1], batch.shape[2]))
             flops = self._plan.assignments[assignment].flops
             for part, into in zip(torch.split(batch, size), torch.split(out, size), strict=True):
                 tasks.append((flops * len(part), functools.partial(self._orthogonalize, part, into, assignment)))
         self._run(tasks)
 
-    def _at_once(self, count: int, numel: int) -> int:
+    def _at_once(self, count: int, shape: tuple[int, int]) -> int:
         """Return how many of ``count`` equal matrices are orthogonalised by one task."""
+        rows, cols = sorted(shape)
         if self._device.type != "cpu":
-            return max(1, _TOGETHER_ELSEWHERE // numel)
-        if self._precision.compute != torch.bfloat16:
-            return 1  # multiplied one by one anyhow, and memory for more would be kept
-        return max(1, min(-(-count // torch.get_num_threads()), _TOGETHER // numel))
+            return max(1, _TOGETHER_ELSEWHERE // (rows * cols))
+        kernels = select("auto", device=self._device, dtype=self._precision.compute, rows=rows, cols=cols)
+        return max(1, min(-(-count // torch.get_num_threads()), kernels.at_once))
 
     def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
         """Run (cost, task) pairs: whole matrices on threads, but not in dtypes whose bits depend on their number."""

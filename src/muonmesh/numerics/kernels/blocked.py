@@ -8,7 +8,7 @@ scratch buffer: mirrored from `out` itself, whose rows are often a power of two 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,84 +21,124 @@ from muonmesh.numerics.kernels.table import Matmuls
 BLOCK = 128
 
 
-class _Column(NamedTuple):
-    """Memory for one column block, entries [:stop, start:stop] of a symmetric result, and views of it.
+_KEPT = 32
+"""Squares whose panels a thread keeps: five of each size that the matrices of a model have."""
 
-    Attributes:
-        block: Shape (stop, width).
-        transposed: The same memory, shape (width, stop).
-        mirror: Other memory of that shape: torch transposes fast only into contiguous memory.
-        diagonal: The last rows of `block`, shape (width, width).
-        mirrored_diagonal: The last columns of `mirror`.
-        left: The other columns of `mirror`, entries [start:stop, :start] of the result.
-        lower: 1 below the diagonal, 0 elsewhere, shape (width, width).
-    """
 
-    start: int
-    stop: int
-    block: Tensor
-    transposed: Tensor
-    mirror: Tensor
-    diagonal: Tensor
-    mirrored_diagonal: Tensor
+class _Panel(NamedTuple):
+    """What is read from and written to a square matrix A for one column block, entries [:stop, start:stop]."""
+
+    above: Tensor
+    """A[:stop, start:stop]."""
+    rows: Tensor
+    """A[:stop]."""
+    column: Tensor
+    """A[start:stop]ᵀ, the whole column block if A is symmetric."""
     left: Tensor
-    lower: Tensor
+    """A[start:stop, :start]."""
 
 
-def _columns(rows: int, dtype: torch.dtype) -> list[_Column]:
+class _Block(NamedTuple):
+    """Memory for one column block, and views of it."""
+
+    entries: Tensor
+    """Shape (stop, width)."""
+    transposed: Tensor
+    """The same memory, shape (width, stop)."""
+    mirror: Tensor
+    """Other memory of that shape: torch transposes fast only into contiguous memory."""
+    diagonal: Tensor
+    """The last rows of `entries`, shape (width, width)."""
+    mirrored_diagonal: Tensor
+    """The last columns of `mirror`."""
+    left: Tensor
+    """The other columns of `mirror`."""
+    below: Tensor
+    """1 below the diagonal, 0 elsewhere, shape (width, width)."""
+
+
+def _spans(rows: int) -> list[tuple[int, int]]:
+    return [(start, min(start + BLOCK, rows)) for start in range(0, rows, BLOCK)]
+
+
+def _blocks(rows: int, dtype: torch.dtype) -> list[_Block]:
     memory, mirrors = (torch.empty(rows * BLOCK, dtype=dtype) for _ in range(2))
-    columns = []
-    for start in range(0, rows, BLOCK):
-        stop = min(start + BLOCK, rows)
+    blocks = []
+    for start, stop in _spans(rows):
         width = stop - start
-        block, mirror = memory[: stop * width].view(stop, width), mirrors[: stop * width].view(width, stop)
-        lower = torch.ones(width, width, dtype=dtype).tril_(-1)
-        columns.append(
-            _Column(start, stop, block, block.mT, mirror, block[start:], mirror[:, start:], mirror[:, :start], lower)
-        )
-    return columns
+        entries, mirror = memory[: stop * width].view(stop, width), mirrors[: stop * width].view(width, stop)
+        below = torch.ones(width, width, dtype=dtype).tril_(-1)
+        blocks.append(_Block(entries, entries.mT, mirror, entries[start:], mirror[:, start:], mirror[:, :start], below))
+    return blocks
 
 
-def _fill_symmetric(out: Tensor, multiply: Callable[[int, int, Tensor], object]) -> None:
-    """Fill out (rows, rows) by column blocks; `multiply(i, j, block)` writes the entries [:j, i:j] into `block`.
+def _panels(a: Tensor) -> Sequence[_Panel]:
+    """Return the panels of a contiguous square, those that were made before where it is memory that was seen before.
+
+    What is kept keeps its memory alive, so no other can come to lie at its address. Squares are the iteration's
+    buffers, which the thread keeps anyway.
+    """
+    kept: dict[object, Sequence[_Panel]] = keep("panels", dict)
+    key = a.data_ptr(), len(a), a.dtype
+    if key not in kept:
+        if len(kept) == _KEPT:
+            del kept[next(iter(kept))]
+        with torch.inference_mode(False):
+            kept[key] = [_Panel(a[:j, i:j], a[:j], a[i:j].mT, a[i:j, :i]) for i, j in _spans(len(a))]
+    return kept[key]
+
+
+def _fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object]) -> None:
+    """Fill out (rows, rows); `multiply(number, entries)` writes those of a column block, down to the diagonal's.
 
     Every operation counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and ten
-    microseconds go by before the next begins [measured]. So what can be made once is kept.
+    microseconds go by before the next begins [measured]. So what can be made once is kept, down to the views.
     """
-    rows, dtype = out.shape[0], out.dtype
-    for column in keep(("columns", rows, dtype), lambda: _columns(rows, dtype)):
-        i, j = column.start, column.stop
-        multiply(i, j, column.block)
-        column.mirror.copy_(column.transposed)
+    rows, dtype = len(out), out.dtype
+    blocks = keep(("blocks", rows, dtype), lambda: _blocks(rows, dtype))
+    for number, (block, panel) in enumerate(zip(blocks, _panels(out), strict=True)):
+        multiply(number, block.entries)
+        block.mirror.copy_(block.transposed)
         # The block on the diagonal need not be symmetric: rounded A and B commute only nearly, and fp32 sums run in
         # another order on the other side. Left so, it costs Gram up to half of its accuracy [measured].
-        column.diagonal.lerp_(column.mirrored_diagonal, column.lower)  # by 0 or by 1, which is exact
-        out[:j, i:j].copy_(column.block)
-        if i:
-            out[i:j, :i].copy_(column.left)
+        block.diagonal.lerp_(block.mirrored_diagonal, block.below)  # by 0 or by 1, which is exact
+        panel.above.copy_(block.entries)
+        if number:
+            panel.left.copy_(block.left)
 
 
 def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """scale·X Xᵀ."""
     (x2,), alpha = x, scale.item()  # a number is multiplied in before rounding; on a CPU reading it waits for nothing
-    _fill_symmetric(out[0], lambda i, j, block: torch.addmm(block, x2[:j], x2[i:j].mT, beta=0, alpha=alpha, out=block))
+    columns = x2.mT.split(BLOCK, dim=1)
+
+    def multiply(number: int, entries: Tensor) -> None:
+        torch.addmm(entries, x2[: len(entries)], columns[number], beta=0, alpha=alpha, out=entries)
+
+    _fill_symmetric(out[0], multiply)
     return out
 
 
 def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
     """b·A + c·A²."""
-    (a2,) = a
-    _fill_symmetric(
-        out[0],
-        lambda i, j, block: torch.addmm(a2[:j, i:j], a2[:j], a2[i:j].mT, beta=b, alpha=c, out=block),
-    )
+    panels = _panels(a[0])
+
+    def multiply(number: int, entries: Tensor) -> None:
+        above, rows, column, _ = panels[number]
+        torch.addmm(above, rows, column, beta=b, alpha=c, out=entries)
+
+    _fill_symmetric(out[0], multiply)
     return out
 
 
 def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
     """factor·C + A B, for A and B that commute."""
-    (a2,), (b2,), (c2,) = a, b, c
-    _fill_symmetric(out[0], lambda i, j, block: torch.addmm(c2[:j, i:j], a2[:j], b2[i:j].mT, beta=factor, out=block))
+    of_a, of_b, of_c = (_panels(square[0]) for square in (a, b, c))
+
+    def multiply(number: int, entries: Tensor) -> None:
+        torch.addmm(of_c[number].above, of_a[number].rows, of_b[number].column, beta=factor, out=entries)
+
+    _fill_symmetric(out[0], multiply)
     return out
 
 
