@@ -290,7 +290,7 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
 
 def figures(name: str, rank: int | None) -> Figures:
     """Measure time and memory of a case, each in a process of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"), max_tasks_per_child=1) as pool:
         timed = pool.submit(measure, name, rank, False).result()
         traced = pool.submit(measure, name, rank, True).result()
     return Figures(**(asdict(timed) | {"megabytes": traced.megabytes}))

@@ -42,7 +42,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor
 
-multiprocessing.set_forkserver_preload([__name__, "muonmesh"])
+# What tests of models and of DeepSpeed import too: once, not once a rank.
+MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral")
+multiprocessing.set_forkserver_preload([__name__, "muonmesh", *MODELS, "deepspeed"])
 
 START_SECONDS = 180.0  # importing torch on a busy machine
 STEP_SECONDS = 10.0  # the collective that shows that the ranks are in step

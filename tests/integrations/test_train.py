@@ -341,9 +341,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def train(*options: object) -> subprocess.CompletedProcess[str]:
+def train(*options: object, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    env = os.environ if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
 
 
 def losses(run: Path) -> dict[tuple[str, int, str], float]:
@@ -382,8 +383,12 @@ def process_of_rank(launcher: int, rank: int) -> int:
 def finished(runs: Path, text: Path) -> Path:
     """An uninterrupted run of both optimizers."""
     run = runs / "finished"
-    result = train(*TINY, "--data", text, "--out", run, "--save-momentum", runs / "momentum.safetensors")
+    temporary = runs / "temporary"
+    temporary.mkdir()
+    options = (*TINY, "--data", text, "--out", run, "--save-momentum", runs / "momentum.safetensors")
+    result = train(*options, temporary=temporary)
     assert result.returncode == 0, result.stderr
+    assert list(temporary.iterdir()) == [], "torch's launcher makes a directory for logs"
     (run / "output.txt").write_text(result.stdout)
     return run
 
@@ -490,6 +495,42 @@ def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
     result = CliRunner().invoke(app, ["train", "--resume", str(finished), "--lr", "1"])
     assert result.exit_code == 2
     assert "found --lr beside it" in result.stderr
+
+
+@pytest.mark.slow
+def test_four_ranks_share_the_layers_of_the_default_model(runs: Path, text: Path) -> None:
+    run = runs / "four-ranks"
+    options = ("--parallel", "tp", "--ranks", 4, "--batch", 4, "--seq", 64, "--optimizer", "muon")
+    output = short_train(run, text, *options)
+    assert "4 ranks, TP over gloo" in output
+    assert load_settings(run).model == "small"
+    explanation = (run / "explain.txt").read_text()
+    assert "Shard(0)×4" in explanation
+    assert "Shard(1)×4" in explanation
+
+
+@pytest.mark.slow
+def test_the_command_trains_under_deepspeed(runs: Path, text: Path) -> None:
+    run = runs / "deepspeed"
+    options = ("--engine", "deepspeed", "--zero", 3, "--ranks", 2, "--model", "nano", "--batch", 4, "--seq", 32)
+    output = short_train(run, text, *options)
+    assert "2 ranks, ZERO3 over gloo" in output
+    explanation = (run / "explain.txt").read_text()
+    assert "calls a step; imbalance" in explanation
+    assert "model.layers.0.mlp.gate_proj.weight" in explanation
+
+
+def short_train(run: Path, text: Path, *options: object) -> str:
+    """Run the command for three steps an optimizer; what it printed."""
+    line = ("--data", text, "--vocab", 400, "--steps", 3, "--eval-sequences", 8, "--device", "cpu", "--out", run)
+    result = train(*line, *options)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+    assert "_NormPartial" not in result.stderr, "a reduction of the norm for each axis of the mesh"
+    assert (run / "report.html").is_file()
+    optimizers = load_settings(run).optimizers
+    assert [step for _, step, key in losses(run) if key == "loss"] == [1, 2, 3] * len(optimizers)
+    return result.stdout
 
 
 class References(HTMLParser):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -277,22 +275,6 @@ def test_bf16_reaches_the_projections(
     assert 1e-5 < losses_apart(losses(run), expected) < 0.02
 
 
-def command(run: Path, folder: Path, parallel: Parallel, *options: object, ranks: int = RANKS) -> str:
-    """Run `muonmesh train` for three steps; what it says of who goes where."""
-    line: list[object] = ["train", "--data", folder / "text", "--vocab", VOCAB, "--steps", 3, "--eval-sequences", 8]
-    line += [] if "--engine" in options else ["--parallel", parallel]
-    line += ["--device", "cpu", "--ranks", ranks, "--out", run, *options]
-    called = [sys.executable, "-c", "from muonmesh.cli import main; main()", *map(str, line)]
-    result = subprocess.run(called, capture_output=True, text=True, check=False, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert f"{ranks} ranks, {parallel.upper()} over gloo" in result.stdout
-    assert "Warning" not in result.stderr
-    assert "_NormPartial" not in result.stderr, "a reduction of the norm for each axis of the mesh"
-    assert (run / "report.html").is_file()
-    assert [step for _, step, key in losses(run) if key == "loss"] == [1, 2, 3, 1, 2, 3]
-    return (run / "explain.txt").read_text()
-
-
 def momentum_saved(run: Path, file: Path) -> str:
     training = Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
     training.run(None, StopAfter(2))
@@ -311,22 +293,6 @@ def test_pairs_of_ranks_that_share_layers_save_whole_momenta(
     assert momenta["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
     assert len(momenta) == 14
     assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
-
-
-@pytest.mark.slow
-def test_four_ranks_share_the_layers_of_the_default_model(folder: Path, corpus: Corpus) -> None:
-    explanation = command(folder / "default", folder, "tp", "--batch", 4, "--seq", 64)
-    assert load_settings(folder / "default").model == "small"
-    assert "Shard(0)×4" in explanation
-    assert "Shard(1)×4" in explanation
-
-
-@pytest.mark.slow
-def test_the_command_trains_under_deepspeed(folder: Path, corpus: Corpus) -> None:
-    options = ("--engine", "deepspeed", "--zero", 3, "--model", folder / "llama.json", "--seq", 32)
-    explanation = command(folder / "deepspeed", folder, "zero3", *options, ranks=2)
-    assert "calls a step; imbalance" in explanation
-    assert "model.layers.0.mlp.gate_proj.weight" in explanation
 
 
 LLAMA_LIKE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "cohere", "olmo", "granite", "smollm3", "arcee"]

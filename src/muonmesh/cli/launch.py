@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -45,20 +46,23 @@ def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_STOP)
     for name in ("agent.server.api", "multiprocessing.api"):  # what they have to say is said below
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        signals_to_handle="SIGINT",
-    )
     signal.signal(signal.SIGTERM, _as_interrupt)
     try:
-        elastic_launch(config, sys.executable)("-m", worker, str(run))
+        # The launcher makes a directory for logs of ranks that nobody asked for, and leaves it behind.
+        with tempfile.TemporaryDirectory(prefix="muonmesh-logs-") as logs:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=ranks,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="localhost",
+                max_restarts=0,
+                signals_to_handle="SIGINT",
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+            )
+            elastic_launch(config, sys.executable)("-m", worker, str(run))
     except ChildFailedError as error:
         raise RankFailed(_explain(run, error)) from error
     except SignalException as error:
