@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.kernels import Matmuls
+from muonmesh.numerics.kernels import Matmuls, blocked
 from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.newton_schulz import orthogonalize
@@ -70,6 +70,21 @@ def test_blocked_results_are_exactly_symmetric(rows: int, dtype: torch.dtype) ->
         BLOCKED.product(a, b, b, 2.0, torch.empty_like(a)),
     ):
         assert torch.equal(result, result.mT)
+
+
+def test_kept_views_are_of_the_square_at_hand() -> None:
+    """Squares come and go, more than are remembered; one memory holds matrices of two sizes, as scratch memory does."""
+    memory = torch.empty(400 * 400, dtype=torch.bfloat16)
+    for number in range(2 * blocked._KEPT):
+        rows = 390 if number % 3 == 0 else 400
+        _, a, b = operands(rows, number, 1, torch.bfloat16)
+        shared = memory[: rows * rows].view(1, rows, rows)
+        out = shared if number % 2 else torch.empty_like(a)
+        shared.copy_(b) if out is not shared else out.fill_(torch.nan)
+        other = b if out is shared else shared
+        expected = 0.5 * other.double() + a.double() @ other.double()
+        found = BLOCKED.product(a, other, other, 0.5, out)
+        assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def test_blocked_multiplies_little_more_than_half() -> None:
