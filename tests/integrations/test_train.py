@@ -498,18 +498,6 @@ def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_share_the_layers_of_the_default_model(runs: Path, text: Path) -> None:
-    run = runs / "four-ranks"
-    options = ("--parallel", "tp", "--ranks", 4, "--batch", 4, "--seq", 64, "--optimizer", "muon")
-    output = short_train(run, text, *options)
-    assert "4 ranks, TP over gloo" in output
-    assert load_settings(run).model == "small"
-    explanation = (run / "explain.txt").read_text()
-    assert "Shard(0)×4" in explanation
-    assert "Shard(1)×4" in explanation
-
-
-@pytest.mark.slow
 def test_the_command_trains_under_deepspeed(runs: Path, text: Path) -> None:
     run = runs / "deepspeed"
     options = ("--engine", "deepspeed", "--zero", 3, "--ranks", 2, "--model", "nano", "--batch", 4, "--seq", 32)

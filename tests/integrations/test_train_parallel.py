@@ -295,6 +295,21 @@ def test_pairs_of_ranks_that_share_layers_save_whole_momenta(
     assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
 
 
+def explained(run: Path) -> str:
+    training = Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
+    training.run(None, StopAfter(2))
+    return training.explain()
+
+
+@pytest.mark.slow
+def test_four_ranks_share_the_layers_of_the_default_model(pool: Pool, prepare: Callable[..., Path]) -> None:
+    run = prepare("default", parallel="tp", model=Settings(out="").model, optimizer="muon", seq=64)
+    assert load_settings(run).model == "small"
+    explanation = pool.run(explained, run, timeout=120)[0]
+    assert "Shard(0)×4" in explanation
+    assert "Shard(1)×4" in explanation
+
+
 LLAMA_LIKE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "cohere", "olmo", "granite", "smollm3", "arcee"]
 OTHERS = {
     "gpt2": "transformers has no tensor-parallel plan for gpt2",
