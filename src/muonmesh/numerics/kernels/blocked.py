@@ -79,7 +79,7 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
     buffers, which the thread keeps anyway.
     """
     kept: dict[object, Sequence[_Panel]] = keep("panels", dict)
-    key = a.data_ptr(), len(a), a.dtype
+    key = a.data_ptr(), len(a), a.stride(), a.dtype
     if key not in kept:
         if len(kept) == _KEPT:
             del kept[next(iter(kept))]
