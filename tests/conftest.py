@@ -47,7 +47,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     @cache
     def scope(file: str) -> str:
-        return "ranks" if "workers" in (config.rootpath / file).read_text() else file
+        starts_ranks = "deepspeed" in file or "workers" in (config.rootpath / file).read_text()
+        return "ranks" if starts_ranks else file
 
     return ByFile(config, log)
 
