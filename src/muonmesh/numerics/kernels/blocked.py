@@ -91,8 +91,8 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
 def _fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object]) -> None:
     """Fill out (rows, rows); `multiply(number, entries)` writes those of a column block, down to the diagonal's.
 
-    Every operation counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and ten
-    microseconds go by before the next begins [measured]. So what can be made once is kept, down to the views.
+    Every call counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and calls
+    take two to three times as long as in a loop [measured]. So what can be made once is kept, down to the views.
     """
     rows, dtype = len(out), out.dtype
     blocks = keep(("blocks", rows, dtype), lambda: _blocks(rows, dtype))
