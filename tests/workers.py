@@ -20,6 +20,7 @@ with each other, that is, have issued the same collectives on the default group.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -74,10 +75,14 @@ class Pool:
     every rank (`torch.distributed` knows which rank it is), with one thread and `torch.manual_seed(0)`.
     Arguments and values are pickled: tensors as copies, so return plain CPU tensors; a DTensor is refused,
     since its other shards are elsewhere (return `.to_local()` or `.full_tensor()`).
+
+    Ranks are copies of one process that has imported torch and what takes long beside it. With ``programs`` each
+    starts from nothing, as torchrun starts it, with a hash seed of its own: a few seconds of a core a rank.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, programs: bool = False) -> None:
         self.world_size = world_size
+        self.programs = programs
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._store: TCPStore | None = None
@@ -137,9 +142,7 @@ class Pool:
         self._processes, self._connections, self._store, self._stacks = [], [], None, None
 
     def _start(self) -> None:
-        # Two ranks start as programs do, each with a hash seed of its own. More of them are copies of one process that
-        # has imported torch: eight would take twenty seconds.
-        context = multiprocessing.get_context("spawn" if self.world_size <= 2 else "forkserver")
+        context = multiprocessing.get_context("spawn" if self.programs else "forkserver")
         # Held by the caller, as torchrun does, so that it survives any rank; port 0 lets the system choose.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="muonmesh-ranks-")
@@ -289,6 +292,7 @@ class _OneDevice(dist.ProcessGroupGloo):
 def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_file: str) -> None:
     """Run by a rank: join the default group, then answer each call with an Outcome until killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which kills its ranks
+    gc.freeze()  # or every engine that DeepSpeed makes would look for cycles in all that is imported, for two seconds
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]

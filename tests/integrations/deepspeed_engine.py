@@ -8,6 +8,7 @@ however DeepSpeed reduces it. So the gradient that Muon gets is known without as
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import math
@@ -160,6 +161,8 @@ def engine_for(config: dict[str, Any], model: nn.Module | None = None, *, clip: 
 def ready() -> None:
     """What takes long the first time: to import DeepSpeed and all that an engine needs."""
     engine_for({"zero_optimization": {"stage": 1}}).destroy()
+    gc.collect()
+    gc.freeze()  # engines look for cycles whenever they say how much memory they use
 
 
 def train(engine: Any, steps: range, *, sources: int | None = None) -> None:

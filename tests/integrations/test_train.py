@@ -501,6 +501,7 @@ def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
 def test_the_command_trains_under_deepspeed(runs: Path, text: Path) -> None:
     run = runs / "deepspeed"
     options = ("--engine", "deepspeed", "--zero", 3, "--ranks", 2, "--model", "nano", "--batch", 4, "--seq", 32)
+    options += ("--optimizer", "muon")  # AdamW too: tests/integrations/test_train_parallel.py
     output = short_train(run, text, *options)
     assert "2 ranks, ZERO3 over gloo" in output
     explanation = (run / "explain.txt").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,8 +10,25 @@ import torch
 from torch import Tensor
 
 from tests import problem
+from tests.workers import Pool
 
 LAYOUTS = ["ddp", "fsdp", "fsdp-keep", "shard0", "shard1", "shard-last", "replicate"]
+
+
+@pytest.fixture(scope="module")
+def workers(workers: Callable[[int], Pool]) -> Iterator[Callable[[int], Pool]]:
+    """Two ranks are programs of their own here: what is ordered by hashes has another order on each of them."""
+    programs = Pool(2, programs=True)
+    yield lambda ranks: programs if ranks == 2 else workers(ranks)
+    programs.close()
+
+
+def hashed() -> int:
+    return hash("lm_head.weight")
+
+
+def test_names_hash_differently_on_two_ranks(workers) -> None:
+    assert len(set(workers(2).run(hashed))) == 2
 
 
 def run(

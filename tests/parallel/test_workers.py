@@ -140,7 +140,10 @@ def _one_collective_too_many() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_or_falls_out_of_step_is_reported_and_replaced(workers: Workers) -> None:
+def test_a_rank_that_dies_or_falls_out_of_step_is_reported_and_replaced(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.workers.STEP_SECONDS", 3.0)
     with pytest.raises(RankFailure, match="rank 1 of 2 died: exit code 3"):
         workers(2).run(_die_on_rank_1)
     with pytest.raises(RankFailure, match="different collectives"):

@@ -5,6 +5,7 @@ The oracle is written here from the definition: x / ‖x‖_F = UΣVᵀ, the odd
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -67,10 +68,21 @@ def oracle(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
         norm = 1.0
     else:
         norm = float(x.norm())
-    u, s, vh = torch.linalg.svd(x / norm, full_matrices=False)
+    u, s, vh = svd(x / norm)
     for polynomial in coefficient_schedule(coefficients, steps):
         s = sum((c * s ** (2 * k + 1) for k, c in enumerate(polynomial)), torch.zeros_like(s))
     return (u * s) @ vh
+
+
+_svds: dict[tuple[torch.Size, bytes], tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, Σ and Vᴴ; computed once, since most sets of coefficients are tried on the same matrices."""
+    key = (x.shape, hashlib.blake2b(bits(x)).digest())
+    if key not in _svds:
+        _svds[key] = torch.linalg.svd(x, full_matrices=False)
+    return _svds[key]
 
 
 def error(result: Tensor, expected: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib.util import find_spec
 
@@ -18,6 +19,7 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
+    gc.disable()  # this process starts others and waits: looking for cycles in what it imports is a tenth of its work
     from muonmesh.cli.app import app
 
     app()

@@ -32,10 +32,12 @@ def work(run: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    import muonmesh.cli.training  # noqa: F401
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
 
+    gc.freeze()  # the half million objects that imports leave are in no garbage; looking through them takes seconds
     settings = load_settings(run)
     corpus = load_corpus_of(run)
     if settings.device == "cuda":
@@ -84,6 +86,7 @@ def _train(
             file.write(f"{name}\n\n{explanation}\n\n")
     dist.barrier()  # no rank may die of the Ctrl-C that another one takes as a wish
     stop.install()
+    gc.enable()
     finished = training.run(log, stop)
     if finished and name == "muon" and settings.save_momentum is not None:
         save_momentum(Path(settings.save_momentum), training.engine.state()["optimizer"]["state"])
@@ -96,6 +99,7 @@ def main(work: Callable[[Path], None] = work) -> None:
 
     At once, because a rank that unwinds slowly keeps its sockets open and leaves the others waiting.
     """
+    gc.disable()  # until there is a model
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a step to finish, Ctrl-C ends a rank at once
     run = Path(sys.argv[1])
     try:
