@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -275,10 +276,15 @@ def test_bf16_reaches_the_projections(
     assert 1e-5 < losses_apart(losses(run), expected) < 0.02
 
 
-def momentum_saved(run: Path, file: Path) -> str:
+def explained(run: Path, momentum: Path | None = None) -> str:
+    """Take two steps of Muon; what the optimizer says of them."""
     training = Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
-    training.run(None, StopAfter(2))
-    save_momentum(file, training.engine.state()["optimizer"]["state"])
+    log = MetricsLog(run) if dist.get_rank() == 0 else None
+    training.run(log, StopAfter(2))
+    if log is not None:
+        log.close()
+    if momentum is not None:
+        save_momentum(momentum, training.engine.state()["optimizer"]["state"])
     return training.explain()
 
 
@@ -287,18 +293,12 @@ def test_pairs_of_ranks_that_share_layers_save_whole_momenta(
     pool: Pool, prepare: Callable[..., Path], folder: Path
 ) -> None:
     momentum = folder / "momentum.safetensors"
-    explanation = pool.run(momentum_saved, prepare("momentum", parallel="fsdp+tp", optimizer="muon"), momentum)[0]
+    explanation = pool.run(explained, prepare("momentum", parallel="fsdp+tp", optimizer="muon"), momentum)[0]
     assert "StridedShard(0, 2)×2, Shard(0)×2" in explanation
     momenta = load_file(momentum)
     assert momenta["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
     assert len(momenta) == 14
     assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
-
-
-def explained(run: Path) -> str:
-    training = Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
-    training.run(None, StopAfter(2))
-    return training.explain()
 
 
 @pytest.mark.slow
@@ -308,6 +308,9 @@ def test_four_ranks_share_the_layers_of_the_default_model(pool: Pool, prepare: C
     explanation = pool.run(explained, run, timeout=120)[0]
     assert "Shard(0)×4" in explanation
     assert "Shard(1)×4" in explanation
+    first, second = (losses(run)["muon", step, "loss"] for step in (1, 2))
+    assert first == pytest.approx(math.log(VOCAB), rel=0.05)
+    assert second < first
 
 
 LLAMA_LIKE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "cohere", "olmo", "granite", "smollm3", "arcee"]

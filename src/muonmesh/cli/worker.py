@@ -29,6 +29,7 @@ def work(run: Path) -> None:
     Raises:
         RuntimeError: the ranks were given different texts.
     """
+    gc.disable()  # imports leave half a million objects and no garbage; to look through them takes a second
     import torch
     import torch.distributed as dist
 
@@ -37,7 +38,8 @@ def work(run: Path) -> None:
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
 
-    gc.freeze()  # the half million objects that imports leave are in no garbage; looking through them takes seconds
+    gc.freeze()
+    gc.enable()
     settings = load_settings(run)
     corpus = load_corpus_of(run)
     if settings.device == "cuda":
@@ -86,7 +88,6 @@ def _train(
             file.write(f"{name}\n\n{explanation}\n\n")
     dist.barrier()  # no rank may die of the Ctrl-C that another one takes as a wish
     stop.install()
-    gc.enable()
     finished = training.run(log, stop)
     if finished and name == "muon" and settings.save_momentum is not None:
         save_momentum(Path(settings.save_momentum), training.engine.state()["optimizer"]["state"])
@@ -99,7 +100,6 @@ def main(work: Callable[[Path], None] = work) -> None:
 
     At once, because a rank that unwinds slowly keeps its sockets open and leaves the others waiting.
     """
-    gc.disable()  # until there is a model
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a step to finish, Ctrl-C ends a rank at once
     run = Path(sys.argv[1])
     try:
