@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from muonmesh.comm.gradients import partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
-from muonmesh.step import Slot
+from muonmesh.slots import Slot
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
-from muonmesh.step import RUNNING, Precision, running_shape
+from muonmesh.slots import RUNNING, Precision, running_shape
 
 _MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"

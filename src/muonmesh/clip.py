@@ -19,7 +19,7 @@ from muonmesh.errors import LayoutError, PlanError
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.planning import Planned
-from muonmesh.step import RUNNING, view_of
+from muonmesh.slots import RUNNING, view_of
 
 ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muonmesh.adamw import adamw_step
 from muonmesh.checkpoint import Place, restore_state
 from muonmesh.clip import Clip, ClipPolicy, GradNorms, Limits, clip_gradients
 from muonmesh.comm.agreement import View, compare, connected, group_of, insist
@@ -20,6 +21,7 @@ from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Declared, local_of, mesh_groups
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.explain import Explanation, explain, step_size
+from muonmesh.flags import Flags
 from muonmesh.groups import split_params
 from muonmesh.layout import split_matrices
 from muonmesh.metrics import measure
@@ -49,7 +51,8 @@ from muonmesh.settings import (
     check_group,
     check_optimizer,
 )
-from muonmesh.step import RUNNING, Flags, MuonStep, Precision, Slot, Sums, adamw_step
+from muonmesh.slots import RUNNING, Precision, Slot
+from muonmesh.step import MuonStep, Sums
 
 
 class Muon(torch.optim.Optimizer):

@@ -31,7 +31,7 @@ from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, ProcessGroup
-from muonmesh.step import Holdings, Precision, holdings_of
+from muonmesh.slots import Holdings, Precision, holdings_of
 
 
 @dataclass(frozen=True)

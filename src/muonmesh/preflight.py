@@ -14,9 +14,10 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, explain_error
+from muonmesh.flags import Flags, nonzero_on_device, nonzero_on_host
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.planning import Planned
-from muonmesh.step import Flags, Slot, nonzero_on_device, nonzero_on_host
+from muonmesh.slots import Slot
 
 _SKIP, _OVERFLOW, _MOVES, _ERROR = -4, -3, -2, -1
 """Places of the last flags."""

@@ -1,97 +1,28 @@
-"""Step: the tensors of one optimizer step, and what is done to them between the exchange's moves."""
+"""Step: Muon's half of one optimizer step, what is done to its matrices between the exchange's moves."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from muonmesh.comm.exchange import Local, contiguous, place
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
-from muonmesh.layout import Layout, Piece, Plan, overlap
-from muonmesh.layout.plan import Leg, pieces
+from muonmesh.flags import Flags
+from muonmesh.layout import Layout, Plan, overlap
+from muonmesh.layout.plan import Leg
 from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
-from muonmesh.numerics.rules import AdamWRule, MuonRule, apply_update, update_momentum, write_direction
+from muonmesh.numerics.rules import MuonRule, apply_update, update_momentum, write_direction
 from muonmesh.numerics.scale import update_scale
 from muonmesh.numerics.threads import run_all
+from muonmesh.slots import Holdings, Precision, Slot, create_state, view_of
 
 _TOGETHER_ELSEWHERE = 1 << 26
 """Elements orthogonalised together where one call has the whole device."""
-
-_PROBE = 4096
-"""Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
-
-
-RUNNING = ("running_norm", "running_norm_steps")
-"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
-
-Holdings = tuple[tuple[Piece, ...], ...]
-"""For each Matrix of a plan, the pieces of it that this rank stores."""
-
-
-@dataclass
-class Slot:
-    """One parameter in one step.
-
-    Attributes:
-        name: Canonical name.
-        tensor: The parameter as the user holds it, possibly a DTensor.
-        state: Its entry in the optimizer's state.
-        gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
-        group: Number of its group.
-        storage: Where it lives.
-        place: Where its momentum lives.
-        matrices: How many matrices its tensor holds, those of other parameters in a flat tensor too.
-    """
-
-    name: str
-    tensor: Tensor
-    state: dict[str, Any]
-    gradient: Tensor | None
-    group: int
-    storage: Storage
-    place: Storage
-    matrices: int
-
-
-@dataclass(frozen=True)
-class Precision:
-    """The dtypes of one optimizer: of orthogonalisation and wire, of the momentum, of fp32 masters or None."""
-
-    compute: torch.dtype
-    state: torch.dtype
-    master: torch.dtype | None
-
-
-@dataclass
-class Flags:
-    """What all ranks agreed on before anything was written.
-
-    Attributes:
-        nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans, or where the host
-            does not wait for them (CUDA) 0-d bool tensors.
-        present: For each Muon parameter whether any rank has a gradient.
-        skip: Whether some rank says that this step changes nothing.
-        overflow: Whether some rank's GradScaler has found an overflow: a 0-d bool tensor.
-        only_creates_state: Whether this is the step by which torch's checkpoint code creates state: learning
-            rate 0 and every gradient exactly zero.
-        stop: 0-d bool tensor, true if some rank found an error or skips, which the host does not know yet; None on
-            CPU.
-    """
-
-    nonzero: list[bool] | list[Tensor]
-    present: list[bool]
-    overflow: Tensor
-    skip: bool = False
-    only_creates_state: bool = False
-    stop: Tensor | None = None
 
 
 class Sums:
@@ -301,30 +232,6 @@ class MuonStep:
         return self._flags.nonzero[assignment]
 
 
-def create_state(slot: Slot, precision: Precision) -> None:
-    """Create the momentum, the running norms of `clip` and the master of a Muon parameter where missing."""
-    local = local_of(slot.tensor)
-    if "momentum_buffer" not in slot.state:
-        shape = local.shape if slot.place is slot.storage else local_shape(slot.place)
-        zeros = torch.zeros(shape, dtype=precision.state, device=local.device)
-        slot.state["momentum_buffer"] = slot.place.wrap(zeros)
-    for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
-        if key not in slot.state:
-            slot.state[key] = torch.zeros(running_shape(slot.matrices), dtype=torch.float32, device=local.device)
-    _create_master(slot, precision)
-
-
-def running_shape(matrices: int) -> tuple[int, ...]:
-    """Return the shape of a tensor's running norms: 0-d for a single matrix, as AdamW's step count."""
-    return () if matrices == 1 else (matrices,)
-
-
-def _create_master(slot: Slot, precision: Precision) -> None:
-    local = local_of(slot.tensor)
-    if precision.master is not None and precision.master != local.dtype and "master" not in slot.state:
-        slot.state["master"] = slot.storage.wrap(local.detach().to(precision.master).contiguous())
-
-
 def _layout(storage: Storage) -> Layout:
     assert storage.layout is not None  # only AdamW steps parameters of which nobody said where they live
     return storage.layout
@@ -343,113 +250,8 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     return kept
 
 
-def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:
-    """Return for each Matrix of a plan the pieces of it that ``rank`` stores, or stores the momentum of."""
-    found = []
-    for assignment in plan.assignments:
-        parameter = plan.parameters[assignment.parameter]
-        found.append(tuple(pieces(parameter.source if state else parameter.target, rank, assignment.matrix)))
-    return tuple(found)
-
-
-def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:
-    """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
-    found = []
-    for assignment, parts in zip(plan.assignments, holdings, strict=True):
-        gradient = _gradient(slots[assignment.parameter])
-        found.append(int(gradient is not None and any(_any_nonzero(view_of(gradient, piece)) for piece in parts)))
-    return found
-
-
-def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None], device: torch.device) -> Tensor:
-    """Return the same as a uint8 tensor, without waiting for the device."""
-    numbers, views = [], []
-    for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
-        gradient = _gradient(slots[assignment.parameter])
-        if gradient is not None:
-            numbers += [number] * len(parts)
-            views += [view_of(gradient, piece) for piece in parts]
-    found = torch.zeros(len(plan.assignments), dtype=torch.uint8, device=device)
-    if views:
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(views, float("inf"))])
-        index = torch.tensor(numbers).to(device, non_blocking=True)
-        found.index_add_(0, index, (norms != 0).to(torch.uint8))
-    return found.clamp_(max=1)
-
-
-def _gradient(slot: Slot | None) -> Tensor | None:
-    return None if slot is None or slot.gradient is None else local_of(slot.gradient)
-
-
-def _any_nonzero(view: Tensor) -> bool:
-    flat = view.view(-1) if view.is_contiguous() else view.reshape(-1)
-    if flat.numel() <= _PROBE:
-        return bool(flat.any())
-    return bool(flat[:_PROBE].any()) or bool(flat.any())
-
-
-def adamw_step(slots: Sequence[Slot], rule: AdamWRule, precision: Precision, flags: Flags) -> None:
-    """Step one AdamW group with torch's own AdamW on what this rank stores.
-
-    Moments have the dtype of the weights they move: the parameter's, or the master's.
-    """
-    weights, gradients, means, squares, steps, masters = [], [], [], [], [], []
-    fused = slots[0].tensor.device.type == "cuda"
-    for slot in slots:
-        _create_master(slot, precision)
-        weight = slot.state.get("master", slot.tensor)
-        if "step" not in slot.state:
-            local = local_of(weight)
-            slot.state["step"] = torch.zeros((), dtype=torch.float32, device=local.device if fused else "cpu")
-            slot.state["exp_avg"] = slot.storage.wrap(torch.zeros_like(local))
-            slot.state["exp_avg_sq"] = slot.storage.wrap(torch.zeros_like(local))
-        if slot.gradient is None:
-            continue
-        weights.append(local_of(weight))
-        gradients.append(slot.gradient.to(weights[-1].dtype))
-        means.append(local_of(slot.state["exp_avg"]))
-        squares.append(local_of(slot.state["exp_avg_sq"]))
-        steps.append(slot.state["step"])
-        if "master" in slot.state:
-            masters.append((local_of(slot.tensor), weights[-1]))
-    if flags.only_creates_state or not weights:
-        return
-    lr = rule.lr
-    if isinstance(lr, Tensor) and lr.device.type == "cpu":
-        lr = float(lr)
-    beta1, beta2 = rule.betas
-    adamw(
-        weights,
-        gradients,
-        means,
-        squares,
-        [],
-        steps,
-        foreach=not fused,
-        fused=fused,
-        found_inf=flags.stop.float() if fused and flags.stop is not None else None,
-        amsgrad=False,
-        maximize=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=lr,
-        weight_decay=rule.weight_decay,
-        eps=rule.eps,
-    )
-    for parameter, master in masters:
-        parameter.copy_(master)
-
-
 def _contiguous(local: Tensor) -> Tensor:
     return local if local.is_contiguous() else local.contiguous()
-
-
-def view_of(storage: Tensor, piece: Piece) -> Tensor:
-    """Return the elements of a contiguous local storage that a piece names."""
-    if piece.storage_start == 0 and piece.shape == storage.shape:
-        return storage  # the common case: the whole of what is stored
-    start = storage.storage_offset() + piece.storage_start
-    return storage.as_strided(piece.shape, piece.storage_strides, start)
 
 
 def _mask(flag: bool | Tensor) -> Tensor | None:

@@ -1,0 +1,66 @@
+"""AdamW: the other half of a step, torch's own on what a rank stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from muonmesh.comm.storage import local_of
+from muonmesh.flags import Flags
+from muonmesh.numerics.rules import AdamWRule
+from muonmesh.slots import Precision, Slot, create_master
+
+
+def adamw_step(slots: Sequence[Slot], rule: AdamWRule, precision: Precision, flags: Flags) -> None:
+    """Step one AdamW group with torch's own AdamW on what this rank stores.
+
+    Moments have the dtype of the weights they move: the parameter's, or the master's.
+    """
+    weights, gradients, means, squares, steps, masters = [], [], [], [], [], []
+    fused = slots[0].tensor.device.type == "cuda"
+    for slot in slots:
+        create_master(slot, precision)
+        weight = slot.state.get("master", slot.tensor)
+        if "step" not in slot.state:
+            local = local_of(weight)
+            slot.state["step"] = torch.zeros((), dtype=torch.float32, device=local.device if fused else "cpu")
+            slot.state["exp_avg"] = slot.storage.wrap(torch.zeros_like(local))
+            slot.state["exp_avg_sq"] = slot.storage.wrap(torch.zeros_like(local))
+        if slot.gradient is None:
+            continue
+        weights.append(local_of(weight))
+        gradients.append(slot.gradient.to(weights[-1].dtype))
+        means.append(local_of(slot.state["exp_avg"]))
+        squares.append(local_of(slot.state["exp_avg_sq"]))
+        steps.append(slot.state["step"])
+        if "master" in slot.state:
+            masters.append((local_of(slot.tensor), weights[-1]))
+    if flags.only_creates_state or not weights:
+        return
+    lr = rule.lr
+    if isinstance(lr, Tensor) and lr.device.type == "cpu":
+        lr = float(lr)
+    beta1, beta2 = rule.betas
+    adamw(
+        weights,
+        gradients,
+        means,
+        squares,
+        [],
+        steps,
+        foreach=not fused,
+        fused=fused,
+        found_inf=flags.stop.float() if fused and flags.stop is not None else None,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+    )
+    for parameter, master in masters:
+        parameter.copy_(master)

@@ -1,0 +1,76 @@
+"""Flags: what all ranks agree on before a step writes anything, and what each rank says of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.storage import local_of
+from muonmesh.layout import Plan
+from muonmesh.slots import Holdings, Slot, view_of
+
+_PROBE = 4096
+"""Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
+
+
+@dataclass
+class Flags:
+    """What all ranks agreed on before anything was written.
+
+    Attributes:
+        nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans, or where the host
+            does not wait for them (CUDA) 0-d bool tensors.
+        present: For each Muon parameter whether any rank has a gradient.
+        skip: Whether some rank says that this step changes nothing.
+        overflow: Whether some rank's GradScaler has found an overflow: a 0-d bool tensor.
+        only_creates_state: Whether this is the step by which torch's checkpoint code creates state: learning
+            rate 0 and every gradient exactly zero.
+        stop: 0-d bool tensor, true if some rank found an error or skips, which the host does not know yet; None on
+            CPU.
+    """
+
+    nonzero: list[bool] | list[Tensor]
+    present: list[bool]
+    overflow: Tensor
+    skip: bool = False
+    only_creates_state: bool = False
+    stop: Tensor | None = None
+
+
+def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:
+    """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
+    found = []
+    for assignment, parts in zip(plan.assignments, holdings, strict=True):
+        gradient = _gradient(slots[assignment.parameter])
+        found.append(int(gradient is not None and any(_any_nonzero(view_of(gradient, piece)) for piece in parts)))
+    return found
+
+
+def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None], device: torch.device) -> Tensor:
+    """Return the same as a uint8 tensor, without waiting for the device."""
+    numbers, views = [], []
+    for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
+        gradient = _gradient(slots[assignment.parameter])
+        if gradient is not None:
+            numbers += [number] * len(parts)
+            views += [view_of(gradient, piece) for piece in parts]
+    found = torch.zeros(len(plan.assignments), dtype=torch.uint8, device=device)
+    if views:
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(views, float("inf"))])
+        index = torch.tensor(numbers).to(device, non_blocking=True)
+        found.index_add_(0, index, (norms != 0).to(torch.uint8))
+    return found.clamp_(max=1)
+
+
+def _gradient(slot: Slot | None) -> Tensor | None:
+    return None if slot is None or slot.gradient is None else local_of(slot.gradient)
+
+
+def _any_nonzero(view: Tensor) -> bool:
+    flat = view.view(-1) if view.is_contiguous() else view.reshape(-1)
+    if flat.numel() <= _PROBE:
+        return bool(flat.any())
+    return bool(flat[:_PROBE].any()) or bool(flat.any())

@@ -1,0 +1,95 @@
+"""Slots: what a rank stores of each parameter in one step, its state included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.storage import Storage, local_of, local_shape
+from muonmesh.layout import Piece, Plan
+from muonmesh.layout.plan import pieces
+
+RUNNING = ("running_norm", "running_norm_steps")
+"""State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
+
+Holdings = tuple[tuple[Piece, ...], ...]
+"""For each Matrix of a plan, the pieces of it that this rank stores."""
+
+
+@dataclass
+class Slot:
+    """One parameter in one step.
+
+    Attributes:
+        name: Canonical name.
+        tensor: The parameter as the user holds it, possibly a DTensor.
+        state: Its entry in the optimizer's state.
+        gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
+        group: Number of its group.
+        storage: Where it lives.
+        place: Where its momentum lives.
+        matrices: How many matrices its tensor holds, those of other parameters in a flat tensor too.
+    """
+
+    name: str
+    tensor: Tensor
+    state: dict[str, Any]
+    gradient: Tensor | None
+    group: int
+    storage: Storage
+    place: Storage
+    matrices: int
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one optimizer: of orthogonalisation and wire, of the momentum, of fp32 masters or None."""
+
+    compute: torch.dtype
+    state: torch.dtype
+    master: torch.dtype | None
+
+
+def create_state(slot: Slot, precision: Precision) -> None:
+    """Create the momentum, the running norms of `clip` and the master of a Muon parameter where missing."""
+    local = local_of(slot.tensor)
+    if "momentum_buffer" not in slot.state:
+        shape = local.shape if slot.place is slot.storage else local_shape(slot.place)
+        zeros = torch.zeros(shape, dtype=precision.state, device=local.device)
+        slot.state["momentum_buffer"] = slot.place.wrap(zeros)
+    for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
+        if key not in slot.state:
+            slot.state[key] = torch.zeros(running_shape(slot.matrices), dtype=torch.float32, device=local.device)
+    create_master(slot, precision)
+
+
+def running_shape(matrices: int) -> tuple[int, ...]:
+    """Return the shape of a tensor's running norms: 0-d for a single matrix, as AdamW's step count."""
+    return () if matrices == 1 else (matrices,)
+
+
+def create_master(slot: Slot, precision: Precision) -> None:
+    """Create the master of a parameter where it is missing and asked for."""
+    local = local_of(slot.tensor)
+    if precision.master is not None and precision.master != local.dtype and "master" not in slot.state:
+        slot.state["master"] = slot.storage.wrap(local.detach().to(precision.master).contiguous())
+
+
+def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:
+    """Return for each Matrix of a plan the pieces of it that ``rank`` stores, or stores the momentum of."""
+    found = []
+    for assignment in plan.assignments:
+        parameter = plan.parameters[assignment.parameter]
+        found.append(tuple(pieces(parameter.source if state else parameter.target, rank, assignment.matrix)))
+    return tuple(found)
+
+
+def view_of(storage: Tensor, piece: Piece) -> Tensor:
+    """Return the elements of a contiguous local storage that a piece names."""
+    if piece.storage_start == 0 and piece.shape == storage.shape:
+        return storage  # the common case: the whole of what is stored
+    start = storage.storage_offset() + piece.storage_start
+    return storage.as_strided(piece.shape, piece.storage_strides, start)
