@@ -335,6 +335,46 @@ def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **o
     return found
 
 
+class Convolutions(nn.Module):
+    """An ordinary convolution, which Muon flattens, and a depthwise one, which is AdamW's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 2, stride=2)
+        self.inner = nn.Conv2d(8, 8, 3, padding=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.mix = nn.Linear(8, 12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.depthwise(self.inner(self.patches(x))).flatten(2).mean(-1)
+        return self.head(self.mix(x)).square().mean()
+
+
+def taken_back(config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Take steps, go back to a state, take them again; each parameter's algorithm and what differs."""
+    torch.manual_seed(0)
+    engine = engine_for(config, Convolutions(), overrides={})
+
+    def steps(numbers: range) -> dict[str, Tensor]:
+        for number in numbers:
+            torch.manual_seed(10 * number + dist.get_rank())
+            engine.backward(engine(torch.randn(4, 3, 8, 8)))
+            engine.step()
+        return weights(engine)
+
+    before = steps(range(2))
+    state = get_state(engine)
+    after = steps(range(2, 4))
+    wrong = [name for name in after if torch.equal(after[name], before[name])]
+    set_state(engine, state)
+    wrong += differences(weights(engine), before) + differences(steps(range(2, 4)), after)
+    groups = engine.basic_optimizer.param_groups
+    algorithms = {name: group["algorithm"] for group in groups for name in group["parameters"]}
+    engine.destroy()
+    return algorithms, wrong
+
+
 def convert(folder: str) -> None:
     """DeepSpeed's own converter to a universal checkpoint."""
     if dist.get_rank() == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -320,12 +322,28 @@ def test_state_of_other_groups_is_refused(pools: dict[int, Pool], tmp_path: Path
         assert "found matrices" in outcome.message
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_with_convolutions_goes_back_to_a_state(pools: dict[int, Pool], stage: int) -> None:
+    for algorithms, wrong in pools[2].run(ds.taken_back, zero(stage)):
+        assert wrong == []
+        muon = {name for name, algorithm in algorithms.items() if algorithm == "muon"}
+        assert muon == {"inner.weight", "mix.weight"}
+        assert algorithms["depthwise.weight"] == "adamw"
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_to_fp32_finds_the_weights(pools: dict[int, Pool], tmp_path: Path, stage: int) -> None:
     assert pools[2].run(ds.consolidated, zero(stage), str(tmp_path)) == [[], []]
 
 
 # ---------------------------------------------------------------- refusals
+
+
+def test_without_deepspeed_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "muonmesh.integrations.deepspeed")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ModuleNotFoundError, match=r"Write pip install 'muonmesh\[deepspeed\]'"):
+        importlib.import_module("muonmesh.integrations.deepspeed")
 
 
 @pytest.mark.parametrize(
