@@ -497,6 +497,7 @@ def _rank(rank: int, folder: str, options: Options) -> None:
     # Collectives are gloo's: DeepSpeed would compile an extension for shared memory, which only inference uses.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed and inductor call torch's functions by old names
+    gc.freeze()  # every engine looks for cycles in all that is imported, whoever steps
     # Both methods of DeepSpeed's Muon share compiled functions here; neither may use up the other's recompilations.
     torch._dynamo.config.recompile_limit = 64
     method = f"file://{folder}/store"

@@ -49,6 +49,9 @@ from muonmesh.layout.plan import Routes, pieces
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
 
+MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.deepseek_v3.modeling_deepseek_v3")
+"""Imported once, not for every figure."""
+
 SECONDS, MEGABYTES = 5.0, 500.0  # of one rank, at most
 BUCKET_ELEMENTS = 16 * 2**20 // 2  # Muon's default bucket_cap_mb, in bf16
 DEGREES = tuple(len(step) for step in coefficient_schedule("polar_express", 5))
@@ -334,6 +337,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     if load > 0.5:
         print(f"The machine is busy (load {load:.1f}): the seconds may not hold.")
+    multiprocessing.set_forkserver_preload(["__main__", *MODELS])
     results = {name: figures(name, chosen.rank) for name in chosen.cases}
     print_table(results)
     tables = {
