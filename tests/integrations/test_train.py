@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -31,6 +32,7 @@ from muonmesh.cli.model import PRESETS, blocks_of, build_model, model_config
 from muonmesh.cli.schedule import learning_rate_factor
 from muonmesh.cli.settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
+from muonmesh.cli.worker import work
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
 STEPS = 12
@@ -322,6 +324,18 @@ def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: s
         for number, handler in before.items():
             signal.signal(number, handler)
     assert time.monotonic() - start < 60
+
+
+def test_a_rank_collects_garbage_again_once_all_is_imported(tmp_path: Path) -> None:
+    """What is imported is set aside; the models that come and go after it are not."""
+    try:
+        with pytest.raises(ValueError, match=r"found no config\.json"):
+            work(tmp_path)
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 100_000
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

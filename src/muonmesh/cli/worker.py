@@ -33,7 +33,7 @@ def work(run: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    import muonmesh.cli.training  # noqa: F401
+    import muonmesh.cli.training  # noqa: F401 - what takes longest, before it is set aside
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
