@@ -1,60 +1,116 @@
-"""Census: the flags by which the ranks of a connected set tell each other about gradients."""
+"""Census: the vector of flags by which the ranks of a connected set agree before any of them writes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from muonmesh.comm.gradients import partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.slots import Slot
 
+TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
+"""Flags of a rank rather than of a parameter: it says that the step changes nothing; its GradScaler has found an
+overflow; something moves at learning rate 0; it found an error; its parameters are others than planned; or the same."""
+
+DIGEST = 16
+"""Bytes by which ranks compare what they have set: 8 of what the host knows, 8 of what only the device does."""
+
 
 @dataclass(frozen=True)
 class Census:
-    """Where each parameter's flags stand in the vector of a connected set.
+    """Where the flags stand in the vector of a connected set, which is reduced by maximum.
+
+    The vector holds, each as long on every rank: "nonzero", a flag for each Matrix; "present" and "missing", for each
+    parameter whether a rank has its gradient or lacks it (one pair of flags for each shard where there are replicas);
+    "partial" and "whole", for each axis of a mesh with replicas how the gradient lies on it; "settings" and
+    "inverse", for each set of ranks that share parameters `DIGEST` bytes and what they lack of 255, so that
+    their maxima add up to 255 only if all ranks have the same bytes; and the flags of `TAIL`.
 
     Attributes:
-        presence: For each parameter, Muon's first and then AdamW's, the place of its first flag "present" and how
-            many it has: one for each part of a copy where there are several copies, else one.
-        mine: For each parameter the places of the flags that this rank sets.
-        size: Flags "present" altogether; as many "missing" follow.
-        axes: Parameters whose gradient may be partial, with the first place and the number of their mesh axes.
-        width: Those places altogether; twice as many flags.
-        replicated: For each flag "present" whether all replicas must have the same.
+        matrices: How many Matrices the plan has.
+        presence: For each parameter, Muon's first and then AdamW's, the first of its flags in "present" and their
+            number.
+        mine: For each parameter which of its flags in "present" this rank sets.
+        replicated: For each flag in "present" whether all replicas must have the same.
+        owners: For each flag in "present" the number of its parameter.
+        axes: Parameters whose gradient may be partial, each with its first flag in "partial" and their number.
+        shared: For each set of ranks that share parameters the numbers of those parameters.
+        stored: Which of these sets this rank belongs to.
     """
 
+    matrices: int
     presence: tuple[tuple[int, int], ...]
     mine: tuple[tuple[int, ...], ...]
-    size: int
-    axes: tuple[tuple[int, int, int], ...]
-    width: int
     replicated: tuple[bool, ...]
+    owners: tuple[int, ...]
+    axes: tuple[tuple[int, int, int], ...]
+    shared: tuple[tuple[int, ...], ...]
+    stored: tuple[bool, ...]
+    _constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def of(plan: Plan, rank: int) -> Census:
-        """Count them; all but ``mine`` is the same on every rank of the connected set."""
+        """Count them; all but ``mine`` and ``stored`` is the same on every rank of the connected set."""
         parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.others]
-        presence, mine, replicated = list[tuple[int, int]](), list[tuple[int, ...]](), list[bool]()
-        for parameter in parameters:
-            several = parameter.target.copies() > 1
-            count = parameter.target.part_count() if several else 1
-            first = len(replicated)
-            parts = parameter.target.parts(rank) if several and rank in parameter.target.ranks else (0,)
+        presence, mine, owners, replicated = list[tuple[int, int]](), list[tuple[int, ...]](), list[int](), list[bool]()
+        shared: dict[tuple[int, ...], list[int]] = {}
+        axes, width = list[tuple[int, int, int]](), 0
+        for number, parameter in enumerate(parameters):
+            target = parameter.target
+            several = target.copies() > 1
+            first, count = len(replicated), target.part_count() if several else 1
+            parts = target.parts(rank) if several and rank in target.ranks else (0,)
             mine.append(tuple(first + part for part in parts))
             presence.append((first, count))
+            owners += [number] * count
             replicated += [several] * count
-        axes, width = [], 0
-        for number, parameter in enumerate(parameters):
-            mesh = getattr(parameter.target, "mesh", ())
-            if parameter.target.copies() > 1 and len(parameter.target.ranks) > 1:
+            if several and len(target.ranks) > 1:
+                mesh = getattr(target, "mesh", ())
                 axes.append((number, width, len(mesh)))
                 width += len(mesh)
-        return Census(tuple(presence), tuple(mine), len(replicated), tuple(axes), width, tuple(replicated))
+            if len(target.ranks) > 1:
+                shared.setdefault(tuple(target.ranks), []).append(number)
+        return Census(
+            len(plan.assignments),
+            tuple(presence),
+            tuple(mine),
+            tuple(replicated),
+            tuple(owners),
+            tuple(axes),
+            tuple(map(tuple, shared.values())),
+            tuple(rank in ranks for ranks in shared),
+        )
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """The place of each part of the vector, by name."""
+        size, width, digests = len(self.replicated), self.width, DIGEST * len(self.shared)
+        lengths = {
+            "nonzero": self.matrices,
+            **dict.fromkeys(("present", "missing"), size),
+            **dict.fromkeys(("partial", "whole"), width),
+            **dict.fromkeys(("settings", "inverse"), digests),
+            **dict.fromkeys(TAIL, 1),
+        }
+        places, start = dict[str, slice](), 0
+        for name, length in lengths.items():
+            places[name] = slice(start, start + length)
+            start += length
+        return places
+
+    @property
+    def width(self) -> int:
+        """How many flags "partial" there are."""
+        return sum(count for _, _, count in self.axes)
 
     def counted(self, slots: Sequence[Slot | None]) -> list[int]:
-        """Return this rank's flags: "present", "missing", "partial over this axis", "not partial over it"."""
-        present, missing = [0] * self.size, [0] * self.size
+        """Return this rank's flags "present", "missing", "partial" and "whole", one after the other."""
+        present, missing = [0] * len(self.replicated), [0] * len(self.replicated)
         for places, slot in zip(self.mine, slots, strict=True):
             if slot is not None:
                 found = missing if slot.gradient is None else present
@@ -69,3 +125,88 @@ class Census:
                 for axis, flag in enumerate(over):
                     (partial if flag else whole)[first + axis] = 1
         return present + missing + partial + whole
+
+    def vector(
+        self, nonzero: Tensor, slots: Sequence[Slot | None], settings: Tensor, tail: dict[str, bool | Tensor]
+    ) -> Tensor:
+        """Return this rank's flags, uint8 on the device of ``nonzero``.
+
+        Args:
+            nonzero: uint8, for each Matrix whether this rank has a non-zero gradient in it.
+            slots: The parameters with their gradients, as the plan numbers them.
+            settings: uint8, `DIGEST` bytes for each shared set; those of sets that this rank is not in do not count.
+            tail: Those flags of `TAIL` that may be set; tensors on the device are not waited for.
+        """
+        device = nonzero.device
+        known = [int(flag) if not isinstance(flag, Tensor) else 0 for flag in (tail.get(name, False) for name in TAIL)]
+        on_host = torch.tensor(known, dtype=torch.uint8)
+        stored = torch.tensor([flag for flag in self.stored for _ in range(DIGEST)], dtype=torch.uint8)
+        counted = torch.tensor(self.counted(slots), dtype=torch.uint8)
+        parts = [counted, settings, 255 - settings, on_host]
+        if settings.device.type == "cpu":
+            parts[1:3] = [part * stored for part in parts[1:3]]
+        else:
+            parts[1:3] = [part * stored.to(device, non_blocking=True) for part in parts[1:3]]
+        flags = torch.cat([nonzero, *(part.to(device, non_blocking=True) for part in parts)])
+        for name, flag in tail.items():
+            if isinstance(flag, Tensor):
+                flags[self.slices[name]] = flag
+        return flags
+
+    def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return on a device ``replicated`` and ``owners``, and for each flag "partial" the number of its parameter."""
+        if device not in self._constants:
+            numbers = [number for number, _, count in self.axes for _ in range(count)]
+            self._constants[device] = (
+                torch.tensor(self.replicated, dtype=torch.uint8, device=device),
+                torch.tensor(self.owners, dtype=torch.int64, device=device),
+                torch.tensor(numbers, dtype=torch.int64, device=device),
+            )
+        return self._constants[device]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The vector of a `Census` after its reduction: what some rank said. On any device; nothing here waits for it."""
+
+    census: Census
+    flags: Tensor
+
+    def of(self, name: str) -> Tensor:
+        """Return a part of the vector; one of `TAIL` as a 0-d tensor."""
+        part = self.flags[self.census.slices[name]]
+        return part[0] if name in TAIL else part
+
+    def somebody(self, name: str) -> Tensor:
+        """Return whether some rank set a flag of `TAIL`, 0-d bool."""
+        return self.of(name) != 0
+
+    def torn(self) -> Tensor:
+        """Return for each flag "present" whether replicas differ in it.
+
+        A gradient that is a sum over ranks is left out: a missing summand is zero.
+        """
+        replicated, owners, axes = self.census.constants(self.flags.device)
+        both = self.of("present") * self.of("missing") * replicated
+        if len(axes):
+            summed = torch.zeros(len(self.census.presence), dtype=torch.int64, device=self.flags.device)
+            summed.index_add_(0, axes, self.of("partial").long())
+            both = both * (summed[owners] == 0)
+        return both != 0
+
+    def mixed(self) -> Tensor:
+        """Return for each flag "partial" whether a gradient is partial on some ranks and whole on others."""
+        return (self.of("partial") * self.of("whole")) != 0
+
+    def unequal(self) -> Tensor:
+        """Return for each byte of the digests whether ranks have different ones."""
+        total = self.of("settings").short() + self.of("inverse").short()
+        return (total != 255) & (total != 0)
+
+    def stops(self) -> Tensor:
+        """Return whether the step ends in an error on every rank, 0-d bool; `preflight` says which."""
+        parts = (self.torn(), self.mixed(), self.unequal())
+        found = self.somebody("error")
+        for part in parts:
+            found = found | part.any()
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,10 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
+from muonmesh.layout.region import row_major
+from muonmesh.settings import check_group
 from muonmesh.slots import RUNNING, Precision, running_shape
 
 _MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
+_KEYS = {"muon": ("momentum_buffer", *RUNNING, "master"), "adamw": ("step", "exp_avg", "exp_avg_sq", "master")}
+_NEVER_NEGATIVE = ("step", "exp_avg_sq", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
+
+
+_WORKED_OUT = ("matrices", "reasons")
+"""Lists with an entry for each parameter that the groups of an optimizer have and its saved groups do not."""
 
 
 class Place(NamedTuple):
@@ -23,6 +32,30 @@ class Place(NamedTuple):
     storage: Storage
     state: Storage
     matrices: int
+
+
+class SavedGroup(OrderedDict[str, Any]):
+    """A param group in a state dict: without lists of what can be worked out again, and with names for its parameters.
+
+    torch's flattened form (``flatten_optimizer_state_dict``) repeats every entry of a group for each of its parameters
+    once it has taken "params" out. The names go with them, or that form would grow with the square of their number.
+    """
+
+    @staticmethod
+    def of(group: Mapping[str, Any]) -> SavedGroup:
+        """Return a group to save. Its keys stay, since torch looks for all of them when it loads."""
+        return SavedGroup((key, None if key in _WORKED_OUT else value) for key, value in group.items())
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Take an entry out, and the names of the parameters together with the parameters."""
+        found = super().pop(key, *default)
+        if key == "params" and "param_names" in self:
+            self["param_names"] = None
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the OrderedDict that it is, which ``torch.load(weights_only=True)`` knows."""
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def restore_state(
@@ -55,16 +88,13 @@ def restore_state(
         _check(before, seen, places)
 
     def mend(_: torch.optim.Optimizer) -> None:
-        for group, old in zip(optimizer.param_groups, before, strict=True):
-            for key, value in old.items():
-                group.setdefault(key, value)
-            for key in ("matrices", "param_names"):  # a checkpoint may have turned tuples into lists
-                if key in old:
-                    group[key] = old[key]
+        for number, old in enumerate(before):
+            # What belongs to the parameters stays, and a checkpoint may have turned tuples into lists.
+            own = {key: old[key] for key in (*_WORKED_OUT, "param_names") if key in old}
+            optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
         for parameter, saved in _pairs(before, given):
             for key, value in saved.items():
-                if isinstance(value, Tensor):
-                    optimizer.state[parameter][key] = _restored(key, value, parameter, precision)
+                optimizer.state[parameter][key] = _restored(key, _tensor(key, value), parameter, precision)
 
     # Ours is the last hook before torch loads and the first after it, so users' hooks see what they expect.
     handles = [
@@ -100,7 +130,25 @@ def _restored(key: str, value: Tensor, parameter: Tensor, precision: Precision) 
         dtype = precision.master or value.dtype
     else:
         dtype = precision.master or parameter.dtype
-    return value.detach().to(device, dtype, copy=True)
+    fresh = value.detach().to(device, dtype, copy=True)
+    if local_of(fresh).is_contiguous():
+        return fresh
+    if not isinstance(fresh, DTensor):
+        return fresh.contiguous()
+    return DTensor.from_local(
+        local_of(fresh).contiguous(),
+        fresh.device_mesh,
+        fresh.placements,
+        run_check=False,
+        shape=fresh.shape,
+        stride=row_major(tuple(fresh.shape)),
+    )
+
+
+def _tensor(key: str, value: Any) -> Any:
+    """Return a count or a norm as the tensor that it is here; others save numbers."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return torch.tensor(float(value)) if is_number and key in ("step", *RUNNING) else value
 
 
 def _check(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: Mapping[Tensor, Place]) -> None:
@@ -110,18 +158,30 @@ def _check(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: 
             f"found {len(saved_groups)} groups of {[len(g['params']) for g in saved_groups]} parameters; needed "
             f"{len(groups)} of {[len(g['params']) for g in groups]}. Build the groups as when the state was saved"
         )
+    known = {key for saved in saved_groups for key in saved["params"]}
+    strangers = [key for key in state_dict["state"] if key not in known]
+    if strangers:
+        raise StateError(
+            f"found state of the parameters {strangers[:8]}, which are in none of the saved groups; needed state of "
+            "those alone. Save state_dict() as it is"
+        )
     for group, saved in zip(groups, saved_groups, strict=True):
+        where = f"group {group['name']!r}"
         if "lr" in saved and saved["lr"] is None:
             raise StateError(
-                f"group {group['name']!r}: found lr None, which torch leaves where one saved group is loaded into "
+                f"{where}: found lr None, which torch leaves where one saved group is loaded into "
                 "several; needed a learning rate. Build the groups as when the state was saved"
             )
         for key in ("algorithm", "matrices"):
-            if key in saved and key in group and _plain(saved[key]) != _plain(group[key]):
+            if saved.get(key) is not None and key in group and _plain(saved[key]) != _plain(group[key]):
                 raise StateError(
-                    f"group {group['name']!r}: found {key} {saved[key]!r} in the state; needed {group[key]!r}, as this "
+                    f"{where}: found {key} {saved[key]!r} in the state; needed {group[key]!r}, as this "
                     "optimizer was built. Build the groups as when the state was saved"
                 )
+        try:
+            check_group(f"{where} of the state", {**group, **saved})
+        except (TypeError, ValueError) as error:
+            raise StateError(str(error)) from None
         for parameter, name, key in zip(group["params"], group["param_names"], saved["params"], strict=True):
             entry = state_dict["state"].get(key)
             if entry:
@@ -139,21 +199,38 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
                 "Load the state of an optimizer of the same kind, or start with fresh state",
             )
         )
-    for key in RUNNING:
-        if key in entry and tuple(entry[key].shape) != running_shape(place.matrices):
-            found, shape = f"{key} of shape {tuple(entry[key].shape)}", running_shape(place.matrices)
+    for key, given in entry.items():
+        value = _tensor(str(key), given)
+        if key not in _KEYS[algorithm] or not isinstance(value, Tensor):
+            found = f"{key!r} = {given!r}" if not isinstance(given, Tensor) else repr(key)
+            needed = f"tensors by the names {', '.join(_KEYS[algorithm])}: nobody would read it"
+            raise StateError(explain_error(name, f"{found} in its state", needed, "Remove it from the state"))
+        if key in RUNNING and tuple(value.shape) != running_shape(place.matrices):
+            found, shape = f"{key} of shape {tuple(value.shape)}", running_shape(place.matrices)
             raise StateError(explain_error(name, found, f"{shape}, one a matrix", "Split it as when it was saved"))
-    for key in _MOMENTS:
-        value = entry.get(key)
-        if value is None:
-            continue
-        storage = place.state if key == "momentum_buffer" else place.storage
-        if not _fits(value, storage, parameter):
-            raise StateError(
-                explain_error(
-                    name, f"{key} {_told(value)}", f"{_needed(storage, parameter)} as the parameter", _RESHARD
+        if key == "step" and value.numel() != 1:
+            found = f"step of shape {tuple(value.shape)}"
+            raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
+        if key in _MOMENTS:
+            storage = place.state if key == "momentum_buffer" else place.storage
+            if not _fits(value, storage, parameter):
+                raise StateError(
+                    explain_error(
+                        name, f"{key} {_told(value)}", f"{_needed(storage, parameter)} as the parameter", _RESHARD
+                    )
                 )
-            )
+        _check_values(name, str(key), local_of(value.detach()))
+
+
+def _check_values(name: str, key: str, local: Tensor) -> None:
+    """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
+    if local.is_meta or not local.is_floating_point():
+        return
+    least = local.float().min() if local.numel() and key in _NEVER_NEGATIVE else torch.zeros(())
+    if not bool(local.isfinite().all()) or float(least) < 0:
+        needed = "finite numbers" + (" of at least 0" if key in _NEVER_NEGATIVE else "")
+        write = "Load an older checkpoint: this one was saved after training had diverged, or was damaged since"
+        raise StateError(explain_error(name, f"{key} with nan, inf or negative numbers", needed, write))
 
 
 def _fits(value: Tensor, storage: Storage, parameter: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from muonmesh.comm.agreement import compare
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import own_gradient, whole_gradient
 from muonmesh.comm.storage import local_of
-from muonmesh.errors import LayoutError, PlanError
+from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.planning import Planned
@@ -32,9 +33,10 @@ WARM_UP = 10
 SPIKE = 2.0
 """A gradient counts in the running norm as at most so many times it, or one spike would disarm the guard."""
 
-ERRORS, INVARIANT, FELT, MATRICES = range(4)
-"""Places in the vector of sums: ranks that found an error; squares of the gradients whose scale the update does not
-feel (Muon's), and of those whose scale it feels (AdamW's); then the squares of each matrix."""
+ERRORS, REPLAN, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(7)
+"""Places in the vector of sums: ranks that found an error; ranks that must plan again; a number made of the arguments
+and its square, by whose sums ranks see whether all were given the same; squares of the gradients whose scale the update
+does not feel (Muon's), and of those whose scale it feels (AdamW's); then the squares of each matrix."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class GradNorms:
     def __float__(self) -> float:
         """Return the total norm; nan if it was not asked for."""
         return math.nan if self.total is None else float(self.total)
+
+    def __format__(self, spec: str) -> str:
+        """Return the total norm as text."""
+        return format(float(self), spec)
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,12 @@ class Limits:
     def protects(self) -> tuple[str, ...]:
         """The norms by which the policy clips, of which none may be above ``skip_above``."""
         return {"all": ("total",), "separate": ("muon", "adamw")}.get(self.policy, ("adamw",))
+
+    @property
+    def digest(self) -> int:
+        """A number below 2**20 made of the arguments, the same on every rank that was given the same."""
+        text = f"{self.policy} {float(self.max_norm)} {float(self.skip_above)}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) % 2**20
 
     def skips(self, sums: Tensor) -> Tensor:
         """Return whether the step is skipped, 0-d bool: too large, or not finite."""
@@ -163,36 +175,88 @@ def clip_gradients(
     measured = {INVARIANT, FELT} if limits.whole else {FELT}
     # As long under every policy, so that ranks that were given different ones do not wait for each other.
     sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
-    # Others of the set, or in the process group, may have an AdamW half where this rank has none.
-    alone = not planned.plan.others and process_group is None
-    if alone and not any(half_of(group) in measured for group in groups):
+    if not _reduces(planned, measured, process_group):
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
     error = measure(planned, groups, measured, sums, matrices=limits.policy == "per_matrix")
     try:
         limits.check()
-    except ValueError as found:
+        sums[ALIKE], sums[SQUARED] = limits.digest, limits.digest**2
+    except (TypeError, ValueError) as found:
         error = found
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
     sums[ERRORS] = int(error is not None)
     exchange.reduce_sums(sums)
-    here = sums[ERRORS].clone()
+    here = sums[:MATRICES].clone()
     if process_group is not None:
         add_other_sets(sums[:MATRICES], exchange, process_group)
     if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
         raise error  # an argument, which is the same everywhere
     if waits and float(sums[ERRORS]):
-        if not float(here):
+        if not float(here[ERRORS]):
             raise PlanError("clip_grad_norm_: found an error on another rank of process_group=; its message names it")
         compare(exchange.group, exchange.plan, error)
-    skip = limits.skips(sums) | (sums[ERRORS] != 0)
+    if waits and float(here[REPLAN]):
+        raise PlanAgain
+    # For whole numbers, n Σd² = (Σd)² says that all are equal.
+    unequal = len(exchange.plan.ranks) * here[SQUARED].long() != here[ALIKE].long() ** 2
+    if waits and bool(unequal):
+        arguments = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
+        write = "Call it alike everywhere: replicas would drift apart"
+        needed = "the same arguments on every rank"
+        raise PlanError(explain_error("clip_grad_norm_", f"{arguments} here and others on other ranks", needed, write))
+    skip = limits.skips(sums) | (sums[ERRORS] != 0) | (here[REPLAN] != 0) | unequal
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if error is None:
         scale_groups(groups, limits.coefficients(sums, skip))
         if limits.policy == "per_matrix":
             running = _limit_matrices(planned, state, sums[MATRICES:], skip, limits.max_norm)
     return limits.told(sums, skip), Clip(skip, running, error)
+
+
+class PlanAgain(Exception):
+    """Some rank must plan again, and all of them know."""
+
+
+def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGroup | None) -> bool:
+    """Whether there is anything to measure, or others that may have something."""
+    # Others of the set, or in the process group, may have an AdamW half where this rank has none.
+    if planned.plan.others or process_group is not None:
+        return True
+    here = {INVARIANT: any(member is not None for member in planned.muon), FELT: any(planned.adamw)}
+    return any(here[half] for half in measured)
+
+
+def announce_change(
+    planned: Planned, exchange: Exchange, limits: Limits, *, process_group: dist.ProcessGroup | None, waits: bool
+) -> GradNorms | None:
+    """Take part in the sum that the others wait for, and tell them that this rank must plan again.
+
+    Args:
+        planned: What this rank had planned before, as the others still may have.
+        exchange: Of that plan.
+        limits: What the call asks for.
+        process_group: Likewise.
+        waits: Whether the others' hosts read what is said. If not and some have not changed, `Muon.step` ends in an
+            error on all ranks.
+
+    Returns:
+        None if all ranks plan again now; else what the call returns.
+    """
+    sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
+    if not _reduces(planned, {INVARIANT, FELT} if limits.whole else {FELT}, process_group):
+        return None
+    sums[REPLAN] = 1
+    exchange.reduce_sums(sums)
+    here = sums[:MATRICES].clone()
+    if process_group is not None:
+        add_other_sets(sums[:MATRICES], exchange, process_group)
+    if waits and float(here[ERRORS]):
+        compare(exchange.group, exchange.plan, None)
+    if waits or float(here[REPLAN]) == len(exchange.plan.ranks):
+        return None
+    return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool))
 
 
 def measure(
@@ -245,6 +309,16 @@ def measure(
     if matrices:
         sums[INVARIANT] += sums[MATRICES:].sum()
     return error
+
+
+def keep_running_norms(clip: Clip, state: Mapping[Tensor, Mapping[str, Any]], stop: Tensor | None) -> None:
+    """Write the running norms after a step to the state, unless ``stop``, a 0-d bool on the device, says otherwise."""
+    for tensor, fresh in clip.running:
+        for key, value in zip(RUNNING, fresh, strict=True):
+            kept = state[tensor].get(key)
+            if kept is not None:  # else no rank has ever had a gradient
+                value = value.view_as(kept)
+                kept.copy_(value if stop is None else torch.where(stop, kept, value))
 
 
 def add_other_sets(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> None:

@@ -30,6 +30,7 @@ class Flags:
             rate 0 and every gradient exactly zero.
         stop: 0-d bool tensor, true if some rank found an error or skips, which the host does not know yet; None on
             CPU.
+        replan: Whether some rank has other parameters than planned; nothing else counts then.
     """
 
     nonzero: list[bool] | list[Tensor]
@@ -38,6 +39,7 @@ class Flags:
     skip: bool = False
     only_creates_state: bool = False
     stop: Tensor | None = None
+    replan: bool = False
 
 
 def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:

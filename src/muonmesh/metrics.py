@@ -12,23 +12,69 @@ from torch import Tensor
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.normalize import sums_of_squares
-from muonmesh.planning import Member
+from muonmesh.planning import Planned
 from muonmesh.step import Sums
 
 _FIGURES = ("gradient", "momentum", "weight", "update")
 
 
 def measure(
-    members: Sequence[Member],
+    planned: Planned,
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, Mapping[str, Any]],
     sums: Sums | None,
     exchange: Exchange,
-    device: torch.device,
-) -> dict[str, float]:
-    """Return `Muon.metrics`; one all-reduce of an fp64 vector over the exchange's ranks."""
-    totals = torch.zeros(len(groups), len(_FIGURES), 2, dtype=torch.float64, device=device)  # squares, elements
-    for member in members:
+    *,
+    changed: bool,
+) -> dict[str, float] | None:
+    """Return `Muon.metrics`: one all-reduce of an fp64 vector over the exchange's ranks, which may have other groups.
+
+    Args:
+        planned: What all ranks know of.
+        groups: The param groups.
+        state: The optimizer's state.
+        sums: Of the last step's updates.
+        exchange: Reduces.
+        changed: Whether this rank has other parameters now; it takes part and tells the others.
+
+    Returns:
+        None if some rank has changed, so that all must plan again first.
+    """
+    names = planned.group_names([group["name"] for group in groups], exchange.group)
+    # Squares and elements; the last row says whether a rank has changed.
+    totals = torch.zeros(len(names) + 1, len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
+    if changed:
+        totals[-1] = 1
+    else:
+        _add(totals, names, planned, groups, state, sums)
+    *rows, told = exchange.reduce_sums(totals, what="the sum of the metrics").tolist()
+    if told[0][0]:
+        return None
+    figures: dict[str, float] = {}
+    mine = {group["name"] for group in groups}
+    for group_name, row in zip(names, rows, strict=True):
+        if group_name not in mine:
+            continue
+        rms = {name: math.sqrt(s / n) for name, (s, n) in zip(_FIGURES, row, strict=True) if n}
+        for name in ("gradient", "momentum", "update"):
+            if name in rms:
+                figures[f"{group_name}/{name}_rms"] = rms[name]
+        if "update" in rms and rms.get("weight"):
+            figures[f"{group_name}/update_to_weight"] = rms["update"] / rms["weight"]
+    return figures
+
+
+def _add(
+    totals: Tensor,
+    names: Sequence[str],
+    planned: Planned,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    sums: Sums | None,
+) -> None:
+    """Add the squares and the number of elements of what this rank stores."""
+    places = [names.index(group["name"]) for group in groups]
+    for member in planned.members:
         held = state.get(member.tensor, {})
         momentum = held.get("momentum_buffer", held.get("exp_avg"))
         for figure, value in enumerate((member.tensor.grad, momentum, member.tensor)):
@@ -36,19 +82,10 @@ def measure(
                 continue
             storage = member.state if value is held.get("momentum_buffer") else member.storage
             for part in storage.parts(local_of(value.detach())):
-                totals[member.group, figure, 0] += sums_of_squares([part])[0] / storage.copies
-                totals[member.group, figure, 1] += part.numel() / storage.copies
-    for number in range(len(groups)):
+                totals[places[member.group], figure, 0] += sums_of_squares([part])[0] / storage.copies
+                totals[places[member.group], figure, 1] += part.numel() / storage.copies
+    for number, place in enumerate(places):
         update = sums.of(number) if sums is not None else None
         if update is not None:
-            totals[number, 3, 0] = update
-            totals[number, 3, 1] = totals[number, 2, 1]
-    figures: dict[str, float] = {}
-    for group, rows in zip(groups, exchange.reduce_sums(totals).tolist(), strict=True):
-        rms = {name: math.sqrt(s / n) for name, (s, n) in zip(_FIGURES, rows, strict=True) if n}
-        for name in ("gradient", "momentum", "update"):
-            if name in rms:
-                figures[f"{group['name']}/{name}_rms"] = rms[name]
-        if "update" in rms and rms.get("weight"):
-            figures[f"{group['name']}/update_to_weight"] = rms["update"] / rms["weight"]
-    return figures
+            totals[place, 3, 0] = update
+            totals[place, 3, 1] = totals[place, 2, 1]

@@ -6,23 +6,26 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonmesh.adamw import adamw_step
-from muonmesh.checkpoint import Place, restore_state
-from muonmesh.clip import Clip, ClipPolicy, GradNorms, Limits, clip_gradients
+from muonmesh.checkpoint import Place, SavedGroup, restore_state
+from muonmesh.clip import Clip, ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
+from muonmesh.clip import announce_change as announce_changed_sums
 from muonmesh.comm.agreement import View, compare, connected, group_of, insist
 from muonmesh.comm.exchange import Counts, Exchange
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
+from muonmesh.comm.meeting import meet, note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared, local_of, mesh_groups
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.explain import Explanation, explain, step_size
 from muonmesh.flags import Flags
 from muonmesh.groups import split_params
+from muonmesh.kept import Kept
 from muonmesh.layout import split_matrices
 from muonmesh.metrics import measure
 from muonmesh.names import canonical_name
@@ -41,18 +44,21 @@ from muonmesh.planning import (
     signature_of,
     widened,
 )
-from muonmesh.preflight import Pending, preflight
+from muonmesh.preflight import announce_change, preflight
 from muonmesh.settings import (
     LOST_GROUP,
     LOST_LAYOUTS,
     ExchangeMode,
     ProcessGroup,
+    SettingsFound,
     algorithm_of,
     check_group,
     check_optimizer,
+    check_precision,
 )
-from muonmesh.slots import RUNNING, Precision, Slot
+from muonmesh.slots import Precision, Slot, check_state
 from muonmesh.step import MuonStep, Sums
+from muonmesh.terms import Terms
 
 
 class Muon(torch.optim.Optimizer):
@@ -107,9 +113,8 @@ class Muon(torch.optim.Optimizer):
     # GradScaler then calls `step` whether or not this rank overflowed, so that all ranks skip together.
     _step_supports_amp_scaling = True
 
-    process_group: ProcessGroup
-    layouts: dict[str, Declared]
-    _planned: Planned | None
+    _made: ClassVar[int] = 0
+    _kept: Kept
 
     def __init__(
         self,
@@ -135,40 +140,65 @@ class Muon(torch.optim.Optimizer):
         exchange: ExchangeMode = "owner",
         bucket_cap_mb: float = 16.0,
     ) -> None:
-        check_optimizer(
-            compute_dtype=compute_dtype,
-            state_dtype=state_dtype,
-            master_dtype=master_dtype,
-            process_group=process_group,
-            layouts=layouts,
-            shard_state=shard_state,
-            exchange=exchange,
-            bucket_cap_mb=bucket_cap_mb,
-        )
-        self.process_group = process_group
-        self.layouts = dict(layouts or {})
-        self._shard_state = bool(shard_state)
-        self._exchange_mode = exchange
-        self._precision = Precision(compute_dtype, state_dtype, master_dtype)
-        self._bucket_cap_mb = float(bucket_cap_mb)
-        self._reset()
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "scale_mode": scale_mode,
-            "extra_scale_factor": extra_scale_factor,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "ns_method": ns_method,
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-        }
-        check_group("Muon", defaults)
-        if isinstance(params, nn.Module):
-            raise TypeError("params: found a module; needed param groups. Write muonmesh.from_model(model, lr=...)")
-        super().__init__(params, defaults)
+        number = Muon._made
+        try:
+            check_optimizer(
+                compute_dtype=compute_dtype,
+                state_dtype=state_dtype,
+                master_dtype=master_dtype,
+                process_group=process_group,
+                layouts=layouts,
+                shard_state=shard_state,
+                exchange=exchange,
+                bucket_cap_mb=bucket_cap_mb,
+            )
+            defaults = {
+                "lr": lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "weight_decay": weight_decay,
+                "scale_mode": scale_mode,
+                "extra_scale_factor": extra_scale_factor,
+                "ns_coefficients": ns_coefficients,
+                "ns_steps": ns_steps,
+                "ns_method": ns_method,
+                "adamw_betas": adamw_betas,
+                "adamw_eps": adamw_eps,
+            }
+            check_group("Muon", defaults)
+            if isinstance(params, nn.Module):
+                raise TypeError("params: found a module; needed param groups. Write muonmesh.from_model(model, lr=...)")
+            precision = Precision(compute_dtype, state_dtype, master_dtype)
+            # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
+            self._kept = Kept(
+                precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb), number
+            )
+            super().__init__(params, defaults)
+        except Exception as error:
+            if process_group != "local":
+                note_failure(number, error)
+            raise
+        withdraw_failure(number)
+        Muon._made += 1
+        self._kept.complete = True
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """Who holds plain matrices; may be set before the first step."""
+        return self._kept.process_group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup) -> None:
+        self._kept.process_group = group
+
+    @property
+    def layouts(self) -> Mapping[str, Declared]:
+        """Where plain local shards live, by name; may be set before the first step."""
+        return self._kept.layouts
+
+    @layouts.setter
+    def layouts(self, layouts: Mapping[str, Declared]) -> None:
+        self._kept.layouts = layouts
 
     # ---------------------------------------------------------------- groups
 
@@ -179,6 +209,12 @@ class Muon(torch.optim.Optimizer):
             ValueError: a vector in a Muon group, a parameter twice, a name twice, or a setting out of range.
         """
         group = dict(param_group)
+        if self._kept.complete and "algorithm" not in group and "use_muon" not in group:
+            raise ValueError(
+                'group: found no "algorithm" in a group that is added later; needed "muon" or "adamw", since an '
+                "embedding is a matrix too and its module is not known here. Write add_param_group({..., "
+                '"algorithm": "adamw"}), or add the groups that muonmesh.split_params(module) returns'
+            )
         held = group["params"]
         pairs = [held] if isinstance(held, Tensor) else held if isinstance(held, set) else list(held)
         group["params"] = pairs
@@ -209,13 +245,22 @@ class Muon(torch.optim.Optimizer):
                 "each. Leave param_names out or give all of them"
             )
         check_group(f"group {group['name']!r}", group)
+        taken = {name for other in self.param_groups if other is not group for name in other["param_names"]}
         for name, tensor in zip(names, tensors, strict=True):
+            if name in taken:
+                write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
+                needed = "a name of its own for each, by which ranks and checkpoints know it"
+                raise ValueError(explain_error(name, "two parameters of this name", needed, write))
+            taken.add(name)
             if not tensor.is_floating_point():
                 found = f"dtype {tensor.dtype}"
                 raise TypeError(explain_error(name, found, "a real floating-point parameter", "Leave it out"))
+            check_precision(name, tensor.dtype, self._kept.precision.master)
         if group["algorithm"] == "adamw":
             return
-        specs = group.setdefault("matrices", [None] * len(tensors))
+        specs = group.get("matrices")
+        if specs is None:
+            specs = group["matrices"] = [None] * len(tensors)
         if not isinstance(specs, (list, tuple)) or len(specs) != len(tensors):
             raise ValueError(
                 f"group {group['name']!r}: found matrices={specs!r} for {len(tensors)} parameters; needed a list with "
@@ -225,7 +270,7 @@ class Muon(torch.optim.Optimizer):
             if name in self.layouts:
                 continue  # shards: the shape that counts is known with the ranks, at the first step
             matrices = split_matrices(name, tuple(tensor.shape), spec)
-            method_of(group, matrices[0].rows, matrices[0].cols, self._precision.compute)
+            method_of(group, matrices[0].rows, matrices[0].cols, self._kept.precision.compute)
 
     # ---------------------------------------------------------------- planning
 
@@ -242,35 +287,47 @@ class Muon(torch.optim.Optimizer):
         """All parameters of this rank with where they live; no communication."""
         return self._plan().members
 
+    def _signature(self) -> object:
+        return signature_of(self.param_groups, self.process_group, self.layouts)
+
     def _read(self) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
         """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything."""
+        kept = self._kept
         replicas = replicas_of(self.process_group)
-        signature = signature_of(self.param_groups, self.process_group, self.layouts)
-        if self._planned is not None and self._planned.signature == signature:
-            return self._planned, [], None
+        signature = self._signature()
+        if kept.planned is not None and kept.planned.signature == signature:
+            return kept.planned, [], None
+        try:
+            for group in self.param_groups:
+                self._validate(group)
+        except (TypeError, ValueError) as wrong:  # this rank meets those it has met before, which wait for it
+            return None, [] if kept.connected is None else kept.connected.sets, wrong
         members, sets, error = members_of(
-            self.param_groups, replicas, self.layouts, group_for(self.process_group), shard_state=self._shard_state
+            self.param_groups, replicas, self.layouts, group_for(self.process_group), shard_state=kept.shard_state
         )
         if error is None:
             try:
-                self._planned = plan_members(
-                    self.param_groups, members, signature, self._precision, self._bucket_cap_mb, self._exchange_mode
+                kept.planned = plan_members(
+                    self.param_groups, members, signature, kept.precision, kept.bucket_cap_mb, kept.exchange
                 )
             except (LayoutError, ValueError) as found:
                 error = found
-        return None if error is not None else self._planned, sets, error
+        return None if error is not None else kept.planned, sets, error
 
     def _connect(self) -> tuple[Planned, Exchange]:
         """Plan, and on first use meet the ranks that share parameters, compare plans and make the exchange.
 
         A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
         """
+        kept = self._kept
         planned, sets, error = self._read()
         if planned is not None and planned.exchange is not None:
             return planned, planned.exchange
         if planned is not None:
-            sets = [p.target.ranks for p in planned.plan.parameters] + [o.target.ranks for o in planned.plan.others]
-        ranks = connected(sets)
+            sets = planned.sets
+        ranks = connected(sets, kept.number)
+        if self.process_group != "local":
+            meet(ranks, kept.number)
         candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
         if isinstance(self.process_group, dist.ProcessGroup):
             candidates.insert(0, self.process_group)
@@ -279,27 +336,37 @@ class Muon(torch.optim.Optimizer):
         assert planned is not None
         if views is not None or ranks != planned.plan.ranks:
             views = views or [View(planned.plan.parameters, planned.plan.others)] * len(ranks)
-            planned = self._planned = widened(
-                planned, views, ranks, self._precision, self._bucket_cap_mb, self._exchange_mode
-            )
+            planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb, kept.exchange)
             insist(group, planned.plan)
-        planned.exchange = Exchange(planned.plan, group=group, dtype=self._precision.compute, device=planned.device)
+        planned.exchange = Exchange(planned.plan, group=group, dtype=kept.precision.compute, device=planned.device)
+        kept.connected = planned
         self._warn_about_rounding(planned)
         return planned, planned.exchange
 
-    def _reset(self) -> None:
-        self._planned = None
-        self._sums: Sums | None = None
-        self._pending: Pending | None = None
-        self._clip = Clip()
-        self._warned = False
-        self._waits: bool | None = None  # whether the host waits for the flags; None: on CPU only
+    def _changed(self) -> tuple[Planned, Exchange] | None:
+        """Return the plan of the step before if this rank needs another one now, which the others may not know."""
+        before = self._kept.connected
+        if before is None or before.exchange is None or before.signature == self._signature():
+            return None
+        return before, before.exchange
+
+    def _plan_anew(self) -> None:
+        """Forget the plan, as all ranks do that share it."""
+        self._kept.planned = self._kept.connected = None
+
+    def _refuse_if_torn(self) -> None:
+        if self._kept.torn is not None:
+            raise StateError(
+                f"the optimizer: found a step that was interrupted while it wrote ({self._kept.torn}), so some weights "
+                "and their state are a step ahead of others; needed those of one step. Load model and optimizer from a "
+                "checkpoint (load_state_dict; a new optimizer for torch.distributed.checkpoint)"
+            )
 
     # ---------------------------------------------------------------- the step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what clipping decided about them."""
-        self._clip = Clip()
+        self._kept.clip = Clip()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -327,55 +394,91 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        planned, exchange = self._connect()
-        exchange.counts = Counts()
-        pending, self._pending = self._pending, None
-        clip, self._clip = self._clip, Clip()
+        kept = self._kept
+        self._refuse_if_torn()
+        clip, kept.clip = kept.clip, Clip()
+        pending, kept.pending = kept.pending, None
         if pending is not None:
-            pending.raise_errors(exchange)
+            pending.raise_errors()
+        settings = self._check_settings()
+        if (before := self._changed()) is not None:
+            announce_change(*before, waits=self._host_waits(before[0]) or settings.at_rest)
+            self._plan_anew()
+        planned, exchange, muon, adamw, flags = self._agree(settings, clip)
+        if flags is None:  # another rank must plan again, so all of them do
+            self._plan_anew()
+            planned, exchange, muon, adamw, flags = self._agree(settings, clip)
+        assert flags is not None
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        muon, others, adamw, error = self._collect(planned, getattr(self, "grad_scale", None))
-        rates = [group["lr"] for group in self.param_groups]
-        flags, self._pending = preflight(
-            planned,
-            exchange,
-            muon,
-            others,
-            error=error or clip.error,
-            skip=clip.skip,
-            overflow=None if found_inf is None else found_inf != 0,
-            at_rest=all(not (isinstance(lr, Tensor) and lr.is_cuda) and float(lr) == 0 for lr in rates),
-            waits=self._host_waits(planned),
-        )
         if found_inf is not None:
             self._tell(scaler, found_inf, flags.overflow)
         if flags.skip:
             return loss
-        if self._sums is not None:
-            self._sums = Sums()
+        if kept.sums is not None:
+            kept.sums = Sums()
         work = MuonStep(
             planned.plan,
             planned.state_holdings,
             muon,
             [None if slot is None else MuonRule.of(self.param_groups[slot.group]) for slot in muon],
             flags,
-            self._precision,
+            kept.precision,
             device=planned.device,
             meanwhile=lambda: self._step_adamw(adamw, flags),
-            sums=self._sums,
+            sums=kept.sums,
         )
+        kept.torn = f"step {exchange.steps} of this plan"
         exchange.run(work)
         work.finish()
-        for tensor, fresh in clip.running:
-            for key, value in zip(RUNNING, fresh, strict=True):
-                kept = self.state[tensor].get(key)
-                if kept is not None:  # else no rank has ever had a gradient
-                    value = value.view_as(kept)
-                    kept.copy_(value if flags.stop is None else torch.where(flags.stop, kept, value))
+        keep_running_norms(clip, self.state, flags.stop)
+        kept.torn = None
         return loss
 
+    def _check_settings(self) -> SettingsFound:
+        """Check what the groups say now."""
+        error: Exception | None = None
+        on_device: list[tuple[str, Tensor]] = []
+        try:
+            for group in self.param_groups:
+                where, lr = f"group {group.get('name')!r}", group["lr"]
+                check_group(where, group, read=False)
+                if isinstance(lr, Tensor) and lr.device.type != "cpu":
+                    on_device.append((where, lr.detach()))
+        except (KeyError, TypeError, ValueError) as found:
+            error = found
+        at_rest = error is None and not on_device and all(float(group["lr"]) == 0 for group in self.param_groups)
+        return SettingsFound(error, at_rest, on_device)
+
+    def _agree(
+        self, settings: SettingsFound, clip: Clip
+    ) -> tuple[Planned, Exchange, list[Slot | None], list[list[Slot]], Flags | None]:
+        """Plan if need be, read the gradients, and agree with all ranks before anything is written.
+
+        Returns:
+            The flags are None if some rank must plan again.
+        """
+        kept = self._kept
+        planned, exchange = self._connect()
+        exchange.counts = Counts()
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        muon, others, adamw, wrong = self._collect(planned, getattr(self, "grad_scale", None))
+        flags, kept.pending = preflight(
+            planned,
+            exchange,
+            muon,
+            others,
+            Terms(planned, self.param_groups, kept.precision),
+            settings=settings,
+            error=wrong or clip.error,
+            skip=clip.skip,
+            overflow=None if found_inf is None else found_inf != 0,
+            waits=self._host_waits(planned),
+        )
+        return planned, exchange, muon, adamw, None if flags.replan else flags
+
     def _host_waits(self, planned: Planned) -> bool:
-        return planned.device.type == "cpu" if self._waits is None else self._waits
+        waits = self._kept.waits
+        return planned.device.type == "cpu" if waits is None else waits
 
     def _tell(self, scaler: torch.amp.grad_scaler.GradScaler | None, found_inf: Tensor, overflow: Tensor) -> None:
         """Tell the scaler whether any rank overflowed; warn if it cannot be told and its scale will differ."""
@@ -422,6 +525,10 @@ class Muon(torch.optim.Optimizer):
                 member.state,
                 len(planned.matrices_of.get(member.tensor, ())),
             )
+            try:
+                check_state(slots[id(member)], muon=self.param_groups[member.group]["algorithm"] == "muon")
+            except StateError as found:
+                error = error or found
             return slots[id(member)]
 
         muon, others = [slot(member) for member in planned.muon], [slot(member) for member in planned.others]
@@ -436,18 +543,19 @@ class Muon(torch.optim.Optimizer):
             if not slots:
                 continue
             group = self.param_groups[slots[0].group]
-            before = [local_of(slot.tensor).double() for slot in slots] if self._sums is not None else []
-            adamw_step(slots, AdamWRule.of(group), self._precision, flags)
+            sums = self._kept.sums
+            before = [local_of(slot.tensor).double() for slot in slots] if sums is not None else []
+            adamw_step(slots, AdamWRule.of(group), self._kept.precision, flags)
             for slot, old in zip(slots, before, strict=False):
-                assert self._sums is not None
+                assert sums is not None
                 moved = local_of(slot.tensor).double() - old * (1 - group["lr"] * group["weight_decay"])
-                self._sums.add(slot.group, moved.square().sum() / slot.storage.copies)
+                sums.add(slot.group, moved.square().sum() / slot.storage.copies)
 
     def _warn_about_rounding(self, planned: Planned) -> None:
         """Warn once if low-precision weights without masters would swallow typical steps."""
-        if self._warned or self._precision.master is not None:
+        if self._kept.warned or self._kept.precision.master is not None:
             return
-        self._warned = True
+        self._kept.warned = True
         for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
             if member is None:
                 continue
@@ -506,13 +614,25 @@ class Muon(torch.optim.Optimizer):
                 by ``step``.
             PlanError: on the other ranks then.
         """
-        planned, exchange = self._connect()
+        kept = self._kept
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
-        waits = self._host_waits(planned)
-        found, self._clip = clip_gradients(
-            planned, self.param_groups, self.state, exchange, limits, process_group=process_group, waits=waits
-        )
-        return found
+        if (before := self._changed()) is not None:
+            waits = self._host_waits(before[0])
+            told = announce_changed_sums(*before, limits, process_group=process_group, waits=waits)
+            if told is not None:
+                return told
+            self._plan_anew()
+        while True:
+            planned, exchange = self._connect()
+            waits = self._host_waits(planned)
+            try:
+                found, kept.clip = clip_gradients(
+                    planned, self.param_groups, self.state, exchange, limits, process_group=process_group, waits=waits
+                )
+            except PlanAgain:
+                self._plan_anew()
+                continue
+            return found
 
     # ---------------------------------------------------------------- state
 
@@ -523,31 +643,44 @@ class Muon(torch.optim.Optimizer):
             StateError: the state is of another layout, algorithm or splitting than this optimizer's parameters;
                 nothing has been loaded.
         """
-        planned = self._plan()
-        places = {
-            member.tensor: Place(member.storage, member.state, len(planned.matrices_of.get(member.tensor, ())))
-            for member in planned.members
-        }
-        restore_state(self, state_dict, self._precision, places, super().load_state_dict)
+        kept, places = self._kept, dict[Tensor, Place]()
+        if state_dict.get("state"):  # hosts load an empty state before they replace the parameters
+            planned = self._plan()
+            places = {
+                member.tensor: Place(member.storage, member.state, len(planned.matrices_of.get(member.tensor, ())))
+                for member in planned.members
+            }
+        restore_state(self, state_dict, kept.precision, places, super().load_state_dict)
+        kept.torn = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups as torch does; what lists parameters in a group is left out, but for the names.
+
+        Raises:
+            StateError: a step was interrupted while it wrote.
+        """
+        self._refuse_if_torn()
+        found = super().state_dict()
+        found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""
-        group = self.process_group
-        return {
-            **super().__getstate__(),
-            "process_group": LOST_GROUP if isinstance(group, dist.ProcessGroup) else group,
-            "layouts": LOST_LAYOUTS if self.layouts else {},
-            "_shard_state": self._shard_state,
-            "_exchange_mode": self._exchange_mode,
-            "_precision": self._precision,
-            "_bucket_cap_mb": self._bucket_cap_mb,
-            "_warned": self._warned,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_precision" in state:  # unpickled, not `load_state_dict`
-            self._reset()
-        super().__setstate__(state)
+        kept = self._kept
+        lost = isinstance(kept.process_group, dist.ProcessGroup)
+        fresh = Kept(
+            kept.precision,
+            LOST_GROUP if lost else kept.process_group,
+            LOST_LAYOUTS if kept.layouts else {},
+            kept.shard_state,
+            kept.exchange,
+            kept.bucket_cap_mb,
+            kept.number,
+            kept.complete,
+            warned=kept.warned,
+            torn=kept.torn,
+        )
+        return {**super().__getstate__(), "_kept": fresh}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
         """A copy with parameters and state of its own, and the same ProcessGroup."""
@@ -567,13 +700,14 @@ class Muon(torch.optim.Optimizer):
     @property
     def counts(self) -> Counts:
         """What the last step did on this rank; `explain` says what it should be."""
-        exchange = self._planned.exchange if self._planned is not None else None
+        planned = self._kept.planned
+        exchange = planned.exchange if planned is not None else None
         return exchange.counts if exchange is not None else Counts()
 
     def explain(self) -> Explanation:
         """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication."""
         planned = self._plan()
-        return explain(self.param_groups, planned, self._precision.compute.itemsize)
+        return explain(self.param_groups, planned, self._kept.precision.compute.itemsize)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.
@@ -582,17 +716,42 @@ class Muon(torch.optim.Optimizer):
         decay) and ``<group>/update_to_weight`` (ratio of norms). Call it after ``step`` and before ``zero_grad``. The
         update is recorded from the first call on, so the last two appear after the following step.
         """
-        planned, exchange = self._connect()
-        sums, self._sums = self._sums, self._sums or Sums()
-        return measure(planned.members, self.param_groups, self.state, sums, exchange, planned.device)
+        kept = self._kept
+        while True:
+            changed = self._changed()
+            planned, exchange = changed or self._connect()
+            found = measure(planned, self.param_groups, self.state, kept.sums, exchange, changed=changed is not None)
+            if found is not None:
+                kept.sums = kept.sums or Sums()
+                return found
+            self._plan_anew()
 
 
-def from_model(model: nn.Module, lr: float | Tensor = 3e-4, **settings: Any) -> Muon:
+def from_model(
+    model: nn.Module,
+    lr: float | Tensor = 3e-4,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Muon:
     """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
 
     Args:
         model: Any module, sharded or not.
         lr: Learning rate of both halves.
+        muon, adamw, overrides: As `split_params` takes them.
         settings: Further arguments of `Muon`.
+
+    Raises:
+        ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
+            first step.
     """
-    return Muon(split_params(model), lr, **settings)
+    try:
+        groups = split_params(model, muon=muon, adamw=adamw, overrides=overrides)
+    except Exception as error:
+        if settings.get("process_group") != "local":
+            note_failure(Muon._made, error)
+        raise
+    return Muon(groups, lr, **settings)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.census import Census
-from muonmesh.comm.agreement import View, merged
+from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.storage import (
     Declared,
@@ -20,12 +22,13 @@ from muonmesh.comm.storage import (
     Storage,
     connected_ranks,
     layout_of,
+    local_of,
     ranks_of,
     sharded_over_replicas,
     this_rank,
     world_size,
 )
-from muonmesh.errors import LayoutError
+from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Elementwise, FlatParameter, Parameter, Plan, Rates, cost, make_plan, split_matrices
 from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.numerics.coefficients import coefficient_schedule
@@ -85,11 +88,37 @@ class Planned:
     state_holdings: Holdings
     device: torch.device
     exchange: Exchange | None = None
+    _names: list[str] | None = None
+    _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
     @cached_property
     def census(self) -> Census:
         """Where the flags of each parameter stand."""
         return Census.of(self.plan, self.rank)
+
+    @property
+    def sets(self) -> list[tuple[int, ...]]:
+        """The ranks of each parameter that several ranks know of."""
+        return [tuple(layout.ranks) for layout in self.plan.targets]
+
+    def group_names(self, names: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
+        """Return the names of the groups of all ranks, in one order; the first call asks the others for theirs."""
+        if self._names is None:
+            self._names = union(group, names)
+        return self._names
+
+    def terms_of(self, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """Return the groups of some of the parameters, as this rank numbers them, and what is fixed of the parameters.
+
+        Groups may have other numbers on other ranks; told is in which order they come, which must be the same.
+        """
+        if numbers not in self._terms:
+            everyone = (*self.muon, *self.others)
+            members = [member for number in numbers if (member := everyone[number]) is not None]
+            groups = tuple(dict.fromkeys(member.group for member in members))
+            fixed = [(groups.index(member.group), str(local_of(member.tensor).dtype)) for member in members]
+            self._terms[numbers] = groups, hashlib.sha256(str(fixed).encode()).hexdigest()
+        return self._terms[numbers]
 
     @cached_property
     def matrices_of(self) -> dict[Tensor, tuple[int, ...]]:
@@ -134,6 +163,7 @@ def members_of(
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
     unknown = dict(layouts)
+    names = Counter[str]()
     for number, settings in enumerate(groups):
         muon = settings["algorithm"] == "muon"
         specs = settings.get("matrices") or [None] * len(settings["params"])
@@ -150,8 +180,19 @@ def members_of(
                 if shard_state and muon:
                     state = sharded_over_replicas(storage, group, tensor.device.type)
                 members.append(Member(part, tensor, number, split, storage, state))
+                names[part] += 1
                 if storage.layout is not None:
                     sets.append(storage.layout.ranks)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        error = error or LayoutError(
+            explain_error(
+                twice[0],
+                f"{names[twice[0]]} parameters of this name",
+                "a name of its own for each, by which ranks and checkpoints know it",
+                'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."',
+            )
+        )
     if unknown:
         error = error or LayoutError(
             f"layouts: found {sorted(unknown)}; needed names of parameters in the groups. Names have no prefixes such "
@@ -177,8 +218,23 @@ def signature_of(
         process_group,
         tuple((name, id(entry)) for name, entry in layouts.items()),
         tuple(tuple(map(Signature.of, group["params"])) for group in groups),
-        tuple((str(g["ns_coefficients"]), g["ns_steps"], g["ns_method"], id(g.get("matrices"))) for g in groups),
+        tuple(
+            (
+                group["algorithm"],
+                _frozen(group["param_names"]),
+                _frozen(group.get("matrices")),
+                str(group["ns_coefficients"]),
+                group["ns_steps"],
+                group["ns_method"],
+            )
+            for group in groups
+        ),
     )
+
+
+def _frozen(value: Any) -> Any:
+    """Return tuples for lists, so that what is changed in place differs from what was."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 def group_for(process_group: ProcessGroup) -> dist.ProcessGroup | None:

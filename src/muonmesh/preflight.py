@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from muonmesh.census import Census
-from muonmesh.comm.agreement import compare
-from muonmesh.comm.exchange import Exchange
+from muonmesh.census import Answers
+from muonmesh.comm.agreement import compare, insist_on_equal
+from muonmesh.comm.exchange import Exchange, Idle
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.flags import Flags, nonzero_on_device, nonzero_on_host
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.planning import Planned
+from muonmesh.settings import SettingsFound
 from muonmesh.slots import Slot
+from muonmesh.terms import Terms
 
-_SKIP, _OVERFLOW, _MOVES, _ERROR = -4, -3, -2, -1
-"""Places of the last flags."""
+CHANGED = PlanError(
+    "found other parameters or groups than in the step before on some of the ranks and the same on others; needed the "
+    "same change on every rank that shares them, before the same step. Call add_param_group, and replace parameters, "
+    "on all of these ranks"
+)
+"""Where the host waits for the flags all ranks plan again instead."""
 
 
 @dataclass
 class Pending:
     """Flags on their way to a host that does not wait for them, with what this rank itself found wrong."""
 
-    flags: Tensor
+    answers: Answers
     arrived: torch.cuda.Event | None
+    exchange: Exchange
     error: Exception | None
     planned: Planned
-    census: Census
+    terms: Terms
+    settings: SettingsFound
 
     @staticmethod
-    def start(flags: Tensor, error: Exception | None, planned: Planned, census: Census) -> Pending:
+    def start(
+        answers: Answers,
+        exchange: Exchange,
+        error: Exception | None,
+        planned: Planned,
+        terms: Terms,
+        settings: SettingsFound,
+    ) -> Pending:
         """Begin to copy them."""
-        if not flags.is_cuda:
-            return Pending(flags.clone(), None, error, planned, census)
-        host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return Pending(host, arrived, error, planned, census)
+        flags = answers.flags
+        host, arrived = flags, None
+        if flags.is_cuda:
+            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return Pending(Answers(answers.census, host), arrived, exchange, error, planned, terms, settings)
 
-    def raise_errors(self, exchange: Exchange) -> None:
+    def raise_errors(self) -> None:
         """Raise on every rank what the flags say, a step late."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        _raise_errors(self.planned, self.census, exchange, self.flags.tolist(), self.error)
+        if bool(self.answers.somebody("replan")):
+            raise CHANGED
+        error = self.error
+        if error is None and bool(self.answers.somebody("error")):
+            error = self.settings.late()
+        _raise_errors(self.planned, self.exchange, self.answers, error, self.terms.lines)
 
 
 def preflight(
@@ -55,84 +76,125 @@ def preflight(
     exchange: Exchange,
     muon: Sequence[Slot | None],
     adamw: Sequence[Slot | None],
+    terms: Terms,
     *,
+    settings: SettingsFound,
     error: Exception | None,
     skip: Tensor | None,
     overflow: Tensor | None,
-    at_rest: bool,
     waits: bool,
 ) -> tuple[Flags, Pending | None]:
-    """Reduce one vector of small flags over all ranks; raise on every rank if any found an error.
+    """Reduce one vector of small flags over all ranks, see `Census`; raise on every rank if any found an error.
 
-    The vector holds for each Matrix "any non-zero gradient", then what `Census` says, and last "skip", "overflow",
-    "something moves" and "error". Partial gradients are reduced: on a host that waits after the ranks have agreed on
-    who takes part, else before, by the ranks that have one.
+    Partial gradients are reduced: on a host that waits after the ranks have agreed on who takes part, else before, by
+    the ranks that have one.
 
     Args:
         planned: What is stepped.
         exchange: Reduces.
         muon, adamw: The parameters with their gradients, as `Planned` numbers them.
-        error: What this rank found wrong; it takes part all the same, so that nobody waits for it.
+        terms: What this rank has set for them.
+        settings: What it found in its groups.
+        error: What else it found wrong; it takes part all the same, so that nobody waits for it.
         skip: 0-d bool tensor, whether this rank says that the step changes nothing.
         overflow: Likewise, whether its GradScaler has found an overflow; skips too.
-        at_rest: Every learning rate is exactly 0.
         waits: Whether the host reads the flags now. If not, writes are masked by them on the device, and errors are
             raised through the Pending when the next step begins.
 
+    Returns:
+        What was agreed on; ``Flags.replan`` where some rank must plan again, and then nothing else counts.
+
     Raises:
         Exception: ``error``, on the rank that found it.
-        PlanError: on the other ranks; and on every rank if some replicas lack a gradient that others have.
+        PlanError: on the other ranks; and on every rank if some replicas lack a gradient that others have, or if ranks
+            that share a parameter have different settings for it.
     """
     plan, device, slots = planned.plan, planned.device, (*muon, *adamw)
     census = planned.census
+    at_rest, error = settings.at_rest, settings.error or error
     waits = waits or at_rest
     if not waits:
         for slot in slots:
             if slot is not None and any(axes := partial_axes(slot.gradient)):
                 slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
-    gradients = [local_of(slot.gradient) for slot in adamw if slot is not None and slot.gradient is not None]
-    told = [torch.zeros((), dtype=torch.bool) if flag is None else flag for flag in (skip, overflow)]
-    tail = [
-        *census.counted(slots),
-        *(int(bool(flag)) if flag.device.type == "cpu" else 0 for flag in told),
-        int(at_rest and any(bool(gradient.any()) for gradient in gradients)),
-        int(error is not None),
-    ]
-    if waits:
-        nonzero = torch.tensor(nonzero_on_host(plan, planned.holdings, muon), dtype=torch.uint8, device=device)
-    else:
         nonzero = nonzero_on_device(plan, planned.holdings, muon, device)
-    flags = torch.cat([nonzero, torch.tensor(tail, dtype=torch.uint8).to(device, non_blocking=True)])
-    for place, flag in zip((_SKIP, _OVERFLOW), told, strict=True):
-        if flag.device.type != "cpu":
-            flags[place] = flag
-    exchange.reduce_flags(flags)
-    overflowed = flags[_OVERFLOW] != 0
-    matrices = len(plan.assignments)
+    else:
+        nonzero = torch.tensor(nonzero_on_host(plan, planned.holdings, muon), dtype=torch.uint8, device=device)
+    gradients = [local_of(slot.gradient) for slot in adamw if slot is not None and slot.gradient is not None]
+    failed: bool | Tensor = error is not None
+    wrong = settings.wrong_on_device()
+    if wrong is not None:
+        failed = wrong | failed
+    tail = {
+        "skip": _flag(skip),
+        "overflow": _flag(overflow),
+        "moves": at_rest and any(bool(gradient.any()) for gradient in gradients),
+        "error": failed,
+        "stays": True,
+    }
+    flags = exchange.reduce_flags(census.vector(nonzero, slots, terms.digests(), tail))
+    answers = Answers(census, flags)
+    overflowed = answers.somebody("overflow")
     if not waits:
-        stop = _stop(census, matrices, flags) | (flags[_SKIP] != 0) | overflowed
-        active = (flags[:matrices] != 0) & ~stop
+        stop = answers.stops() | answers.somebody("replan") | answers.somebody("skip") | overflowed
+        active = (answers.of("nonzero") != 0) & ~stop
         present = [slot is not None and slot.gradient is not None for slot in muon]
-        return Flags(list(active.unbind()), present, overflowed, stop=stop), Pending.start(
-            flags, error, planned, census
-        )
-    found = flags.tolist()
-    _raise_errors(planned, census, exchange, found, error)
-    for number, axes in _partial(census, found[matrices + 2 * census.size :]).items():
+        agreed = Flags(list(active.unbind()), present, overflowed, stop=stop)
+        return agreed, Pending.start(answers, exchange, error, planned, terms, settings)
+    if error is None and bool(answers.somebody("error")):
+        error = settings.late()
+    _raise_errors(planned, exchange, answers, error, terms.lines)
+    nonzeros = [bool(flag) for flag in answers.of("nonzero").tolist()]
+    if bool(answers.somebody("replan")):
+        return Flags(nonzeros, [False] * len(muon), overflowed, replan=True), None
+    for number, axes in _partial(answers).items():
         slot = slots[number]
         if slot is not None:
             slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
-    present = [any(found[matrices + first : matrices + first + count]) for first, count in census.presence]
-    only_creates_state = at_rest and not found[_MOVES] and not any(found[:matrices])
-    nonzeros = [bool(flag) for flag in found[:matrices]]
-    skips = bool(found[_SKIP] or found[_OVERFLOW])
-    return Flags(nonzeros, present[: len(muon)], overflowed, skips, only_creates_state), None
+    seen = answers.of("present").tolist()
+    present = [any(seen[first : first + count]) for first, count in census.presence[: len(muon)]]
+    only_creates_state = at_rest and not bool(answers.somebody("moves")) and not any(nonzeros)
+    skips = bool(answers.somebody("skip") | overflowed)
+    return Flags(nonzeros, present, overflowed, skips, only_creates_state), None
 
 
-def _partial(census: Census, flags: Sequence[int]) -> dict[int, tuple[bool, ...]]:
+def announce_change(planned: Planned, exchange: Exchange, *, waits: bool) -> None:
+    """Take part in the preflight of the others, who wait in it, and tell them that this rank must plan again.
+
+    Args:
+        planned: What this rank had planned before, as the others still may have.
+        exchange: Of that plan.
+        waits: Whether the others' hosts read the flags now; if not and some of them have not changed, they go through
+            the step with masked writes, and this rank sends them what they wait for.
+
+    Raises:
+        PlanError: some rank found an error; or not all ranks have changed, and the others do not wait.
+    """
+    census = planned.census
+    nobody: list[Slot | None] = [None] * len(census.presence)
+    nonzero = torch.zeros(census.matrices, dtype=torch.uint8, device=planned.device)
+    digests = torch.zeros(census.slices["settings"].stop - census.slices["settings"].start, dtype=torch.uint8)
+    vector = census.vector(nonzero, nobody, digests, {"replan": True})
+    for name in ("settings", "inverse"):
+        vector[census.slices[name]] = 0  # says nothing
+    answers = Answers(census, exchange.reduce_flags(vector))
+    if waits:
+        _raise_errors(planned, exchange, answers, None, dict)
+    elif bool(answers.somebody("stays")):
+        exchange.run(Idle())
+        raise CHANGED
+
+
+def _flag(told: Tensor | None) -> bool | Tensor:
+    if told is None:
+        return False
+    return bool(told) if told.device.type == "cpu" else told
+
+
+def _partial(answers: Answers) -> dict[int, tuple[bool, ...]]:
     """Return the parameters of which some rank has a partial gradient, with the axes."""
-    found = {}
-    for number, first, count in census.axes:
+    flags, found = answers.of("partial").tolist(), {}
+    for number, first, count in answers.census.axes:
         axes = tuple(bool(flag) for flag in flags[first : first + count])
         if any(axes):
             found[number] = axes
@@ -140,43 +202,38 @@ def _partial(census: Census, flags: Sequence[int]) -> dict[int, tuple[bool, ...]
 
 
 def _raise_errors(
-    planned: Planned, census: Census, exchange: Exchange, flags: Sequence[int], error: Exception | None
+    planned: Planned,
+    exchange: Exchange,
+    answers: Answers,
+    error: Exception | None,
+    lines: Callable[[], Mapping[str, str]],
 ) -> None:
-    if flags[_ERROR]:
+    """Raise what the flags say, on every rank; all ranks of the exchange call it where they say something."""
+    if not bool(answers.stops()):
+        return
+    census = answers.census
+    if bool(answers.somebody("error")):
         compare(exchange.group, exchange.plan, error)
     parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.others]
-    present = flags[len(planned.plan.assignments) :]
-    missing, partial = present[census.size :], present[2 * census.size :]
-    summed = _partial(census, partial)  # a missing summand is zero
-    for number, (parameter, (first, count)) in enumerate(zip(parameters, census.presence, strict=True)):
-        differ = any(present[first + part] and missing[first + part] for part in range(count))
-        if differ and parameter.target.copies() > 1 and number not in summed:
-            raise PlanError(
-                explain_error(
-                    parameter.name,
-                    f"a gradient on some of the ranks {parameter.target.ranks} and none on others",
-                    "one on every replica or on none, since replicas would drift apart",
-                    "Let DDP handle parameters that some ranks do not use (find_unused_parameters=True)",
-                )
+    for flag in answers.torn().nonzero().flatten().tolist():
+        parameter = parameters[census.owners[flag]]
+        raise PlanError(
+            explain_error(
+                parameter.name,
+                f"a gradient on some of the ranks {parameter.target.ranks} and none on others",
+                "one on every replica or on none, since replicas would drift apart",
+                "Let DDP handle parameters that some ranks do not use (find_unused_parameters=True)",
             )
-    for number, first, count in census.axes:
-        if any(partial[axis] and partial[census.width + axis] for axis in range(first, first + count)):
-            raise PlanError(
-                explain_error(
-                    parameters[number].name,
-                    f"a partial gradient on some of the ranks {parameters[number].target.ranks} and a whole one on "
-                    "others",
-                    "the same kind on every rank",
-                    "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
-                )
+        )
+    axes = [number for number, _, count in census.axes for _ in range(count)]
+    for flag in answers.mixed().nonzero().flatten().tolist():
+        parameter = parameters[axes[flag]]
+        raise PlanError(
+            explain_error(
+                parameter.name,
+                f"a partial gradient on some of the ranks {parameter.target.ranks} and a whole one on others",
+                "the same kind on every rank",
+                "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
             )
-
-
-def _stop(census: Census, matrices: int, flags: Tensor) -> Tensor:
-    """Return on the device whether `_raise_errors` will raise."""
-    present = flags[matrices : matrices + census.size]
-    missing = flags[matrices + census.size : matrices + 2 * census.size]
-    replicated = torch.tensor(census.replicated, dtype=torch.uint8).to(flags.device, non_blocking=True)
-    partial = flags[matrices + 2 * census.size :]
-    mixed = partial[: census.width] * partial[census.width : 2 * census.width]
-    return (flags[_ERROR] != 0) | (present * missing * replicated != 0).any() | (mixed != 0).any()
+        )
+    insist_on_equal(exchange.group, lines())

@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from numbers import Real
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.errors import explain_error
 from muonmesh.layout import Rates
-from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.scale import update_scale
+from muonmesh.numerics.coefficients import coefficient_set
+from muonmesh.numerics.scale import ScaleMode
 
 Algorithm = Literal["muon", "adamw"]
 ExchangeMode = Literal["owner", "gram", "auto"] | Rates
@@ -56,9 +58,51 @@ _OTHER_NAMES = {
     "steps": "ns_steps",
     "coefficients": "ns_coefficients",
     "method": "ns_method",
+    "adjust_lr_fn": "scale_mode",
 }
-_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_lr", "initial_momentum", "max_momentum", "base_momentum")
+FOREIGN_KEYS = {
+    # torch's learning-rate schedulers
+    *("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "initial_momentum", "max_momentum", "base_momentum"),
+    # Megatron's
+    *("wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "start_wd", "end_wd", "default_config"),
+    *("is_expert_parallel", "is_decoupled_lr", "skip_grad_norm_clip", "grad_norm_group"),
+    # timm's; DeepSpeed's and ours under it
+    *("lr_scale", "moe", "parameters"),
+}
+"""Keys of a group that frameworks write and read there; any other that is not ours is refused. Add to it what a
+framework of yours reads."""
+
+_TORCH_SWITCHES = ("maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable")
+"""Keys of torch's own optimizers that mean nothing while they are off, as in the groups of their state dicts."""
+
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
+
+
+class SettingsFound(NamedTuple):
+    """What a step finds in the groups.
+
+    Attributes:
+        error: What is wrong, as far as the host can see.
+        at_rest: Whether every learning rate is exactly 0.
+        on_device: The learning rates that only the device knows, each with the words that begin a message.
+    """
+
+    error: Exception | None
+    at_rest: bool
+    on_device: list[tuple[str, Tensor]]
+
+    def wrong_on_device(self) -> Tensor | None:
+        """Return whether a learning rate that only the device knows is wrong, 0-d bool; None if there is none."""
+        flags = [~((lr >= 0) & lr.isfinite()).reshape(()) for _, lr in self.on_device]
+        return torch.stack(flags).any() if flags else None
+
+    def late(self) -> Exception | None:
+        """Return the error of `wrong_on_device`; waits for the device."""
+        for where, lr in self.on_device:
+            value = float(lr)
+            if not (math.isfinite(value) and value >= 0):
+                return ValueError(f"{where}: lr: found {value}; needed a number of at least 0")
+        return None
 
 
 def check_optimizer(
@@ -121,18 +165,28 @@ def _is_float(dtype: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
-def check_group(where: str, group: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of a group; ``where`` begins the message.
+def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> None:
+    """Check the hyperparameters and the keys of a group; ``where`` begins the message.
+
+    The constructor, new groups, loaded groups and every step's snapshot go through this.
+
+    Args:
+        where: Such as "group 'muon'".
+        group: With all hyperparameters.
+        read: Whether to read a learning rate that is a tensor on a device; a step does not wait for it.
 
     Raises:
-        ValueError: one is out of range; the message says what was found and what is needed.
+        ValueError: one is out of range, or nobody reads a key; the message says what was found and what is needed.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor):
-        _check(lr.numel() == 1, f"{where}: lr", lr, "a tensor of one element")
+        _check(lr.numel() == 1 and not lr.is_complex(), f"{where}: lr", lr, "a real tensor of one element")
+        if (lr.device.type == "cpu" or read) and not lr.is_meta:
+            value = float(lr.detach())
+            _check(math.isfinite(value) and value >= 0, f"{where}: lr", lr, "a number of at least 0")
     else:
         _check(_is_number(lr) and lr >= 0, f"{where}: lr", lr, "a number of at least 0")
     momentum = group["momentum"]
@@ -145,18 +199,42 @@ def check_group(where: str, group: Mapping[str, Any]) -> None:
     betas = group["adamw_betas"]
     fits = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
     _check(fits, f"{where}: adamw_betas", betas, "two numbers in [0, 1)")
-    for key in group:
-        # Frameworks put keys of their own into groups, so only what looks like one of ours misspelt is refused.
-        if key in _GROUP_KEYS or key in _SCHEDULERS:
+    _check_keys(where, group)
+    for key, choices in (("scale_mode", get_args(ScaleMode)), ("ns_method", ("auto", "standard", "gram"))):
+        known = isinstance(group[key], str) and group[key] in choices
+        _check(known, f"{where}: {key}", group[key], "one of " + ", ".join(map(repr, choices)))
+    steps = group["ns_steps"]
+    whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
+    _check(whole, f"{where}: ns_steps", steps, "a whole number of at least 1")
+    try:
+        coefficient_set(group["ns_coefficients"])
+    except (TypeError, ValueError) as error:
+        # The message is of `orthogonalize`, whose argument has no prefix.
+        raise type(error)(f"{where}: {str(error).replace('coefficients', 'ns_coefficients')}") from None
+
+
+def _check_keys(where: str, group: Mapping[str, Any]) -> None:
+    """Refuse keys that nobody reads: what they ask for would silently not happen."""
+    for key, value in group.items():
+        if key in _GROUP_KEYS or key in FOREIGN_KEYS:
             continue
-        meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(key, _GROUP_KEYS, 1, 0.8)), None)
+        if key in _TORCH_SWITCHES:
+            _check(value is None or value is False, f"{where}: {key}", value, "False: muonmesh has no such switch")
+            continue
+        meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.8)), None)
         if meant is not None:
             raise ValueError(f"{where}: found the key {key!r}; needed {meant!r}. Rename it")
-    update_scale(1, 1, group["scale_mode"])
-    coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
-    _check(
-        group["ns_method"] in ("auto", "standard", "gram"),
-        f"{where}: ns_method",
-        group["ns_method"],
-        '"auto", "standard" or "gram"',
-    )
+        nearest = next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.0)))
+        raise ValueError(
+            f"{where}: found the key {key!r}, which nobody reads; needed a setting (the nearest is {nearest!r}). "
+            f"Remove it or, if a framework of yours reads it, write muonmesh.settings.FOREIGN_KEYS.add({key!r})"
+        )
+
+
+def check_precision(name: str, dtype: torch.dtype, master_dtype: torch.dtype | None) -> None:
+    """Raise ValueError if a parameter's master would round it."""
+    if master_dtype is None or torch.promote_types(dtype, master_dtype) == master_dtype:
+        return
+    needed = f"masters that hold every {dtype} number"
+    write = f"Write master_dtype={torch.promote_types(dtype, torch.float32)}, or None to keep no masters"
+    raise ValueError(explain_error(name, f"dtype {dtype} with master_dtype={master_dtype}", needed, write))

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape
+from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.plan import pieces
 
 RUNNING = ("running_norm", "running_norm_steps")
 """State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
+
+_STORED = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
+"""State that is stored as the parameter is."""
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -76,6 +80,45 @@ def create_master(slot: Slot, precision: Precision) -> None:
     local = local_of(slot.tensor)
     if precision.master is not None and precision.master != local.dtype and "master" not in slot.state:
         slot.state["master"] = slot.storage.wrap(local.detach().to(precision.master).contiguous())
+
+
+def check_state(slot: Slot, *, muon: bool) -> None:
+    """Make sure that the state of a parameter is what a step may read as contiguous memory.
+
+    Whoever wrote it, a checkpoint or the user: momentum and masters with other strides are made contiguous.
+
+    Raises:
+        StateError: a tensor is of another shape than this rank stores, or the state is of the other algorithm.
+    """
+    foreign = "exp_avg" if muon else "momentum_buffer"
+    if foreign in slot.state:
+        algorithm, other = ("muon", "adamw") if muon else ("adamw", "muon")
+        raise StateError(
+            explain_error(
+                slot.name,
+                f"{foreign}, state of {other}, in a group of {algorithm}",
+                f"state of {algorithm}",
+                "Write del optimizer.state[parameter] to begin with fresh state, or set the group back",
+            )
+        )
+    for key in _STORED:
+        value = slot.state.get(key)
+        if value is None:
+            continue
+        place = slot.place if key == "momentum_buffer" else slot.storage
+        local, same = local_of(value), place is slot.storage
+        needed = tuple(local_of(slot.tensor).shape) if same else local_shape(place)
+        if tuple(local.shape) != needed:
+            raise StateError(
+                explain_error(
+                    slot.name,
+                    f"{key} of shape {tuple(local.shape)} on this rank",
+                    f"{needed}, as its parameter is stored",
+                    "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
+                )
+            )
+        if muon and not local.is_contiguous():
+            slot.state[key] = place.wrap(local.contiguous())
 
 
 def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:

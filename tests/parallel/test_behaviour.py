@@ -31,7 +31,7 @@ def step_zeroed(layout: str, wait: bool) -> list[str]:
     for held, waits in ((layout, wait), ("local", True)):
         model, group = problem.hold(held, problem.initial())
         optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-        optimizer._waits = waits
+        optimizer._kept.waits = waits
         for step in range(4):
             for name, gradient in zeroed(step).items():
                 parameter = model.get_parameter(name)
@@ -121,7 +121,7 @@ def mistake(kind: str) -> None:
     model, group = problem.hold("ddp" if kind in ("missing", "sparse") else "fsdp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
     if kind.startswith("late "):
-        optimizer._waits = False
+        optimizer._kept.waits = False
         kind = kind.removeprefix("late ")
     for step in range(2):
         for name, gradient in problem.gradients(step).items():
@@ -139,7 +139,7 @@ def mistake(kind: str) -> None:
             parameter.grad = distribute_tensor(torch.ones(64, 96), mesh(), [Shard(1)], src_data_rank=None)
     try:
         optimizer.step()
-        if optimizer._waits is False:
+        if optimizer._kept.waits is False:
             optimizer.step()  # the flags of the last step have arrived
     finally:
         after = problem.result(model, optimizer)
@@ -513,7 +513,7 @@ def pipeline() -> tuple[list[str], bool]:
     for name, gradient in problem.gradients(0).items():
         model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
     optimizer.step()
-    exchange = optimizer._planned.exchange
+    exchange = optimizer._kept.planned.exchange
     buffers = {role: buffer.data_ptr() for role, buffer in exchange._buffers.kept.items()}
     events: list[str] = []
     step_adamw = optimizer._step_adamw

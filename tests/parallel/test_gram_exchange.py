@@ -66,7 +66,7 @@ def stepped(name: str, exchange: Any, scale: float = 1.0) -> dict[str, Any]:
         "replicas": all(torch.equal(parts[0], parts[2]) for _ in [0]) if name == "hsdp" else True,
         "told": (told.orthogonalizations, told.collectives, told.bytes_sent),
         "did": (did.orthogonalized, did.collectives, did.bytes_sent),
-        "plan": (len(optimizer._planned.plan.grams), str(told)) if optimizer._planned is not None else None,
+        "plan": (len(optimizer._kept.planned.plan.grams), str(told)) if optimizer._kept.planned is not None else None,
     }
 
 
@@ -96,8 +96,8 @@ def chosen(shape: tuple[int, ...], exchange: Any) -> tuple[int, int, float]:
     weight = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None))
     optimizer = mm.Muon([{"params": [("w", weight)]}], exchange=exchange)
     told = optimizer.explain()
-    assert optimizer._planned is not None
-    return len(optimizer._planned.plan.grams), told.bytes_sent, told.flops[0]
+    assert optimizer._kept.planned is not None
+    return len(optimizer._kept.planned.plan.grams), told.bytes_sent, told.flops[0]
 
 
 def test_auto_chooses_what_takes_less_time(workers) -> None:

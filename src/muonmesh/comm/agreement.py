@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
+from muonmesh.comm.meeting import shared_store, wait_until
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.errors import PlanError
+from muonmesh.errors import PlanError, explain_error
 from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.layout.plan import describe
 
@@ -34,7 +35,7 @@ class View(NamedTuple):
     others: tuple[Elementwise, ...]
 
 
-def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def connected(sets: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
     """Return all ranks linked to this one by sharing parameters, directly or through others.
 
     Each rank knows only whom it shares with. What the others know is asked for in the store by which the ranks found
@@ -42,6 +43,10 @@ def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
     Args:
         sets: The ranks of each parameter that this rank holds; all ranks of a set call this.
+        number: Of this rank's optimizer.
+
+    Raises:
+        PlanError: a rank could not make its optimizer, or does not come.
     """
     me = this_rank()
     mine = sorted({ranks for ranks in sets if len(ranks) > 1})
@@ -49,23 +54,40 @@ def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return (me,)
     if any(len(ranks) == world_size() for ranks in mine):
         return tuple(range(world_size()))
-    store = PrefixStore("muonmesh", _get_default_store())
-    numbered = []
-    for ranks in mine:
-        numbered.append((ranks, _announced[ranks]))
-        _announced[ranks] += 1
-    for ranks, number in numbered:
-        store.set(f"{ranks}/{number}/{me}", json.dumps(numbered))
+    store = shared_store()
+    numbered = [(ranks, _announced[ranks]) for ranks in mine]
+    keys = [f"{ranks}/{count}/{me}" for ranks, count in numbered]
+    for key in keys:
+        store.set(key, json.dumps(numbered))
     found, waiting = set(numbered), list(numbered)
-    while waiting:
-        ranks, number = waiting.pop()
-        for answer in store.multi_get([f"{ranks}/{number}/{rank}" for rank in ranks]):  # waits for each
-            for others, count in json.loads(answer):
-                entry = tuple(others), count
-                if entry not in found:
-                    found.add(entry)
-                    waiting.append(entry)
+    try:
+        while waiting:
+            ranks, count = waiting.pop()
+            for answer in _answers(store, ranks, count, number):
+                for others, counted in json.loads(answer):
+                    entry = tuple(others), counted
+                    if entry not in found:
+                        found.add(entry)
+                        waiting.append(entry)
+    except PlanError:
+        for key in keys:  # so that the next optimizer of these ranks begins anew
+            store.delete_key(key)
+        raise
+    for ranks, _ in numbered:
+        _announced[ranks] += 1
     return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
+
+
+def _answers(store: PrefixStore, ranks: tuple[int, ...], count: int, number: int) -> list[bytes]:
+    """Return what each rank of a set has announced, waiting for each."""
+    keys = {rank: f"{ranks}/{count}/{rank}" for rank in ranks}
+
+    def absent() -> list[int]:
+        return [rank for rank, key in keys.items() if not store.check([key])]
+
+    wait_until(lambda: bool(store.check(list(keys.values()))), number, absent)
+    answers: list[bytes] = store.multi_get(list(keys.values()))
+    return answers
 
 
 def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None) -> list[View] | None:
@@ -99,6 +121,44 @@ def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception
     views = [View(plan.parameters, plan.others)] * len(everyone)
     dist.all_gather_object(views, views[0], group=group)
     return views
+
+
+def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -> None:
+    """Raise on every rank of a group what the ranks have set differently; called when digests have shown a difference.
+
+    Raises:
+        PlanError: always.
+    """
+    everyone: list[Mapping[str, str]] = [lines]
+    ranks = [0]
+    if group is not None:
+        ranks = dist.get_process_group_ranks(group)
+        everyone = [lines] * len(ranks)
+        dist.all_gather_object(everyone, dict(lines), group=group)
+    for name in dict.fromkeys(name for some in everyone for name in some):
+        told = {rank: some[name] for rank, some in zip(ranks, everyone, strict=True) if name in some}
+        first, *rest = told
+        other = next((rank for rank in rest if told[rank] != told[first]), None)
+        if other is not None:
+            mine, theirs = _difference(told[first], told[other])
+            raise PlanError(
+                explain_error(
+                    name,
+                    f"{mine} on rank {first} and {theirs} on rank {other}",
+                    "the same settings and dtypes on every rank that holds it",
+                    "Set the groups alike everywhere; a schedule must not depend on the rank",
+                )
+            )
+    raise PlanError("the ranks have set their groups differently; needed the same on every rank. Set them alike")
+
+
+def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
+    """Return the names that the ranks of a group have, each once and in the same order everywhere."""
+    if group is None:
+        return list(names)
+    everyone: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, list(names), group=group)
+    return list(dict.fromkeys(name for some in everyone for name in some))
 
 
 def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
@@ -141,6 +201,12 @@ def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
     ranks = dist.get_process_group_ranks(group)
     other = next(i for i, lines in enumerate(descriptions) if lines != descriptions[0])
     raise PlanError(_first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other]))
+
+
+def _difference(a: str, b: str) -> tuple[str, str]:
+    """Return the first entries in which two lines differ."""
+    pairs = zip(a.split(", "), b.split(", "), strict=False)
+    return next(((one, two) for one, two in pairs if one != two), (a, b))
 
 
 def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:

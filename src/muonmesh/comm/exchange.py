@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,12 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.meeting import meeting
 from muonmesh.comm.storage import this_rank
 from muonmesh.layout import Piece, Plan, Routes
 from muonmesh.layout.gram import slab
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.threads import run_all
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many exchanges of these ranks this process has made; they make them together."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,35 @@ class Work(Protocol):
 
     def meanwhile(self) -> None:
         """Do what needs no exchange while the first gather travels."""
+
+
+class Idle:
+    """Work of a rank that takes part in what others wait for, and has nothing to read, compute or write itself."""
+
+    def prepare(self, assignments: Sequence[int]) -> None:
+        """Nothing."""
+
+    def local(self, matrices: Sequence[Local]) -> None:
+        """Nothing."""
+
+    def read(self, leg: Leg, into: Tensor) -> None:
+        """Send zeros."""
+        into.zero_()
+
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+        """Send back zeros."""
+        for _, out, _ in batches:
+            out.zero_()
+
+    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
+        """Change nothing."""
+        return torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+
+    def write(self, leg: Leg, update: Tensor) -> None:
+        """Nothing."""
+
+    def meanwhile(self) -> None:
+        """Nothing."""
 
 
 @dataclass
@@ -133,6 +168,7 @@ class _Transfer:
     send: Tensor | None = None
     received: tuple[Tensor, ...] = ()
     results: dict[int, Tensor] = field(default_factory=dict)
+    what: str = ""
 
 
 class Exchange:
@@ -160,24 +196,33 @@ class Exchange:
         self.rank = this_rank() if len(plan.ranks) > 1 else plan.ranks[0]
         self.peers = tuple(dist.get_process_group_ranks(group)) if group is not None else plan.ranks
         self.counts = Counts()
+        self.steps = 0  # begun, for messages
+        self._key = f"waited/{plan.ranks}/{_made[plan.ranks]}"
+        _made[plan.ranks] += 1
         self._buffers = _Buffers(dtype, device)
         self._stages = self._stage_buckets()
         self._slabs = [self._slab(number) for number in plan.grams]
 
     def reduce_flags(self, flags: Tensor) -> Tensor:
         """Return the elementwise maximum of small integer flags over all ranks."""
+        self.steps += 1
         if self.group is not None:
             started = time.perf_counter()
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+            with self._meeting("the agreement before the step"):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             self.counts.seconds_waiting += time.perf_counter() - started
             self.counts.collectives += 1
         return flags
 
-    def reduce_sums(self, sums: Tensor) -> Tensor:
-        """Return the elementwise sum of an fp64 vector over all ranks."""
+    def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
+        """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
         if self.group is not None:
-            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
+            with self._meeting(what):
+                dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.group)
         return sums
+
+    def _meeting(self, what: str) -> AbstractContextManager[None]:
+        return meeting(self.plan.ranks, self._key, f"step {self.steps}", what)
 
     def run(self, work: Work) -> None:
         """Run every bucket of the plan once; all ranks of the group call it."""
@@ -246,7 +291,8 @@ class Exchange:
 
     def _reduce(self, sums: Tensor) -> Tensor:
         started = time.perf_counter()
-        dist.all_reduce(sums, group=self.group)
+        with self._meeting("a sum of Gram matrices"):
+            dist.all_reduce(sums, group=self.group)
         self.counts.seconds_waiting += time.perf_counter() - started
         self.counts.collectives += 1
         self.counts.bytes_sent += sums.numel() * sums.element_size()
@@ -296,7 +342,7 @@ class Exchange:
         copies += [(leg, _wire(sent[peer], leg)) for peer, leg in self._travelling(stage.gather.held)]
         self._read(copies, work)
         receive, received = self._segments(f"gather.receive.{slot}", stage.gather.owned)
-        return self._start(send, sent, receive, received)
+        return self._start(f"the gather of bucket {number}", send, sent, receive, received)
 
     def _compute(self, number: int, transfer: _Transfer, work: Work) -> dict[int, Tensor]:
         """Assemble this rank's matrices from what arrived and orthogonalise them; return them by assignment."""
@@ -328,7 +374,7 @@ class Exchange:
             [(_wire(sent[peer], leg), _place(leg, results)) for peer, leg in self._travelling(stage.scatter.owned)]
         )
         receive, received = self._segments(f"scatter.receive.{slot}", stage.scatter.held)
-        transfer = self._start(send, sent, receive, received)
+        transfer = self._start(f"the scatter of bucket {number}", send, sent, receive, received)
         transfer.results = results
         return transfer
 
@@ -385,24 +431,28 @@ class Exchange:
         buffer = self._buffers.take(role, sum(sizes))
         return buffer, torch.split(buffer, sizes)
 
-    def _start(self, send: Tensor, sent: Sequence[Tensor], receive: Tensor, received: tuple[Tensor, ...]) -> _Transfer:
-        work = dist.all_to_all_single(
-            receive,
-            send,
-            [segment.numel() for segment in received],
-            [segment.numel() for segment in sent],
-            group=self.group,
-            async_op=True,
-        )
+    def _start(
+        self, what: str, send: Tensor, sent: Sequence[Tensor], receive: Tensor, received: tuple[Tensor, ...]
+    ) -> _Transfer:
+        with self._meeting(what):
+            work = dist.all_to_all_single(
+                receive,
+                send,
+                [segment.numel() for segment in received],
+                [segment.numel() for segment in sent],
+                group=self.group,
+                async_op=True,
+            )
         self.counts.collectives += 1
         self.counts.bytes_sent += send.numel() * send.element_size()
         self.counts.bytes_received += receive.numel() * receive.element_size()
-        return _Transfer(work, send, received)
+        return _Transfer(work, send, received, what=what)
 
     def _finish(self, transfer: _Transfer) -> None:
         if transfer.work is not None:
             started = time.perf_counter()
-            transfer.work.wait()
+            with self._meeting(transfer.what):
+                transfer.work.wait()
             self.counts.seconds_waiting += time.perf_counter() - started
             transfer.work = transfer.send = None
 

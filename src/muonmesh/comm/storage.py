@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -279,20 +279,23 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What must stay the same for a plan to stay valid: cheap to read every step."""
+class Signature(NamedTuple):
+    """What must stay the same of a parameter for a plan to stay valid: cheap to read every step."""
 
     tensor: int
-    mesh: int
-    placements: tuple[TorchPlacement, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    mesh: int = 0
+    placements: tuple[TorchPlacement, ...] = ()
 
     @staticmethod
     def of(tensor: Tensor) -> Signature:
         """Read it off a parameter."""
+        found = id(tensor), tensor.shape, tensor.dtype, tensor.device
         if isinstance(tensor, DTensor):
-            return Signature(id(tensor), id(tensor.device_mesh), tuple(tensor.placements))
-        return Signature(id(tensor), 0, ())
+            return Signature(*found, id(tensor.device_mesh), tuple(tensor.placements))
+        return Signature(*found)
 
 
 def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, device: str) -> Storage:

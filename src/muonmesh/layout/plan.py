@@ -162,6 +162,11 @@ class Plan:
         parameter = self.parameters[assignment.parameter]
         return parameter.source if gather else parameter.target
 
+    @property
+    def targets(self) -> list[Layout]:
+        """Where each parameter lives."""
+        return [p.target for p in self.parameters] + [other.target for other in self.others]
+
     @cached_property
     def loads(self) -> dict[int, int]:
         """FLOPs of one step by rank."""
@@ -250,9 +255,9 @@ def make_plan(
         grams: (parameter, index) of the matrices whose Gram matrices are summed instead.
 
     Raises:
-        LayoutError: the layouts of a parameter or its matrices do not cover it exactly once.
+        LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once.
     """
-    _prove(parameters)
+    _prove(parameters, others)
     if ranks is None:
         ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.source, p.target)}))
     ranks = tuple(ranks)
@@ -368,8 +373,13 @@ def _spread(ranks: Sequence[int]) -> list[int]:
     return [ranks[index] for index in dict.fromkeys(steps)]
 
 
-def _prove(parameters: Sequence[Parameter]) -> None:
+def _prove(parameters: Sequence[Parameter], others: Sequence[Elementwise]) -> None:
     """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
+    for other in others:
+        try:
+            other.target.prove_cover()
+        except LayoutError as error:
+            raise LayoutError(f"{other.name}: {error}") from None
     proved: dict[tuple[int, ...], list[tuple[Block, ...]]] = {}
     for parameter in parameters:
         shape = parameter.target.shape

@@ -121,7 +121,8 @@ class EngineMuon(torch.optim.Optimizer):
         for group in call.muon.param_groups:
             for tensor in group["params"] if group["algorithm"] == "muon" else ():
                 kept = {key: value for key, value in call.muon.state[tensor].items() if key in RUNNING}
-                self.state[tensor].update(kept)
+                momentum = call.muon.state[tensor].get("momentum_buffer", self.state[tensor]["exp_avg"])
+                self.state[tensor].update(kept, exp_avg=momentum)
                 self.state[tensor]["step"] += 1
 
     @property

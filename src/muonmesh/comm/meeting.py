@@ -1,0 +1,230 @@
+"""Meeting: where ranks wait for each other, and what a rank says that waited in vain.
+
+The ranks' store, by which they found each other, works when collectives do not: a rank that will not come can say so
+there, and the others can look who has come.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from muonmesh.comm.storage import this_rank, world_size
+from muonmesh.errors import PlanError
+
+PATIENCE = 5.0
+"""Seconds in which the others of a failed collective may say where they are."""
+
+GRACE = 2.0
+"""Seconds in which a rank that has failed to make its optimizer may catch the error and make another one."""
+
+_failures: Counter[int] = Counter()
+"""How often this process has failed to make its optimizer of this number."""
+
+_met: Counter[tuple[int, ...]] = Counter()
+"""How often this process has met these ranks in the store; they have met it as often."""
+
+
+def shared_store() -> PrefixStore:
+    """Return the store by which the ranks found each other, under our name."""
+    return PrefixStore("muonmesh", _get_default_store())
+
+
+# ------------------------------------------------------------------ optimizers that were not made
+
+
+def note_failure(number: int, error: Exception) -> None:
+    """Tell the other ranks that this one could not make its optimizer of this number; they wait for it otherwise."""
+    if world_size() == 1:
+        return
+    _failures[number] += 1
+    with _unless_unreachable():
+        store = shared_store()
+        store.set(f"failed/{number}/{this_rank()}", json.dumps([_failures[number], str(error)]))
+        store.set(f"failed/{number}", "1")
+
+
+def withdraw_failure(number: int) -> None:
+    """Take back what `note_failure` said: the optimizer of this number has been made after all."""
+    if world_size() > 1 and _failures[number]:
+        with _unless_unreachable():
+            shared_store().delete_key(f"failed/{number}/{this_rank()}")
+
+
+def failure_of_others(number: int) -> str | None:
+    """Return which rank could not make its optimizer of this number and why; None if all did, or failed like this one.
+
+    A rank that has caught its error and made another optimizer meanwhile does not count.
+    """
+    if world_size() == 1:
+        return None
+    store = shared_store()
+    until = time.monotonic() + GRACE
+    while _has(store, f"failed/{number}"):
+        found = None
+        for rank in range(world_size()):
+            if rank != this_rank() and _has(store, f"failed/{number}/{rank}"):
+                count, message = json.loads(store.get(f"failed/{number}/{rank}"))
+                if count > _failures[number]:
+                    found = f"rank {rank}: {message}"
+                    break
+        if found is None:
+            return None
+        if time.monotonic() >= until:
+            return found
+        time.sleep(0.05)
+    return None
+
+
+# ------------------------------------------------------------------ meeting in the store
+
+
+def meet(ranks: Sequence[int], number: int) -> None:
+    """Wait until all of these ranks have come here with their optimizer of this number; sends nothing else.
+
+    Raises:
+        PlanError: a rank could not make its optimizer, or does not come within the time that collectives have.
+    """
+    ranks = tuple(ranks)
+    if len(ranks) == 1:
+        failed = failure_of_others(number)
+        if failed is not None:
+            raise PlanError(failed)
+        return
+    store, me = shared_store(), this_rank()
+    note = f"met/{ranks}/{_met[ranks]}"
+    store.set(f"{note}/{me}", "1")
+    store.add(note, 1)
+    try:
+        wait_until(lambda: store.add(note, 0) >= len(ranks), number, lambda: _absent(store, note, ranks))
+    except PlanError:
+        store.delete_key(f"{note}/{me}")  # so that the next meeting of these ranks begins anew
+        store.add(note, -1)
+        raise
+    _met[ranks] += 1
+
+
+def wait_until(ready: Callable[[], bool], number: int, absent: Callable[[], Sequence[int]]) -> None:
+    """Ask again and again until it is so, while no rank says that it cannot come.
+
+    Args:
+        ready: What is waited for.
+        number: Of this rank's optimizer.
+        absent: The ranks that are missing, asked for when the time is over.
+
+    Raises:
+        PlanError: a rank could not make its optimizer, or is missing when the time that collectives have is over.
+    """
+    until, pause = time.monotonic() + _seconds_of_collectives(), 0.001
+    store = shared_store()
+    while True:
+        if _has(store, f"failed/{number}") and (failed := failure_of_others(number)) is not None:
+            raise PlanError(failed)
+        if ready():
+            return
+        if time.monotonic() >= until:
+            missing = absent()
+            raise PlanError(
+                f"the first step: the ranks {told_ranks(missing)} did not come to compare plans; needed all ranks that "
+                "share parameters. Call step on every rank; a rank that has died is named by its launcher"
+            )
+        time.sleep(pause)
+        pause = min(0.05, 1.5 * pause)
+
+
+def _absent(store: PrefixStore, note: str, ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in ranks if not _has(store, f"{note}/{rank}")]
+
+
+def _seconds_of_collectives() -> float:
+    """Return how long the default process group waits for a collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    for device in ("cpu", "cuda"):
+        try:
+            return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):
+            continue
+    return dist.default_pg_timeout.total_seconds()
+
+
+# ------------------------------------------------------------------ collectives that fail
+
+
+@contextmanager
+def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[None]:
+    """Say what is wrong where a collective fails: which one of which step, and which ranks did not come.
+
+    gloo raises when its time is over or a connection breaks, on every rank that waits. Each then leaves a note in the
+    store; the ranks without one did not come. On CUDA torch's own watchdog reports a failure instead.
+
+    Args:
+        ranks: Those that must meet.
+        key: Names them in the store, the same on each.
+        when: Such as "step 12".
+        what: The collective, such as "the gather of bucket 0".
+
+    Raises:
+        PlanError: from what torch raised.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(
+            f"{when}: the ranks {told_ranks(ranks)} did not meet in {what}. {_who_is_missing(ranks, key, when, what)} "
+            "A rank that has died is named by its launcher; one that runs must call the optimizer as often as the "
+            f"others. The cause as torch tells it: {_first_line(error)}"
+        ) from error
+
+
+def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str:
+    """Return which ranks have not come, as far as the store can tell."""
+    try:
+        store, me = shared_store(), this_rank()
+        store.set(f"{key}/{me}", f"{when}, {what}")
+        others = [rank for rank in ranks if rank != me]
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and not all(_has(store, f"{key}/{rank}") for rank in others):
+            time.sleep(0.05)
+        said = {rank: store.get(f"{key}/{rank}").decode() for rank in others if _has(store, f"{key}/{rank}")}
+    except (RuntimeError, ValueError) as error:
+        return f"Who is missing cannot be told: the store of the ranks does not answer ({_first_line(error)})."
+    missing = [rank for rank in others if rank not in said]
+    told = [f"Rank {rank} waited in {place}." for rank, place in said.items() if place != f"{when}, {what}"]
+    if missing:
+        told.append(f"Missing: {told_ranks(missing)}.")
+    elif not told:
+        told.append("All of them waited, so a connection has failed.")
+    return " ".join(told)
+
+
+def told_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, many of them by their number."""
+    return ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
+
+
+@contextmanager
+def _unless_unreachable() -> Iterator[None]:
+    """Leave out what is only said for others where the store is gone."""
+    try:
+        yield
+    except RuntimeError:
+        return
+
+
+def _has(store: PrefixStore, key: str) -> bool:
+    return bool(store.check([key]))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]

@@ -1,0 +1,60 @@
+"""Kept: what an optimizer keeps between calls, beside torch's state and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from muonmesh.clip import Clip
+from muonmesh.comm.storage import Declared
+from muonmesh.planning import Planned
+from muonmesh.preflight import Pending
+from muonmesh.settings import ExchangeMode, ProcessGroup
+from muonmesh.slots import Precision
+from muonmesh.step import Sums
+
+
+@dataclass
+class Kept:
+    """One object for the life of an optimizer: what changes is a field of it, and it is never replaced.
+
+    Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy; what those
+    assigned to the copy would be lost.
+
+    Attributes:
+        precision: Dtypes.
+        process_group: Who holds plain tensors.
+        layouts: Where plain local shards live.
+        shard_state: Whether replicas share the momentum.
+        exchange: How matrices move.
+        bucket_cap_mb: MiB that one owner computes at a time.
+        number: How many optimizers this process had made before, by which ranks know each other's.
+        complete: Whether the constructor has finished; groups that come later must say their algorithm.
+        planned: What was read off the parameters; None until that is needed.
+        connected: The plan that all ranks know of, with its exchange; None before the first step.
+        clip: What clipping decided for the next step.
+        sums: Of the last step's updates, once `Muon.metrics` has asked for them.
+        pending: Flags of the last step where the host did not wait for them.
+        warned: Whether a warning about rounding was given.
+        idle: For how many steps a parameter has had no gradient, by name; see `Muon.step`.
+        waits: Whether the host waits for the flags; None: on a CPU only.
+        torn: What interrupted a step that had begun to write; None: nothing did.
+    """
+
+    precision: Precision
+    process_group: ProcessGroup
+    layouts: Mapping[str, Declared]
+    shard_state: bool
+    exchange: ExchangeMode
+    bucket_cap_mb: float
+    number: int = 0
+    complete: bool = False
+    planned: Planned | None = None
+    connected: Planned | None = None
+    clip: Clip = field(default_factory=Clip)
+    sums: Sums | None = None
+    pending: Pending | None = None
+    warned: bool = False
+    idle: dict[str, int] = field(default_factory=dict)
+    waits: bool | None = None
+    torn: str | None = None
