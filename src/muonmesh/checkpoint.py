@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.region import row_major
-from muonmesh.settings import check_group
+from muonmesh.names import canonical_name
+from muonmesh.settings import check_group, check_structure
 from muonmesh.slots import RUNNING, Precision, running_shape
 
 _MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
@@ -24,6 +25,9 @@ _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_s
 
 _WORKED_OUT = ("matrices", "reasons")
 """Lists with an entry for each parameter that the groups of an optimizer have and its saved groups do not."""
+
+_LEFT_OUT = (*_WORKED_OUT, "param_names")
+"""What may be None in a saved group."""
 
 
 class Place(NamedTuple):
@@ -90,7 +94,7 @@ def restore_state(
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):
             # What belongs to the parameters stays, and a checkpoint may have turned tuples into lists.
-            own = {key: old[key] for key in (*_WORKED_OUT, "param_names") if key in old}
+            own = {key: old[key] for key in _LEFT_OUT if key in old}
             optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
         for parameter, saved in _pairs(before, given):
             for key, value in saved.items():
@@ -178,10 +182,19 @@ def _check(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: 
                     f"{where}: found {key} {saved[key]!r} in the state; needed {group[key]!r}, as this "
                     "optimizer was built. Build the groups as when the state was saved"
                 )
+        kept = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
         try:
-            check_group(f"{where} of the state", {**group, **saved})
+            check_structure(f"{where} of the state", {**group, **kept, "params": group["params"]})
+            check_group(f"{where} of the state", {**group, **kept})
         except (TypeError, ValueError) as error:
             raise StateError(str(error)) from None
+        names = list(map(canonical_name, saved.get("param_names") or group["param_names"]))
+        if names != group["param_names"] and sorted(names) == sorted(group["param_names"]):
+            raise StateError(
+                f"{where}: found its parameters in another order in the state; needed the order of this optimizer, "
+                f"{group['param_names'][:4]} and so on, or each would get the state of another. Build the groups as "
+                "when the state was saved"
+            )
         for parameter, name, key in zip(group["params"], group["param_names"], saved["params"], strict=True):
             entry = state_dict["state"].get(key)
             if entry:

@@ -228,14 +228,21 @@ def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGr
     return any(here[half] for half in measured)
 
 
-def announce_change(
-    planned: Planned, exchange: Exchange, limits: Limits, *, process_group: dist.ProcessGroup | None, waits: bool
+def stand_aside(
+    planned: Planned,
+    exchange: Exchange,
+    error: Exception | None,
+    limits: Limits,
+    *,
+    process_group: dist.ProcessGroup | None,
+    waits: bool,
 ) -> GradNorms | None:
-    """Take part in the sum that the others wait for, and tell them that this rank must plan again.
+    """Take part in the sum that the others wait for, and tell them that this rank cannot follow the plan.
 
     Args:
         planned: What this rank had planned before, as the others still may have.
         exchange: Of that plan.
+        error: What is wrong with its groups; None: they have changed, so that all must plan again.
         limits: What the call asks for.
         process_group: Likewise.
         waits: Whether the others' hosts read what is said. If not and some have not changed, `Muon.step` ends in an
@@ -243,17 +250,23 @@ def announce_change(
 
     Returns:
         None if all ranks plan again now; else what the call returns.
+
+    Raises:
+        Exception: ``error``, unless the others do not wait and `Muon.step` has to say it.
+        PlanError: another rank found an error.
     """
     sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
     if not _reduces(planned, {INVARIANT, FELT} if limits.whole else {FELT}, process_group):
+        if error is not None:
+            raise error
         return None
-    sums[REPLAN] = 1
+    sums[ERRORS if error is not None else REPLAN] = 1
     exchange.reduce_sums(sums)
     here = sums[:MATRICES].clone()
     if process_group is not None:
         add_other_sets(sums[:MATRICES], exchange, process_group)
     if waits and float(here[ERRORS]):
-        compare(exchange.group, exchange.plan, None)
+        compare(exchange.group, exchange.plan, error)
     if waits or float(here[REPLAN]) == len(exchange.plan.ranks):
         return None
     return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonmesh.comm.agreement import compare
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.normalize import sums_of_squares
@@ -18,36 +19,38 @@ from muonmesh.step import Sums
 _FIGURES = ("gradient", "momentum", "weight", "update")
 
 
+Here = tuple[Sequence[Mapping[str, Any]], Mapping[Tensor, Mapping[str, Any]], Sums | None]
+"""An optimizer's groups, its state, and the sums of its last step's updates."""
+
+
 def measure(
-    planned: Planned,
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, Mapping[str, Any]],
-    sums: Sums | None,
-    exchange: Exchange,
-    *,
-    changed: bool,
+    planned: Planned, exchange: Exchange, here: Here | None, error: Exception | None
 ) -> dict[str, float] | None:
     """Return `Muon.metrics`: one all-reduce of an fp64 vector over the exchange's ranks, which may have other groups.
 
     Args:
         planned: What all ranks know of.
-        groups: The param groups.
-        state: The optimizer's state.
-        sums: Of the last step's updates.
         exchange: Reduces.
-        changed: Whether this rank has other parameters now; it takes part and tells the others.
+        here: What is measured; None if this rank has other parameters than planned, and only tells the others.
+        error: What is wrong with its groups.
 
     Returns:
         None if some rank has changed, so that all must plan again first.
+
+    Raises:
+        Exception: ``error``, on the rank that found it.
+        PlanError: on the others.
     """
+    groups = here[0] if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
-    # Squares and elements; the last row says whether a rank has changed.
+    # Squares and elements; the last row says whether a rank has changed, and whether one has found an error.
     totals = torch.zeros(len(names) + 1, len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
-    if changed:
-        totals[-1] = 1
-    else:
-        _add(totals, names, planned, groups, state, sums)
+    totals[-1, 0, 0], totals[-1, 1, 0] = here is None, error is not None
+    if here is not None and error is None:
+        _add(totals, names, planned, *here)
     *rows, told = exchange.reduce_sums(totals, what="the sum of the metrics").tolist()
+    if told[1][0]:
+        compare(exchange.group, exchange.plan, error)
     if told[0][0]:
         return None
     figures: dict[str, float] = {}

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from muonmesh.adamw import adamw_step
 from muonmesh.checkpoint import Place, SavedGroup, restore_state
 from muonmesh.clip import Clip, ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
-from muonmesh.clip import announce_change as announce_changed_sums
+from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.agreement import View, compare, connected, group_of, insist
 from muonmesh.comm.exchange import Counts, Exchange
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.meeting import meet, note_failure, withdraw_failure
-from muonmesh.comm.storage import Declared, local_of, mesh_groups
+from muonmesh.comm.storage import Declared, local_of, mesh_groups, world_size
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.explain import Explanation, explain, step_size
 from muonmesh.flags import Flags
@@ -37,6 +37,7 @@ from muonmesh.planning import (
     Member,
     Planned,
     group_for,
+    likely_sets,
     members_of,
     method_of,
     plan_members,
@@ -44,7 +45,7 @@ from muonmesh.planning import (
     signature_of,
     widened,
 )
-from muonmesh.preflight import announce_change, preflight
+from muonmesh.preflight import preflight, stand_aside
 from muonmesh.settings import (
     LOST_GROUP,
     LOST_LAYOUTS,
@@ -55,6 +56,7 @@ from muonmesh.settings import (
     check_group,
     check_optimizer,
     check_precision,
+    check_structure,
 )
 from muonmesh.slots import Precision, Slot, check_state
 from muonmesh.step import MuonStep, Sums
@@ -175,7 +177,7 @@ class Muon(torch.optim.Optimizer):
             )
             super().__init__(params, defaults)
         except Exception as error:
-            if process_group != "local":
+            if process_group in (None, "world") or isinstance(process_group, dist.ProcessGroup):
                 note_failure(number, error)
             raise
         withdraw_failure(number)
@@ -237,17 +239,15 @@ class Muon(torch.optim.Optimizer):
             raise
 
     def _validate(self, group: dict[str, Any]) -> None:
-        group["param_names"] = [canonical_name(name) for name in group["param_names"]]
-        names, tensors = group["param_names"], group["params"]
-        if len(names) != len(tensors):
-            raise ValueError(
-                f"group {group['name']!r}: found {len(names)} param_names for {len(tensors)} parameters; needed one "
-                "each. Leave param_names out or give all of them"
-            )
-        check_group(f"group {group['name']!r}", group)
+        where = f"group {group.get('name')!r}"
+        check_structure(where, group)
+        check_group(where, group)
+        names, tensors = [canonical_name(name) for name in group["param_names"]], group["params"]
+        if names != group["param_names"]:
+            group["param_names"] = names
         taken = {name for other in self.param_groups if other is not group for name in other["param_names"]}
         for name, tensor in zip(names, tensors, strict=True):
-            if name in taken:
+            if name in taken and world_size() == 1:  # among several ranks, those that share it tell them apart
                 write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
                 needed = "a name of its own for each, by which ranks and checkpoints know it"
                 raise ValueError(explain_error(name, "two parameters of this name", needed, write))
@@ -261,11 +261,6 @@ class Muon(torch.optim.Optimizer):
         specs = group.get("matrices")
         if specs is None:
             specs = group["matrices"] = [None] * len(tensors)
-        if not isinstance(specs, (list, tuple)) or len(specs) != len(tensors):
-            raise ValueError(
-                f"group {group['name']!r}: found matrices={specs!r} for {len(tensors)} parameters; needed a list with "
-                'one entry per parameter. Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
-            )
         for name, tensor, spec in zip(names, tensors, specs, strict=True):
             if name in self.layouts:
                 continue  # shards: the shape that counts is known with the ranks, at the first step
@@ -294,14 +289,16 @@ class Muon(torch.optim.Optimizer):
         """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything."""
         kept = self._kept
         replicas = replicas_of(self.process_group)
-        signature = self._signature()
-        if kept.planned is not None and kept.planned.signature == signature:
-            return kept.planned, [], None
         try:
+            signature = self._signature()
+            if kept.planned is not None and kept.planned.signature == signature:
+                return kept.planned, [], None
             for group in self.param_groups:
                 self._validate(group)
-        except (TypeError, ValueError) as wrong:  # this rank meets those it has met before, which wait for it
-            return None, [] if kept.connected is None else kept.connected.sets, wrong
+        except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
+            before = kept.connected
+            sets = likely_sets(self.param_groups, replicas, self.layouts) if before is None else before.sets
+            return None, sets, wrong
         members, sets, error = members_of(
             self.param_groups, replicas, self.layouts, group_for(self.process_group), shard_state=kept.shard_state
         )
@@ -343,12 +340,16 @@ class Muon(torch.optim.Optimizer):
         self._warn_about_rounding(planned)
         return planned, planned.exchange
 
-    def _changed(self) -> tuple[Planned, Exchange] | None:
-        """Return the plan of the step before if this rank needs another one now, which the others may not know."""
+    def _changed(self, error: Exception | None) -> tuple[Planned, Exchange] | None:
+        """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
+
+        Args:
+            error: What is wrong with the groups, so that they cannot be compared with what they were.
+        """
         before = self._kept.connected
-        if before is None or before.exchange is None or before.signature == self._signature():
+        if before is None or before.exchange is None:
             return None
-        return before, before.exchange
+        return (before, before.exchange) if error is not None or before.signature != self._signature() else None
 
     def _plan_anew(self) -> None:
         """Forget the plan, as all ranks do that share it."""
@@ -401,8 +402,8 @@ class Muon(torch.optim.Optimizer):
         if pending is not None:
             pending.raise_errors()
         settings = self._check_settings()
-        if (before := self._changed()) is not None:
-            announce_change(*before, waits=self._host_waits(before[0]) or settings.at_rest)
+        if (before := self._changed(settings.error)) is not None:
+            stand_aside(*before, settings.error, waits=self._host_waits(before[0]) or settings.at_rest)
             self._plan_anew()
         planned, exchange, muon, adamw, flags = self._agree(settings, clip)
         if flags is None:  # another rank must plan again, so all of them do
@@ -440,7 +441,8 @@ class Muon(torch.optim.Optimizer):
         on_device: list[tuple[str, Tensor]] = []
         try:
             for group in self.param_groups:
-                where, lr = f"group {group.get('name')!r}", group["lr"]
+                where, lr = f"group {group.get('name')!r}", group.get("lr")
+                check_structure(where, group)
                 check_group(where, group, read=False)
                 if isinstance(lr, Tensor) and lr.device.type != "cpu":
                     on_device.append((where, lr.detach()))
@@ -527,7 +529,7 @@ class Muon(torch.optim.Optimizer):
             )
             try:
                 check_state(slots[id(member)], muon=self.param_groups[member.group]["algorithm"] == "muon")
-            except StateError as found:
+            except (LayoutError, StateError) as found:
                 error = error or found
             return slots[id(member)]
 
@@ -616,9 +618,10 @@ class Muon(torch.optim.Optimizer):
         """
         kept = self._kept
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
-        if (before := self._changed()) is not None:
+        error = self._check_settings().error
+        if (before := self._changed(error)) is not None:
             waits = self._host_waits(before[0])
-            told = announce_changed_sums(*before, limits, process_group=process_group, waits=waits)
+            told = stand_aside_from_sums(*before, error, limits, process_group=process_group, waits=waits)
             if told is not None:
                 return told
             self._plan_anew()
@@ -718,9 +721,11 @@ class Muon(torch.optim.Optimizer):
         """
         kept = self._kept
         while True:
-            changed = self._changed()
+            error = self._check_settings().error
+            changed = self._changed(error)
             planned, exchange = changed or self._connect()
-            found = measure(planned, self.param_groups, self.state, kept.sums, exchange, changed=changed is not None)
+            here = None if changed is not None else (self.param_groups, self.state, kept.sums)
+            found = measure(planned, exchange, here, error)
             if found is not None:
                 kept.sums = kept.sums or Sums()
                 return found
@@ -741,7 +746,9 @@ def from_model(
     Args:
         model: Any module, sharded or not.
         lr: Learning rate of both halves.
-        muon, adamw, overrides: As `split_params` takes them.
+        muon: Settings of Muon's groups, as `split_params` takes them.
+        adamw: Settings of AdamW's groups, likewise.
+        overrides: Which parameters are treated otherwise, likewise.
         settings: Further arguments of `Muon`.
 
     Raises:

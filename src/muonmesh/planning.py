@@ -163,7 +163,7 @@ def members_of(
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
     unknown = dict(layouts)
-    names = Counter[str]()
+    names = Counter[tuple[str, tuple[int, ...]]]()
     for number, settings in enumerate(groups):
         muon = settings["algorithm"] == "muon"
         specs = settings.get("matrices") or [None] * len(settings["params"])
@@ -180,25 +180,39 @@ def members_of(
                 if shard_state and muon:
                     state = sharded_over_replicas(storage, group, tensor.device.type)
                 members.append(Member(part, tensor, number, split, storage, state))
-                names[part] += 1
+                names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
                 if storage.layout is not None:
                     sets.append(storage.layout.ranks)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        error = error or LayoutError(
-            explain_error(
-                twice[0],
-                f"{names[twice[0]]} parameters of this name",
-                "a name of its own for each, by which ranks and checkpoints know it",
-                'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."',
+    for (name, _), count in names.items():
+        if count > 1:
+            error = error or LayoutError(
+                explain_error(
+                    name,
+                    f"{count} parameters of this name",
+                    "a name of its own for each, by which ranks and checkpoints know it",
+                    'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."',
+                )
             )
-        )
     if unknown:
         error = error or LayoutError(
             f"layouts: found {sorted(unknown)}; needed names of parameters in the groups. Names have no prefixes such "
             "as module. or _orig_mod."
         )
     return members, sets, error
+
+
+def likely_sets(
+    groups: Sequence[Mapping[str, Any]], replicas: Sequence[int] | None, layouts: Mapping[str, Declared]
+) -> list[tuple[int, ...]]:
+    """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
+    sets = []
+    for group in groups:
+        names = group.get("param_names")
+        for number, tensor in enumerate(group.get("params") or ()):
+            if isinstance(tensor, Tensor):
+                name = names[number] if isinstance(names, list) and number < len(names) else None
+                sets.append(ranks_of(tensor, replicas, layouts.get(name) if isinstance(name, str) else None))
+    return sets
 
 
 def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonmesh.census import Answers
+from muonmesh.census import DIGEST, Answers
 from muonmesh.comm.agreement import compare, insist_on_equal
 from muonmesh.comm.exchange import Exchange, Idle
 from muonmesh.comm.gradients import partial_axes, reduced
@@ -158,30 +158,35 @@ def preflight(
     return Flags(nonzeros, present, overflowed, skips, only_creates_state), None
 
 
-def announce_change(planned: Planned, exchange: Exchange, *, waits: bool) -> None:
-    """Take part in the preflight of the others, who wait in it, and tell them that this rank must plan again.
+def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *, waits: bool) -> None:
+    """Take part in the preflight of the others, who wait in it, and tell them that this rank cannot follow the plan.
 
     Args:
         planned: What this rank had planned before, as the others still may have.
         exchange: Of that plan.
-        waits: Whether the others' hosts read the flags now; if not and some of them have not changed, they go through
-            the step with masked writes, and this rank sends them what they wait for.
+        error: What is wrong with its groups; None: they have changed, so that all must plan again.
+        waits: Whether the others' hosts read the flags now. If not, those that follow the plan go through the step with
+            masked writes, and this rank sends them what they wait for.
 
     Raises:
-        PlanError: some rank found an error; or not all ranks have changed, and the others do not wait.
+        Exception: ``error``.
+        PlanError: another rank found an error; or not all ranks have changed, and the others do not wait.
     """
     census = planned.census
     nobody: list[Slot | None] = [None] * len(census.presence)
     nonzero = torch.zeros(census.matrices, dtype=torch.uint8, device=planned.device)
-    digests = torch.zeros(census.slices["settings"].stop - census.slices["settings"].start, dtype=torch.uint8)
-    vector = census.vector(nonzero, nobody, digests, {"replan": True})
+    digests = torch.zeros(DIGEST * len(census.shared), dtype=torch.uint8)
+    vector = census.vector(nonzero, nobody, digests, {"replan": error is None, "error": error is not None})
     for name in ("settings", "inverse"):
         vector[census.slices[name]] = 0  # says nothing
     answers = Answers(census, exchange.reduce_flags(vector))
     if waits:
-        _raise_errors(planned, exchange, answers, None, dict)
+        _raise_errors(planned, exchange, answers, error, dict)
     elif bool(answers.somebody("stays")):
         exchange.run(Idle())
+    if error is not None:
+        raise error
+    if not waits and bool(answers.somebody("stays")):
         raise CHANGED
 
 

@@ -29,7 +29,7 @@ LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
 LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
 """Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
 
-_GROUP_KEYS = (
+_SETTINGS = (
     "lr",
     "momentum",
     "nesterov",
@@ -41,6 +41,9 @@ _GROUP_KEYS = (
     "ns_method",
     "adamw_betas",
     "adamw_eps",
+)
+_GROUP_KEYS = (
+    *_SETTINGS,
     "algorithm",
     "matrices",
     "params",
@@ -181,6 +184,9 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     Raises:
         ValueError: one is out of range, or nobody reads a key; the message says what was found and what is needed.
     """
+    for key in _SETTINGS:
+        if key not in group:
+            raise ValueError(f"{where}: found no {key!r}; needed every setting. Set group[{key!r}] again")
     lr = group["lr"]
     if isinstance(lr, Tensor):
         _check(lr.numel() == 1 and not lr.is_complex(), f"{where}: lr", lr, "a real tensor of one element")
@@ -211,6 +217,40 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     except (TypeError, ValueError) as error:
         # The message is of `orthogonalize`, whose argument has no prefix.
         raise type(error)(f"{where}: {str(error).replace('coefficients', 'ns_coefficients')}") from None
+
+
+def check_structure(where: str, group: Mapping[str, Any]) -> None:
+    """Check what a group says of itself and of its parameters.
+
+    Raises:
+        ValueError, TypeError: an entry is missing, of another type, or of another length than there are parameters.
+    """
+    for key in ("algorithm", "name", "params", "param_names"):
+        if key not in group:
+            raise ValueError(f"{where}: found no {key!r}; needed it as the constructor had made it")
+    _check(group["algorithm"] in ("muon", "adamw"), f"{where}: algorithm", group["algorithm"], '"muon" or "adamw"')
+    _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
+    count = len(group["params"])
+    if not isinstance(group["param_names"], (list, tuple)) or not all(isinstance(n, str) for n in group["param_names"]):
+        raise TypeError(f"{where}: param_names: found {group['param_names']!r}; needed a list of strings")
+    if len(group["param_names"]) != count:
+        raise ValueError(
+            f"{where}: found {len(group['param_names'])} param_names for {count} parameters; needed one "
+            "each. Leave param_names out or give all of them; add parameters by add_param_group"
+        )
+    reasons = group.get("reasons")
+    fits = reasons is None or (isinstance(reasons, (list, tuple)) and len(reasons) == count)
+    _check(fits, f"{where}: reasons", reasons, f"a list with one entry for each of the {count} parameters")
+    specs = group.get("matrices")
+    if (
+        group["algorithm"] == "muon"
+        and specs is not None
+        and not (isinstance(specs, (list, tuple)) and len(specs) == count)
+    ):
+        raise ValueError(
+            f"{where}: found matrices={specs!r} for {count} parameters; needed a list with "
+            'one entry per parameter. Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
+        )
 
 
 def _check_keys(where: str, group: Mapping[str, Any]) -> None:

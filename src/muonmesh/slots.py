@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.plan import pieces
 
@@ -88,8 +88,14 @@ def check_state(slot: Slot, *, muon: bool) -> None:
     Whoever wrote it, a checkpoint or the user: momentum and masters with other strides are made contiguous.
 
     Raises:
-        StateError: a tensor is of another shape than this rank stores, or the state is of the other algorithm.
+        LayoutError: the parameter's memory has been freed.
+        StateError: a tensor is no tensor, of another shape than this rank stores, or elsewhere; or the state is of the
+            other algorithm.
     """
+    held = local_of(slot.tensor)
+    if held.untyped_storage().nbytes() < held.numel() * held.element_size() and not held.is_meta:
+        found, write = "a parameter without memory, which FSDP or ZeRO has freed", "Reshard it first: module.reshard()"
+        raise LayoutError(explain_error(slot.name, found, "its elements to update", write))
     foreign = "exp_avg" if muon else "momentum_buffer"
     if foreign in slot.state:
         algorithm, other = ("muon", "adamw") if muon else ("adamw", "muon")
@@ -102,9 +108,11 @@ def check_state(slot: Slot, *, muon: bool) -> None:
             )
         )
     for key in _STORED:
-        value = slot.state.get(key)
+        value: object = slot.state.get(key)
         if value is None:
             continue
+        if not isinstance(value, Tensor):
+            raise StateError(explain_error(slot.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
         place = slot.place if key == "momentum_buffer" else slot.storage
         local, same = local_of(value), place is slot.storage
         needed = tuple(local_of(slot.tensor).shape) if same else local_shape(place)
@@ -117,6 +125,9 @@ def check_state(slot: Slot, *, muon: bool) -> None:
                     "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
                 )
             )
+        if local.device != local_of(slot.tensor).device:
+            found, where = f"{key} on {local.device}", f"it on {local_of(slot.tensor).device}, with its parameter"
+            raise StateError(explain_error(slot.name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
             slot.state[key] = place.wrap(local.contiguous())
 

@@ -1,0 +1,634 @@
+"""Nothing silent, in one process: what a user gets wrong is honoured or refused, before anything is written."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as dcp_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import muonmesh as mm
+from muonmesh.layout import FlatShards, MeshLayout
+
+
+def gradient_for(parameter: Tensor, step: int) -> Tensor:
+    return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).to(parameter.dtype)
+
+
+def pair(**settings: Any) -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
+    torch.manual_seed(0)
+    matrix, vector = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(5))
+    groups = [
+        {"params": [matrix], "param_names": ["matrix"], "name": "muon"},
+        {"params": [vector], "param_names": ["vector"], "name": "adamw", "algorithm": "adamw"},
+    ]
+    return matrix, vector, mm.Muon(groups, lr=0.1, **settings)
+
+
+def step_once(optimizer: mm.Muon, step: int) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = gradient_for(parameter, step)
+    optimizer.step()
+
+
+def everything(optimizer: mm.Muon) -> list[Tensor]:
+    """Every tensor that a step could write, copied."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found += [parameter, *(v for v in optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ------------------------------------------------------------------ strides of loaded state
+
+
+SPLITS: dict[str, tuple[tuple[int, ...], Any]] = {
+    "whole": ((8, 12), "whole"),
+    "rows": ((24, 12), ("rows", 8, 8, 8)),
+    "cols": ((12, 24), ("cols", 8, 16)),
+    "stack": ((3, 8, 6), "stack"),
+    "heads": ((24, 12), ("heads", 4, 0)),
+    "interleaved": ((16, 10), ("interleaved", 2, 0)),
+}
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "by hand"])
+@pytest.mark.parametrize("master", [None, torch.float64], ids=["no-master", "master"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_state_with_other_strides_is_the_same_state(split: str, master: torch.dtype | None, how: str) -> None:
+    shape, spec = SPLITS[split]
+
+    def build() -> tuple[nn.Parameter, mm.Muon]:
+        weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        return weight, mm.Muon([{"params": [weight], "matrices": [spec]}], lr=0.1, master_dtype=master)
+
+    weight, optimizer = build()
+    step_once(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    entry = saved["state"][0]
+    for key in ("momentum_buffer", "master"):
+        if key in entry:
+            entry[key] = entry[key].transpose(-1, -2).contiguous().transpose(-1, -2)
+            assert not entry[key].is_contiguous()
+    twin, other = build()
+    with torch.no_grad():
+        twin.copy_(weight)
+    if how == "by hand":
+        other.state[twin] = {**entry}
+    else:
+        other.load_state_dict(saved)
+    for one in (optimizer, other):
+        step_once(one, 1)
+    assert torch.equal(weight, twin)
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], other.state[twin]["momentum_buffer"])
+
+
+# ------------------------------------------------------------------ parameters that change
+
+
+def test_a_resized_parameter_is_planned_anew_or_refused_while_it_has_state() -> None:
+    matrix, _, optimizer = pair()
+    step_once(optimizer, 0)
+    matrix.data = torch.randn(6, 4)
+    before = everything(optimizer)
+    with pytest.raises(mm.StateError, match=r"matrix: found momentum_buffer of shape \(8, 12\).*\(6, 4\)"):
+        step_once(optimizer, 1)
+    assert equal(before, everything(optimizer))
+    del optimizer.state[matrix]
+    step_once(optimizer, 1)
+    alone = nn.Parameter(before[0].clone())
+    other = mm.Muon([alone], lr=0.1)
+    step_once(other, 1)
+    assert torch.equal(matrix, alone)
+
+
+def test_a_parameter_whose_memory_was_freed_is_refused() -> None:
+    """FSDP and ZeRO free the storage of parameters between uses; writing there would end the process."""
+    matrix, vector, optimizer = pair()
+    step_once(optimizer, 0)
+    for freed in (matrix, vector):
+        size = freed.untyped_storage().nbytes()
+        freed.untyped_storage().resize_(0)
+        name = "matrix" if freed is matrix else "vector"
+        with pytest.raises(mm.LayoutError, match=f"{name}: found a parameter without memory"):
+            step_once(optimizer, 1)
+        freed.untyped_storage().resize_(size)
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    a, b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(ValueError, match="w: found two parameters of this name"):
+        mm.Muon([{"params": [a, b], "param_names": ["w", "w"]}])
+    groups = [{"params": [a], "param_names": ["w"], "name": "a"}, {"params": [b], "param_names": ["w"], "name": "b"}]
+    with pytest.raises(ValueError, match="w: found two parameters of this name"):
+        mm.Muon(groups)
+    with pytest.raises(ValueError, match="w: found two parameters of this name"):
+        mm.Muon([{"params": [a, b], "param_names": ["w", "module._orig_mod.w"]}])
+
+
+def test_params_appended_or_popped_say_what_is_missing() -> None:
+    _, vector, optimizer = pair()
+    step_once(optimizer, 0)
+    optimizer.param_groups[1]["params"].append(nn.Parameter(torch.randn(3)))
+    with pytest.raises(ValueError, match="'adamw': found 1 param_names for 2 parameters"):
+        step_once(optimizer, 1)
+    del optimizer.param_groups[1]["params"][:]
+    vector.grad = None
+    with pytest.raises(ValueError, match="found 1 param_names for 0 parameters"):
+        step_once(optimizer, 1)
+
+
+def test_algorithm_and_matrices_may_change_and_do_something() -> None:
+    matrix, _, optimizer = pair()
+    optimizer.param_groups[0]["algorithm"] = "adamw"  # before there is state
+    step_once(optimizer, 0)
+    assert "exp_avg" in optimizer.state[matrix]
+    optimizer.param_groups[0]["algorithm"] = "muon"
+    before = everything(optimizer)
+    with pytest.raises(
+        mm.StateError, match=r"matrix: found exp_avg, state of adamw, in a group of muon.*del optimizer"
+    ):
+        step_once(optimizer, 1)
+    assert equal(before, everything(optimizer))
+
+    results = []
+    for in_place in (True, False):
+        matrix, _, optimizer = pair(compute_dtype=torch.float32)
+        step_once(optimizer, 0)
+        if in_place:
+            optimizer.param_groups[0]["matrices"][0] = ("rows", 4, 4)
+        else:
+            optimizer.param_groups[0]["matrices"] = [["rows", 4, 4]]
+        optimizer.state[matrix] = {"momentum_buffer": optimizer.state[matrix]["momentum_buffer"]}
+        step_once(optimizer, 1)
+        results.append(matrix.detach().clone())
+    assert torch.equal(*results)
+    whole, _, optimizer = pair(compute_dtype=torch.float32)
+    for step in range(2):
+        step_once(optimizer, step)
+    assert not torch.equal(whole, results[0])
+    momentum = optimizer.state[whole]["momentum_buffer"]
+    direction = torch.lerp(gradient_for(whole, 1), momentum, 0.95)
+    expected = torch.cat([mm.orthogonalize(part, dtype=torch.float32) for part in direction.split(4)])
+    start, _, _ = pair()
+    first = mm.orthogonalize(gradient_for(start, 0), dtype=torch.float32)
+    scale, keep = 0.1 * mm.update_scale(8, 12, "match_rms_adamw"), 1 - 0.1 * 0.1
+    by_hand = (start.detach() * keep - scale * first) * keep - 0.1 * mm.update_scale(
+        4, 12, "match_rms_adamw"
+    ) * expected
+    assert torch.allclose(results[0], by_hand, atol=1e-5)
+
+
+def test_matrices_that_do_not_fit_are_refused_at_the_next_step() -> None:
+    _, _, optimizer = pair()
+    step_once(optimizer, 0)
+    optimizer.param_groups[0]["matrices"] = [("rows", 3, 3)]
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match="add up to"):
+        step_once(optimizer, 1)
+    assert equal(before, everything(optimizer))
+
+
+def test_a_group_that_is_added_later_says_its_algorithm() -> None:
+    _, _, optimizer = pair()
+    embedding = nn.Embedding(10, 4)
+    with pytest.raises(ValueError, match=r'found no "algorithm".*"muon" or "adamw".*split_params'):
+        optimizer.add_param_group({"params": [embedding.weight]})
+    assert len(optimizer.param_groups) == 2
+    for algorithm in ({"algorithm": "adamw"}, {"use_muon": True}):
+        optimizer.add_param_group({"params": [nn.Embedding(10, 4).weight], **algorithm})
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw", "adamw", "muon"]
+
+
+def test_an_elementwise_layout_that_covers_an_element_twice_is_refused() -> None:
+    vector, matrix = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(4, 4))
+    layout = FlatShards(MeshLayout.replicated((6,), (0,)), (((0, 4, 0), (2, 4, 4)),), (8,))
+    groups = [
+        {"params": [matrix], "param_names": ["matrix"]},
+        {"params": [vector], "param_names": ["vector"], "algorithm": "adamw"},
+    ]
+    optimizer = mm.Muon(groups, layouts={"vector": layout})
+    vector.grad, matrix.grad = torch.ones(8), torch.ones(4, 4)
+    for call in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+        with pytest.raises(mm.LayoutError, match="vector: elements 4 to 2 are held twice"):
+            call()
+
+
+# ------------------------------------------------------------------ keys and values of groups
+
+
+@pytest.mark.parametrize("key", ["maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable"])
+def test_switches_of_torch_are_refused_unless_they_are_off(key: str) -> None:
+    matrix, _, optimizer = pair()
+    with pytest.raises(ValueError, match=f"{key}: found True; needed False"):
+        mm.Muon([{"params": [nn.Parameter(torch.randn(4, 4))], key: True}])
+    assert mm.Muon([{"params": [nn.Parameter(torch.randn(4, 4))], key: False}]).param_groups[0][key] is False
+    step_once(optimizer, 0)
+    optimizer.param_groups[0][key] = True
+    with pytest.raises(ValueError, match=f"'muon': {key}: found True"):
+        step_once(optimizer, 1)
+    assert matrix.grad is not None
+
+
+@pytest.mark.parametrize("key", ["moementum", "warmup_steps", "trust_ratio", 7])
+def test_a_key_that_nobody_reads_is_refused(key: Any) -> None:
+    with pytest.raises(ValueError, match="found the key"):
+        mm.Muon([{"params": [nn.Parameter(torch.randn(4, 4))], key: 1.0}])
+    _, _, optimizer = pair()
+    step_once(optimizer, 0)
+    optimizer.param_groups[1][key] = 1.0
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match="'adamw': found the key"):
+        step_once(optimizer, 1)
+    assert equal(before, everything(optimizer))
+
+
+def test_a_framework_may_announce_its_keys() -> None:
+    from muonmesh.settings import FOREIGN_KEYS
+
+    with pytest.raises(ValueError, match=r"FOREIGN_KEYS.add\('layer_depth'\)"):
+        mm.Muon([{"params": [nn.Parameter(torch.randn(4, 4))], "layer_depth": 3}])
+    FOREIGN_KEYS.add("layer_depth")
+    try:
+        mm.Muon([{"params": [nn.Parameter(torch.randn(4, 4))], "layer_depth": 3}])
+    finally:
+        FOREIGN_KEYS.remove("layer_depth")
+
+
+@pytest.mark.parametrize(
+    ("weight", "master"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ],
+    ids=str,
+)
+def test_masters_that_would_round_the_weight_are_refused(weight: torch.dtype, master: torch.dtype) -> None:
+    for algorithm in ("muon", "adamw"):
+        parameter = nn.Parameter(torch.randn(4, 4).to(weight))
+        with pytest.raises(ValueError, match=f"group0.0: found dtype {weight} with master_dtype={master}"):
+            mm.Muon([{"params": [parameter], "algorithm": algorithm}], master_dtype=master)
+
+
+def test_a_weight_that_becomes_wider_than_its_master_is_refused() -> None:
+    matrix, _, optimizer = pair(master_dtype=torch.float32)
+    step_once(optimizer, 0)
+    matrix.data = matrix.data.double()
+    matrix.grad = None
+    with pytest.raises(ValueError, match=r"matrix: found dtype torch.float64 with master_dtype=torch.float32"):
+        step_once(optimizer, 1)
+
+
+BAD: list[tuple[str, Any]] = [
+    ("lr", -1.0),
+    ("lr", float("nan")),
+    ("lr", float("inf")),
+    ("lr", None),
+    ("lr", "fast"),
+    ("lr", True),
+    ("lr", torch.tensor(-1.0)),
+    ("lr", torch.tensor(float("nan"))),
+    ("lr", torch.ones(2)),
+    ("momentum", 7),
+    ("momentum", -0.1),
+    ("momentum", float("nan")),
+    ("nesterov", "no"),
+    ("nesterov", 1),
+    ("weight_decay", -0.1),
+    ("weight_decay", float("inf")),
+    ("scale_mode", "big"),
+    ("scale_mode", ["spectral"]),
+    ("extra_scale_factor", 0.0),
+    ("ns_coefficients", "best"),
+    ("ns_coefficients", (3.4445, -4.775, 2.0315)),
+    ("ns_coefficients", []),
+    ("ns_coefficients", [(float("nan"), 1.0)]),
+    ("ns_steps", 0),
+    ("ns_steps", 2.5),
+    ("ns_method", "fast"),
+    ("adamw_betas", (0.9, 1.0)),
+    ("adamw_betas", 0.9),
+    ("adamw_eps", -1e-8),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD, ids=lambda entry: str(entry).replace("\n", " "))
+def test_one_check_for_constructor_groups_steps_and_loads(key: str, value: Any) -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises((ValueError, TypeError), match=key):
+        mm.Muon([weight], **{key: value})
+    with pytest.raises((ValueError, TypeError), match=key):
+        mm.Muon([{"params": [weight], key: value}])
+    _, _, optimizer = pair()
+    step_once(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in (0, 1):
+        broken = copy.deepcopy(saved)
+        broken["param_groups"][group][key] = value
+        before = everything(optimizer)
+        with pytest.raises(mm.StateError, match=key):
+            optimizer.load_state_dict(broken)
+        assert optimizer.state_dict()["param_groups"] == saved["param_groups"]
+        held = optimizer.param_groups[group][key]
+        optimizer.param_groups[group][key] = value
+        with pytest.raises((ValueError, TypeError), match=key):
+            step_once(optimizer, 1)
+        assert equal(before, everything(optimizer))
+        optimizer.param_groups[group][key] = held
+    step_once(optimizer, 1)
+
+
+# ------------------------------------------------------------------ state dicts
+
+
+def test_an_empty_state_does_not_plan_and_keeps_no_parameter_alive() -> None:
+    """Accelerate loads an empty state before FSDP2 replaces the parameters in the groups."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    optimizer = mm.from_model(model, lr=0.1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer._kept.planned is None
+    held = weakref.ref(optimizer.param_groups[0]["params"][0])
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(6, 6)) for _ in range(2)]
+    del model
+    gc.collect()
+    assert held() is None
+
+
+def test_saved_groups_list_no_parameters_but_by_name() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 2))
+    optimizer = mm.from_model(model, lr=0.1)
+    step_once(optimizer, 0)
+    for group, saved in zip(optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True):
+        assert saved.keys() == group.keys()
+        assert saved["param_names"] == group["param_names"]
+        lists = [
+            key for key, value in saved.items() if isinstance(value, list) and key not in ("params", "param_names")
+        ]
+        assert lists == []
+        assert group["reasons"]
+        assert group["algorithm"] == "adamw" or all(spec is not None for spec in group["matrices"])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    twin = mm.from_model(copy.deepcopy(model), lr=0.1)
+    twin.load_state_dict(loaded)
+    assert type(twin.param_groups[0]) is dict
+    assert twin.param_groups[0]["matrices"] == optimizer.param_groups[0]["matrices"]
+    assert twin.param_groups[0]["reasons"] == optimizer.param_groups[0]["reasons"]
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4, bias=False) for i in layers})
+
+
+def flattened(model: nn.Module, optimizer: mm.Muon) -> dict[str, Any]:
+    options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
+    return dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def test_flattened_state_grows_with_the_number_of_parameters_alone() -> None:
+    """torch's flattened form repeats a group's entries for each parameter."""
+    sizes = []
+    for count in (20, 40):
+        model = Deep(range(count))
+        found = flattened(model, mm.from_model(model, lr=0.1))
+        assert not [key for key, value in found.items() if isinstance(value, list)]
+        sizes.append(sum(len(pickle.dumps(v)) for v in found.values() if not isinstance(v, Tensor)))
+    assert sizes[1] < 2.2 * sizes[0]
+
+
+def test_flattened_state_of_another_cut_into_stages_loads() -> None:
+    """Saved by one stage of twelve layers, loaded by two of six; the same bits as going on."""
+    torch.manual_seed(0)
+    whole = Deep(range(12))
+    optimizer = mm.from_model(whole, lr=0.1, overrides={".*": "muon"})
+    step_once(optimizer, 0)
+    saved = flattened(whole, optimizer)
+    options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
+    stages = [Deep(range(6)), Deep(range(6, 12))]
+    others = []
+    for stage in stages:
+        stage.load_state_dict({k: v for k, v in whole.state_dict().items() if k in stage.state_dict()})
+        other = mm.from_model(stage, lr=0.3, overrides={".*": "muon"})
+        mine = flattened(stage, other)
+        dcp_state.set_optimizer_state_dict(stage, other, {key: saved[key] for key in mine}, options=options)
+        assert other.param_groups[0]["lr"] == 0.1
+        assert len(other.param_groups[0]["param_names"]) == len(other.param_groups[0]["matrices"]) == 6
+        others.append(other)
+    named = dict(whole.named_parameters())
+    for one in (optimizer, *others):
+        for group in one.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                parameter.grad = gradient_for(parameter, 100 + int(name.split(".")[1]))
+        one.step()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, named[name]), name
+
+
+def test_numbers_where_tensors_are_expected_load() -> None:
+    _, _, optimizer = pair()
+    _, _, twin = pair()
+    step_once(optimizer, 0)
+    step_once(twin, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1]["step"] = 1
+    saved["state"][0]["running_norm"] = 0.0
+    optimizer.load_state_dict(saved)
+    assert isinstance(optimizer.state[optimizer.param_groups[1]["params"][0]]["step"], Tensor)
+    for one in (optimizer, twin):
+        step_once(one, 1)
+    assert equal(everything(optimizer), everything(twin))
+
+
+def test_the_state_of_torch_optim_muon_is_refused_at_once_with_what_to_write() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    theirs = torch.optim.Muon([weight])
+    weight.grad = torch.randn(4, 4)
+    theirs.step()
+    ours = mm.Muon([weight])
+    before = weight.detach().clone()
+    with pytest.raises(mm.StateError, match=r"found the key 'eps'; needed 'adamw_eps'|ns_coefficients|adjust_lr_fn"):
+        ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(weight, before)
+    assert not ours.state
+
+
+@pytest.mark.parametrize(
+    ("number", "key", "change", "message"),
+    [
+        (0, "momentum_buffer", lambda t: t.fill_(float("nan")), "momentum_buffer with nan"),
+        (
+            0,
+            "momentum_buffer",
+            lambda t: t.index_fill_(0, torch.tensor(1), float("inf")),
+            "momentum_buffer with nan, inf",
+        ),
+        (0, "momentum_buffer", lambda t: t.T, r"momentum_buffer a plain tensor of shape \(12, 8\)"),
+        (0, "momentum_buffer", lambda t: t.tolist(), "'momentum_buffer' ="),
+        (0, "running_norm", lambda t: t - 1, "running_norm with nan, inf or negative"),
+        (0, "running_norm", lambda t: t.expand(3), "running_norm of shape"),
+        (0, "second_momentum", lambda t: torch.zeros(8), "'second_momentum' in its state"),
+        (1, "exp_avg_sq", lambda t: -t, "exp_avg_sq with nan, inf or negative"),
+        (1, "step", lambda t: t * float("nan"), "step with nan"),
+        (1, "step", lambda t: t.expand(2), r"step of shape \(2,\)"),
+        (1, "max_exp_avg_sq", lambda t: torch.zeros(5), "'max_exp_avg_sq' in its state"),
+    ],
+)
+def test_state_that_no_step_leaves_behind_is_refused(
+    number: int, key: str, change: Callable[[Any], Any], message: str
+) -> None:
+    _, _, optimizer = pair()
+    step_once(optimizer, 0)
+    broken = copy.deepcopy(optimizer.state_dict())
+    broken["state"][number][key] = change(broken["state"][number].get(key))
+    before = everything(optimizer)
+    with pytest.raises(mm.StateError, match=message):
+        optimizer.load_state_dict(broken)
+    assert equal(before, everything(optimizer))
+
+
+def test_state_of_parameters_that_no_group_has_is_refused() -> None:
+    _, _, optimizer = pair()
+    step_once(optimizer, 0)
+    broken = copy.deepcopy(optimizer.state_dict())
+    broken["state"][7] = broken["state"][0]
+    with pytest.raises(mm.StateError, match=r"state of the parameters \[7\]"):
+        optimizer.load_state_dict(broken)
+
+
+# ------------------------------------------------------------------ wrappers
+
+
+class Copying:
+    """Does what Lightning's and Fabric's optimizers do: copy the attributes, and be of a class derived from ours."""
+
+    def __new__(cls, optimizer: mm.Muon) -> Any:
+        twin = object.__new__(type("LightningMuon", (mm.Muon,), {}))
+        twin.__dict__ = {key: value for key, value in optimizer.__dict__.items() if key != "step"}
+        return twin
+
+
+def test_what_is_said_through_a_copying_wrapper_reaches_the_optimizer() -> None:
+    matrix, vector, optimizer = pair()
+    wrapper = Copying(optimizer)
+    step_once(optimizer, 0)
+    before = everything(optimizer)
+    matrix.grad, vector.grad = gradient_for(matrix, 1), gradient_for(vector, 1) * 1e6
+    assert bool(wrapper.clip_grad_norm_(1.0, skip_above=50.0).skipped)
+    optimizer.step()
+    assert equal(before, everything(optimizer))
+
+    for step in range(12):
+        matrix.grad, vector.grad = gradient_for(matrix, step), gradient_for(vector, step)
+        wrapper.clip_grad_norm_(1.0, policy="per_matrix")
+        optimizer.step()
+    assert float(optimizer.state[matrix]["running_norm_steps"]) == 12
+
+    wrapper.metrics()
+    step_once(optimizer, 30)
+    assert "muon/update_rms" in optimizer.metrics()
+    wrapper.process_group = "local"
+    assert optimizer.process_group == "local"
+
+
+# ------------------------------------------------------------------ an interrupted step
+
+
+def test_a_step_that_was_interrupted_while_it_wrote_is_not_built_upon() -> None:
+    matrix, _, optimizer = pair()
+    step_once(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    with torch.inference_mode():  # such a tensor cannot be written later; the vector is written before that is found
+        optimizer.state[matrix]["momentum_buffer"] = torch.zeros(8, 12)
+    with pytest.raises(RuntimeError, match="inference"):
+        step_once(optimizer, 1)
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(mm.StateError, match=r"interrupted while it wrote.*Load model and optimizer"):
+            call()
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.copy_(weights.pop(0))
+    optimizer.load_state_dict(saved)
+    step_once(optimizer, 1)
+    _, _, twin = pair()
+    for step in range(2):
+        step_once(twin, step)
+    assert equal(everything(optimizer), everything(twin))
+
+
+# ------------------------------------------------------------------ their like
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10),
+    st.floats(allow_nan=True, allow_infinity=True, width=32),
+    st.sampled_from(["", "muon", "spectral", "polar_express", "gram", "no", "1.0"]),
+    st.lists(st.floats(-2, 2), max_size=3),
+    st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    st.builds(torch.tensor, st.floats(allow_nan=True, width=32)),
+    st.just({}),
+    st.just(object()),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), where=st.sampled_from(["step", "load"]))
+def test_any_value_in_any_field_of_a_group_is_honoured_or_refused(data: st.DataObject, where: str) -> None:
+    """Missing, of another type, not finite: never a step with half of it, never a message without the field's name."""
+    _, _, optimizer = pair()
+    step_once(optimizer, 0)
+    number = data.draw(st.integers(0, 1))
+    group = optimizer.param_groups[number]
+    fields = sorted(set(group) - {"params"})
+    key = data.draw(st.sampled_from(fields))
+    missing = data.draw(st.integers(0, 5)) == 0
+    value = None if missing else data.draw(VALUES)
+    before = everything(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    target: dict[str, Any] = group if where == "step" else saved["param_groups"][number]
+    if missing:
+        del target[key]
+    else:
+        target[key] = value
+    try:
+        if where == "load":
+            optimizer.load_state_dict(saved)
+        step_once(optimizer, 1)
+    except (ValueError, TypeError, mm.StateError) as error:
+        refused = str(error)
+    else:
+        refused = None
+    if refused is not None:
+        assert key.removeprefix("adamw_") in refused or "param_names" in refused, (key, value, refused)
+        assert equal(before, everything(optimizer)), (key, value)
+        return
+    after = everything(optimizer)
+    assert all(bool(tensor.isfinite().all()) for tensor in after), (key, value)
+    rate = float(optimizer.param_groups[number]["lr"])
+    assert rate >= 0
