@@ -28,7 +28,8 @@ class Kept:
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
         bucket_cap_mb: MiB that one owner computes at a time.
-        number: How many optimizers this process had made before, by which ranks know each other's.
+        number: How many optimizers of this process had met those of other ranks when this one was made.
+        met: Whether this one has.
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
         connected: The plan that all ranks know of, with its exchange; None before the first step.
@@ -48,6 +49,7 @@ class Kept:
     exchange: ExchangeMode
     bucket_cap_mb: float
     number: int = 0
+    met: bool = False
     complete: bool = False
     planned: Planned | None = None
     connected: Planned | None = None

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.agreement import View, compare, connected, group_of, insist
 from muonmesh.comm.exchange import Counts, Exchange
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
-from muonmesh.comm.meeting import meet, note_failure, withdraw_failure
+from muonmesh.comm.meeting import count_optimizer, meet, next_number, note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared, local_of, mesh_groups, world_size
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.explain import Explanation, explain, step_size
@@ -115,7 +115,6 @@ class Muon(torch.optim.Optimizer):
     # GradScaler then calls `step` whether or not this rank overflowed, so that all ranks skip together.
     _step_supports_amp_scaling = True
 
-    _made: ClassVar[int] = 0
     _kept: Kept
 
     def __init__(
@@ -142,7 +141,6 @@ class Muon(torch.optim.Optimizer):
         exchange: ExchangeMode = "owner",
         bucket_cap_mb: float = 16.0,
     ) -> None:
-        number = Muon._made
         try:
             check_optimizer(
                 compute_dtype=compute_dtype,
@@ -173,15 +171,15 @@ class Muon(torch.optim.Optimizer):
             precision = Precision(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
-                precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb), number
+                precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
+            self._kept.number = next_number()
             super().__init__(params, defaults)
         except Exception as error:
             if process_group in (None, "world") or isinstance(process_group, dist.ProcessGroup):
-                note_failure(number, error)
+                note_failure(error)
             raise
-        withdraw_failure(number)
-        Muon._made += 1
+        withdraw_failure()
         self._kept.complete = True
 
     @property
@@ -325,6 +323,9 @@ class Muon(torch.optim.Optimizer):
         ranks = connected(sets, kept.number)
         if self.process_group != "local":
             meet(ranks, kept.number)
+            if not kept.met:
+                count_optimizer()
+                kept.met = True
         candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
         if isinstance(self.process_group, dist.ProcessGroup):
             candidates.insert(0, self.process_group)
@@ -403,7 +404,10 @@ class Muon(torch.optim.Optimizer):
             pending.raise_errors()
         settings = self._check_settings()
         if (before := self._changed(settings.error)) is not None:
-            stand_aside(*before, settings.error, waits=self._host_waits(before[0]) or settings.at_rest)
+            waits = self._host_waits(before[0]) or settings.at_rest
+            kept.pending = stand_aside(*before, settings.error, waits=waits)
+            if kept.pending is not None:
+                return loss
             self._plan_anew()
         planned, exchange, muon, adamw, flags = self._agree(settings, clip)
         if flags is None:  # another rank must plan again, so all of them do
@@ -679,7 +683,7 @@ class Muon(torch.optim.Optimizer):
             kept.exchange,
             kept.bucket_cap_mb,
             kept.number,
-            kept.complete,
+            complete=kept.complete,
             warned=kept.warned,
             torn=kept.torn,
         )
@@ -759,6 +763,6 @@ def from_model(
         groups = split_params(model, muon=muon, adamw=adamw, overrides=overrides)
     except Exception as error:
         if settings.get("process_group") != "local":
-            note_failure(Muon._made, error)
+            note_failure(error)
         raise
     return Muon(groups, lr, **settings)

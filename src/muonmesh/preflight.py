@@ -38,7 +38,7 @@ class Pending:
     exchange: Exchange
     error: Exception | None
     planned: Planned
-    terms: Terms
+    lines: Callable[[], Mapping[str, str]]
     settings: SettingsFound
 
     @staticmethod
@@ -47,7 +47,7 @@ class Pending:
         exchange: Exchange,
         error: Exception | None,
         planned: Planned,
-        terms: Terms,
+        lines: Callable[[], Mapping[str, str]],
         settings: SettingsFound,
     ) -> Pending:
         """Begin to copy them."""
@@ -57,7 +57,7 @@ class Pending:
             host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return Pending(Answers(answers.census, host), arrived, exchange, error, planned, terms, settings)
+        return Pending(Answers(answers.census, host), arrived, exchange, error, planned, lines, settings)
 
     def raise_errors(self) -> None:
         """Raise on every rank what the flags say, a step late."""
@@ -68,7 +68,7 @@ class Pending:
         error = self.error
         if error is None and bool(self.answers.somebody("error")):
             error = self.settings.late()
-        _raise_errors(self.planned, self.exchange, self.answers, error, self.terms.lines)
+        _raise_errors(self.planned, self.exchange, self.answers, error, self.lines)
 
 
 def preflight(
@@ -140,7 +140,7 @@ def preflight(
         active = (answers.of("nonzero") != 0) & ~stop
         present = [slot is not None and slot.gradient is not None for slot in muon]
         agreed = Flags(list(active.unbind()), present, overflowed, stop=stop)
-        return agreed, Pending.start(answers, exchange, error, planned, terms, settings)
+        return agreed, Pending.start(answers, exchange, error, planned, terms.lines, settings)
     if error is None and bool(answers.somebody("error")):
         error = settings.late()
     _raise_errors(planned, exchange, answers, error, terms.lines)
@@ -158,7 +158,7 @@ def preflight(
     return Flags(nonzeros, present, overflowed, skips, only_creates_state), None
 
 
-def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *, waits: bool) -> None:
+def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *, waits: bool) -> Pending | None:
     """Take part in the preflight of the others, who wait in it, and tell them that this rank cannot follow the plan.
 
     Args:
@@ -167,6 +167,9 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
         error: What is wrong with its groups; None: they have changed, so that all must plan again.
         waits: Whether the others' hosts read the flags now. If not, those that follow the plan go through the step with
             masked writes, and this rank sends them what they wait for.
+
+    Returns:
+        The error, to be raised on all ranks when their next step begins, where the host does not wait; else None.
 
     Raises:
         Exception: ``error``.
@@ -182,12 +185,15 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
     answers = Answers(census, exchange.reduce_flags(vector))
     if waits:
         _raise_errors(planned, exchange, answers, error, dict)
-    elif bool(answers.somebody("stays")):
+        return None
+    followed = bool(answers.somebody("stays"))
+    if followed:
         exchange.run(Idle())
     if error is not None:
-        raise error
-    if not waits and bool(answers.somebody("stays")):
+        return Pending.start(answers, exchange, error, planned, dict, SettingsFound(error, False, []))
+    if followed:
         raise CHANGED
+    return None
 
 
 def _flag(told: Tensor | None) -> bool | Tensor:

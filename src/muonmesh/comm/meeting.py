@@ -25,6 +25,9 @@ PATIENCE = 5.0
 GRACE = 2.0
 """Seconds in which a rank that has failed to make its optimizer may catch the error and make another one."""
 
+_optimizers = 0
+"""How many optimizers of this process have met those of other ranks; so all ranks give them the same numbers."""
+
 _failures: Counter[int] = Counter()
 """How often this process has failed to make its optimizer of this number."""
 
@@ -40,10 +43,22 @@ def shared_store() -> PrefixStore:
 # ------------------------------------------------------------------ optimizers that were not made
 
 
-def note_failure(number: int, error: Exception) -> None:
-    """Tell the other ranks that this one could not make its optimizer of this number; they wait for it otherwise."""
+def next_number() -> int:
+    """Return the number of the next optimizer that will meet those of other ranks."""
+    return _optimizers
+
+
+def count_optimizer() -> None:
+    """Count one that has met them for the first time."""
+    global _optimizers
+    _optimizers += 1
+
+
+def note_failure(error: Exception) -> None:
+    """Tell the other ranks that this one could not make its next optimizer; they wait for it otherwise."""
     if world_size() == 1:
         return
+    number = next_number()
     _failures[number] += 1
     with _unless_unreachable():
         store = shared_store()
@@ -51,8 +66,9 @@ def note_failure(number: int, error: Exception) -> None:
         store.set(f"failed/{number}", "1")
 
 
-def withdraw_failure(number: int) -> None:
-    """Take back what `note_failure` said: the optimizer of this number has been made after all."""
+def withdraw_failure() -> None:
+    """Take back what `note_failure` said: the optimizer has been made after all."""
+    number = next_number()
     if world_size() > 1 and _failures[number]:
         with _unless_unreachable():
             shared_store().delete_key(f"failed/{number}/{this_rank()}")

@@ -1,0 +1,431 @@
+"""Nothing silent, among ranks: what differs or goes wrong on one of them is an error on all, soon, and nobody hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import muonmesh as mm
+from muonmesh.layout import FlatShards
+from tests import problem
+from tests.workers import RankFailure
+
+SOON = 20.0
+"""Seconds within which every rank must have ended; the ranks' collectives wait for minutes."""
+
+
+class Two(nn.Module):
+    """A matrix and a vector, whole on every rank, or the matrix cut over the ranks."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        value = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+        if layout == "fsdp":
+            mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+            value = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+        self.matrix = nn.Parameter(value)
+        self.vector = nn.Parameter(torch.ones(5))
+
+
+def build(layout: str = "ddp", **settings: Any) -> tuple[Two, mm.Muon]:
+    model = Two(layout)
+    groups = [
+        {"params": [model.matrix], "param_names": ["matrix"], "name": "muon"},
+        {"params": [model.vector], "param_names": ["vector"], "name": "adamw", "algorithm": "adamw"},
+    ]
+    return model, mm.Muon(groups, lr=0.1, **{"process_group": "world", **settings})
+
+
+def give(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        parameter.grad = problem.placed_like(parameter, gradient)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [problem.whole(p) for p in model.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ------------------------------------------------------------------ settings that differ
+
+DIFFERENT: dict[str, Any] = {
+    "lr": 0.2,
+    "momentum": 0.5,
+    "nesterov": False,
+    "weight_decay": 0.0,
+    "scale_mode": "spectral",
+    "extra_scale_factor": 2.0,
+    "adamw_betas": (0.5, 0.6),
+    "adamw_eps": 1e-3,
+}
+
+
+def different_setting(key: str, value: Any, waits: bool) -> bool:
+    """Set a hyperparameter otherwise on rank 1 only, after a step; return whether anything was written."""
+    model, optimizer = build()
+    optimizer._kept.waits = waits
+    give(model, 0)
+    optimizer.step()
+    if dist.get_rank() == 1:
+        for group in optimizer.param_groups:
+            group[key] = value
+    before = values(model)
+    give(model, 1)
+    name = "vector" if key.startswith("adamw") else "matrix"
+    if not waits:
+        optimizer.step()  # the next step says it; AdamW's half is masked on CUDA only
+    with pytest.raises(mm.PlanError, match=f"{name}: found .* on rank 0 and .* on rank 1.*alike everywhere"):
+        optimizer.step()
+    return same(before if waits else before[:1], values(model) if waits else values(model)[:1])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("key", DIFFERENT)
+def test_a_setting_that_differs_on_one_rank_is_an_error_on_all(workers, key: str, waits: bool) -> None:
+    assert workers(2).run(different_setting, key, DIFFERENT[key], waits, timeout=SOON) == [True, True]
+
+
+def different_dtype(kind: str) -> None:
+    odd = dist.get_rank() == 1
+    settings: dict[str, Any] = {}
+    if kind == "state" and odd:
+        settings["state_dtype"] = torch.float64
+    if kind == "master" and odd:
+        settings["master_dtype"] = torch.float64
+    model, optimizer = build(**settings)
+    if kind == "parameter" and odd:
+        model.vector.data = model.vector.data.double()
+    if kind == "tensor lr" and odd:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.11)
+    give(model, 0)
+    before = values(model)
+    with pytest.raises(mm.PlanError, match=r"(matrix|vector): found .* on rank 0 and .* on rank 1"):
+        optimizer.step()
+    assert same(before, values(model))
+
+
+@pytest.mark.parametrize("kind", ["state", "master", "parameter", "tensor lr"])
+def test_a_dtype_that_differs_on_one_rank_is_an_error_on_all(workers, kind: str) -> None:
+    workers(2).run(different_dtype, kind, timeout=SOON)
+
+
+def equal_in_other_words() -> bool:
+    """A tensor and a number, a list and a tuple, groups in another order: the same settings."""
+    model = Two("ddp")
+    odd = dist.get_rank() == 1
+    groups: list[dict[str, Any]] = [
+        {"params": [model.matrix], "param_names": ["matrix"], "name": "muon", "lr": 0.25},
+        {"params": [model.vector], "param_names": ["vector"], "name": "adamw", "algorithm": "adamw", "lr": 0.25},
+    ]
+    if odd:
+        groups[0]["lr"] = torch.tensor(0.25)
+        groups[1]["adamw_betas"] = [0.9, 0.95]
+        groups[1]["name"] = "other"
+    optimizer = mm.Muon(groups, process_group="world")
+    for step in range(2):
+        give(model, step)
+        optimizer.step()
+    return True
+
+
+def test_the_same_settings_in_other_words_are_the_same(workers) -> None:
+    assert workers(2).run(equal_in_other_words, timeout=SOON) == [True, True]
+
+
+def different_clip(key: str, waits: bool) -> None:
+    model, optimizer = build()
+    optimizer._kept.waits = waits
+    arguments: dict[str, Any] = {"max_norm": 1.0, "policy": "all", "skip_above": 50.0}
+    if dist.get_rank() == 1:
+        arguments[key] = {"max_norm": 2.0, "policy": "separate", "skip_above": 60.0}[key]
+    give(model, 0)
+    before = [p.grad.clone() for p in model.parameters()]
+    if waits:
+        with pytest.raises(mm.PlanError, match=f"clip_grad_norm_: found .*{key}.* others on other ranks"):
+            optimizer.clip_grad_norm_(**arguments)
+    else:
+        assert bool(optimizer.clip_grad_norm_(**arguments).skipped)
+    assert same(before, [p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("key", ["max_norm", "policy", "skip_above"])
+def test_clipping_that_differs_on_one_rank_scales_nothing(workers, key: str, waits: bool) -> None:
+    workers(2).run(different_clip, key, waits, timeout=SOON)
+
+
+# ------------------------------------------------------------------ plans that change on one rank
+
+
+def changed(how: str, then: str, waits: bool) -> str:
+    """Change the plan on rank 1 only, after the first step; return what the next call says."""
+    model, optimizer = build("fsdp" if how == "swap" else "ddp")
+    optimizer._kept.waits = waits
+    give(model, 0)
+    optimizer.step()
+    if dist.get_rank() == 1:
+        if how == "add":
+            own = nn.Parameter(torch.randn(24))
+            optimizer.layouts = {"own": FlatShards.cut((6, 4), (1,), [0, 24])}
+            group = {"params": [own], "param_names": ["own"], "algorithm": "muon", "name": "own"}
+            optimizer.add_param_group(group)
+            model.own = own
+        elif how == "swap":
+            state = optimizer.state.pop(model.matrix)
+            model.matrix = nn.Parameter(model.matrix.detach().clone())
+            optimizer.param_groups[0]["params"][0] = model.matrix
+            optimizer.state[model.matrix] = state
+        else:
+            optimizer.param_groups[0]["params"].append(nn.Parameter(torch.randn(3, 3)))
+        if then == "explain" and how != "broken":
+            optimizer.explain()
+    give(model, 1)
+    before = values(model)
+    try:
+        if then == "clip":
+            optimizer.clip_grad_norm_(1.0)
+        elif then == "metrics":
+            optimizer.metrics()
+        optimizer.step()
+        if not waits:
+            optimizer.step()
+    except (mm.PlanError, ValueError) as error:
+        kept = slice(None) if waits else slice(1)  # AdamW's half is masked on CUDA only
+        assert same(before[kept], values(model)[kept]), "something was written"
+        return f"{type(error).__name__}: {error}"
+    assert not same(before[:1], values(model)[:1])
+    return "stepped"
+
+
+@pytest.mark.parametrize("then", ["step", "explain", "clip", "metrics"])
+@pytest.mark.parametrize("how", ["add", "swap"])
+def test_a_plan_that_changes_on_one_rank_is_made_anew_by_all(workers, how: str, then: str) -> None:
+    assert workers(2).run(changed, how, then, True, timeout=SOON) == ["stepped", "stepped"]
+
+
+@pytest.mark.parametrize("then", ["step", "clip"])
+def test_where_the_host_does_not_wait_a_changed_plan_is_an_error_on_all(workers, then: str) -> None:
+    for told in workers(2).run(changed, "add", then, False, timeout=SOON):
+        assert told.startswith("PlanError: found other parameters or groups than in the step before"), told
+
+
+@pytest.mark.parametrize("then", ["step", "clip", "metrics"])
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, then: str, waits: bool) -> None:
+    if then == "metrics" and not waits:
+        then = "step"
+    other, culprit = workers(2).run(changed, "broken", then, waits, timeout=SOON)
+    assert "found 1 param_names for 2 parameters" in culprit
+    assert other.startswith("PlanError: rank 1"), other
+
+
+def changed_everywhere(waits: bool) -> list[str]:
+    """All ranks add a group between two steps: the same bits as one process."""
+    results = []
+    for group in ("world", "local"):
+        model, optimizer = build(process_group=group)
+        optimizer._kept.waits = waits
+        for step in range(4):
+            if step == 2:
+                model.late = nn.Parameter(torch.ones(6, 4))
+                added = {"params": [model.late], "param_names": ["late"], "algorithm": "muon", "name": "late"}
+                optimizer.add_param_group(added)
+            give(model, step)
+            optimizer.clip_grad_norm_(1.0, policy="separate")
+            optimizer.step()
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+def test_a_plan_that_changes_everywhere_goes_on(workers, waits: bool) -> None:
+    assert workers(2).run(changed_everywhere, waits, timeout=SOON) == [[], []]
+
+
+# ------------------------------------------------------------------ ranks that do not come
+
+
+def construction_fails(how: str) -> tuple[str, float]:
+    """Rank 1 cannot make its optimizer; the others learn of it when they come to their first step."""
+    rank, stages = dist.get_rank(), how.startswith("stage")
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    overrides = {"nothing.of.this.name": "adamw"} if rank == 1 else None
+    group: Any = "world"
+    if stages:  # pipeline stages share nothing
+        mesh = DeviceMesh.from_group(groups[rank], "cpu")
+        for layer in model:
+            for name, parameter in list(layer.named_parameters()):
+                placed = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+                layer.register_parameter(name, nn.Parameter(placed))
+        group = None
+    begin = time.monotonic()
+    try:
+        if how.endswith("override"):
+            optimizer = mm.from_model(model, overrides=overrides, process_group=group)
+        else:
+            optimizer = mm.Muon(mm.split_params(model), process_group=group, lr=-1.0 if rank == 1 else 0.1)
+        if rank == 1:
+            return "made", 0.0
+        time.sleep(0.5)  # forward and backward
+        give(model, 0)
+        optimizer.step()
+    except (mm.PlanError, ValueError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "stepped", 0.0
+
+
+@pytest.mark.parametrize("how", ["override", "setting", "stage override", "stage setting"])
+def test_an_optimizer_that_one_rank_could_not_make_is_an_error_on_all(workers, how: str) -> None:
+    (other, seconds), (culprit, _) = workers(2).run(construction_fails, how, timeout=SOON)
+    assert culprit.startswith("ValueError"), culprit
+    assert other.startswith("PlanError: rank 1: "), other
+    assert other.removeprefix("PlanError: rank 1: ") == culprit.removeprefix("ValueError: ")
+    assert seconds < 10
+    workers(2).run(caught_and_made_anew, timeout=SOON)
+
+
+def caught_and_made_anew() -> None:
+    """Who catches the error and makes another optimizer goes on with the others."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="nothing"):
+            mm.from_model(model, overrides={"nothing": "adamw"}, process_group="world")
+        time.sleep(0.3)
+    optimizer = mm.from_model(model, process_group="world")
+    give(model, 0)
+    optimizer.step()
+
+
+def alone(what: str) -> tuple[str, float]:
+    """Rank 0 calls what rank 1 does not."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    model, optimizer = build(process_group=group)
+    give(model, 0)
+    optimizer.step()
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(mm.PlanError) as found:
+            getattr(optimizer, what)(*([1.0] if what == "clip_grad_norm_" else []))
+        told = str(found.value)
+    else:
+        time.sleep(9)
+        told = ""
+    return told, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("what", "where"), [("step", "the agreement before the step"), ("clip_grad_norm_", "the sum of the norms")]
+)
+def test_a_rank_that_steps_alone_says_in_what_and_who_is_missing(workers, what: str, where: str) -> None:
+    (told, seconds), _ = workers(2).run(alone, what, timeout=SOON)
+    assert f"the ranks 0, 1 did not meet in {where}. Missing: 1." in told, told
+    assert told.startswith("step "), told
+    assert seconds < 15
+
+
+def dies_in_the_step(file: str) -> None:
+    """Rank 1 agrees to the step and then dies; rank 0 says so, and does not build upon what is half written."""
+    model, optimizer = build("fsdp")
+    give(model, 0)
+    optimizer.step()
+    give(model, 1)
+    if dist.get_rank() == 1:
+        exchange = optimizer._kept.planned.exchange
+        exchange.run = lambda work: os._exit(9)
+    told = {}
+    try:
+        optimizer.step()
+    except mm.PlanError as error:
+        told["step"] = str(error)
+    for name in ("step", "state_dict"):
+        try:
+            getattr(optimizer, name)()
+        except mm.StateError as error:
+            told[f"then {name}"] = str(error)
+    Path(file).write_text(json.dumps(told))
+
+
+def test_a_rank_that_dies_inside_a_step_is_named_and_the_torn_state_is_not_saved(workers, tmp_path: Path) -> None:
+    file = tmp_path / "told.json"
+    with pytest.raises(RankFailure):
+        workers(2).run(dies_in_the_step, str(file), timeout=SOON)
+    for _ in range(100):
+        if file.exists():
+            break
+        time.sleep(0.1)
+    told = json.loads(file.read_text())
+    assert "did not meet in the gather of bucket 0. Missing: 1." in told["step"], told
+    for name in ("then step", "then state_dict"):
+        assert "interrupted while it wrote" in told[name]
+
+
+# ------------------------------------------------------------------ their like
+
+MUTATIONS: list[tuple[str, Any]] = [
+    ("lr", -1.0),
+    ("lr", float("nan")),
+    ("lr", None),
+    ("momentum", 7),
+    ("scale_mode", "big"),
+    ("ns_steps", "five"),
+    ("algorithm", "sgd"),
+    ("name", None),
+    ("matrices", [("rows", 3, 3)]),
+    ("param_names", []),
+    ("maximize", True),
+    ("nobody_reads", 1),
+]
+
+
+def mutated(key: str, value: Any, missing: bool, first: bool) -> tuple[str, bool]:
+    model, optimizer = build()
+    if not first:
+        give(model, 0)
+        optimizer.step()
+    if dist.get_rank() == 1:
+        if missing:
+            optimizer.param_groups[0].pop(key, None)
+        else:
+            optimizer.param_groups[0][key] = value
+    give(model, 1)
+    before = values(model)
+    try:
+        optimizer.step()
+    except (mm.PlanError, ValueError, TypeError) as error:
+        return str(error), same(before, values(model))
+    return "stepped", True
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
+@pytest.mark.parametrize(("key", "value"), MUTATIONS, ids=str)
+def test_a_field_that_is_wrong_on_one_rank_is_an_error_on_all(workers, key: str, value: Any, first: bool) -> None:
+    (other, kept), (culprit, untouched) = workers(2).run(mutated, key, value, False, first, timeout=SOON)
+    assert key in culprit or "param_names" in culprit or "add up" in culprit, culprit
+    assert other == f"rank 1: {culprit}"
+    assert kept
+    assert untouched
+
+
+@pytest.mark.parametrize("key", ["lr", "momentum", "algorithm", "param_names", "name", "ns_coefficients"])
+def test_a_field_that_is_missing_on_one_rank_is_an_error_on_all(workers, key: str) -> None:
+    (other, kept), (culprit, untouched) = workers(2).run(mutated, key, None, True, False, timeout=SOON)
+    assert f"found no {key!r}" in culprit, culprit
+    assert other == f"rank 1: {culprit}"
+    assert kept
+    assert untouched
