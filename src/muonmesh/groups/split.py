@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.roles import (
+    GUESS,
     Role,
     Site,
     as_matrices,
@@ -143,6 +146,9 @@ def split_params(
         ValueError: an override matches nothing, or asks for what a parameter cannot be; nothing is trainable; a
             weight was flattened by a wrapper, so its shape says nothing.
 
+    Warns:
+        UserWarning: among several ranks, where a head is a guess that a pipeline stage would get wrong.
+
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).
     """
@@ -152,6 +158,7 @@ def split_params(
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
+    _warn_of_guesses(model, entries)
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES.values()}
     for entry in entries:
         algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
@@ -172,6 +179,21 @@ def split_params(
             group["matrices"].append(as_matrices(matrices))
     filled = [group for group in groups.values() if group]
     return ParamGroups(sorted(filled, key=_order), frozen=frozen)
+
+
+def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
+    """Warn where a pipeline stage would get other groups than the whole model; one process holds no stage."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for entry in entries:
+        if entry.role.reason.endswith(GUESS) and not entry.overridden_by:
+            found = f"the last layer of a {type(model).__name__} without a stack of blocks before it, taken as the head"
+            write = (
+                f'If this is a pipeline stage that has more behind it, write overrides={{"{entry.name}": "muon"}}; '
+                'else "adamw" there says that it is meant'
+            )
+            needed = "to know whether it is the whole model's output layer"
+            warnings.warn(explain_error(entry.name, found, needed, write), stacklevel=3)
 
 
 def _order(group: dict[str, Any]) -> int:
