@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 
 from muonmesh.groups import split_params
 from tests.workers import Pool
@@ -314,3 +315,64 @@ def test_among_several_ranks_the_guess_warns_and_in_one_process_it_does_not(work
     for (message,) in workers(2).run(_warned, _mlp):
         assert message.startswith("2.weight: found the last layer of a Sequential without a stack of blocks")
         assert 'overrides={"2.weight": "muon"}' in message
+
+
+# What the whole model decided, for a stage
+
+
+class Traceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(WIDTH), feed_forward()) for _ in range(3)])
+        self.output = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.output(x)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_traced_stage_is_refused_and_gets_what_the_whole_model_decided() -> None:
+    """`pipeline` and torch.export keep no class of a module, so an embedding looks like any matrix."""
+    model = Traceable()
+    whole = split_params(model, muon={"lr": 0.02})
+    cut = {f"layers.{i}": SplitPoint.BEGINNING for i in (1, 2)}
+    traced = pipeline(model, mb_args=(torch.zeros(2, 4, dtype=torch.long),), split_spec=cut)
+    seen: dict[str, Any] = {}
+    for number in range(3):
+        stage = traced.get_stage_module(number)
+        message = r"weight: found a parameter of a traced module, .* Write split_params\(model\)\.held_by\(stage\)"
+        with pytest.raises(ValueError, match=message):
+            split_params(stage)
+        groups = whole.held_by(stage)
+        by_name = dict(stage.named_parameters())
+        for group in groups:
+            assert all(by_name[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
+            assert len(group["reasons"]) == len(group["params"])
+        assert [g["lr"] for g in groups if g["algorithm"] == "muon"] == [0.02]
+        seen |= decided(groups)
+        assert set(decided(groups)) == set(by_name)
+    assert seen == decided(whole)
+
+
+def test_what_the_whole_model_decided_reaches_tied_and_frozen_parameters_and_refuses_strangers() -> None:
+    model = Model(nn.ModuleList([Plain(), Plain()]))
+    model.output.weight = model.embed.weight
+    model.norm.requires_grad_(False)
+    whole = split_params(model)
+    last = nn.ModuleDict({"norm": model.norm, "output": nn.Linear(WIDTH, VOCAB, bias=False)})
+    groups = whole.held_by(torch.compile(last))
+    assert decided(groups) == {"output.weight": ("adamw.embeddings", None)}  # as the embedding it is tied to
+    assert set(groups.frozen) == {"norm.weight", "norm.bias"}
+    with pytest.raises(ValueError, match=r"^head\.weight: found a parameter that the whole model's groups do not name"):
+        whole.held_by(nn.ModuleDict({"head": nn.Linear(WIDTH, VOCAB, bias=False)}))
+    with pytest.raises(ValueError, match=r"^output\.weight: found shape \(3, 8\); needed \(11, 8\)"):
+        whole.held_by(nn.ModuleDict({"output": nn.Linear(WIDTH, 3, bias=False)}))
+    with pytest.raises(TypeError, match="found a list; needed a torch"):
+        whole.held_by([last])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"none with requires_grad"):
+        whole.held_by(nn.ModuleDict({"norm": model.norm}))

@@ -255,9 +255,10 @@ def role(site: Site, outputs: Mapping[int, str]) -> Role:
     """What the parameter at `site` is; `outputs` comes from `output_layers`.
 
     Raises:
-        ValueError: the parameter is no longer the module's own (flattened, uninitialised), so its shape says nothing.
+        ValueError: the parameter is no longer the module's own (flattened, uninitialised, traced), so that nothing says
+            what it is.
     """
-    _refuse_shapeless(site)
+    _refuse_unknowable(site)
     for rule in (_declared, _adapter, _output, _embedding, _vector, _parametrised, _torch_fused, _expert, _router):
         if (found := rule(site, outputs)) is not None:
             return found
@@ -267,13 +268,18 @@ def role(site: Site, outputs: Mapping[int, str]) -> Role:
     return _unknown(site)
 
 
-def _refuse_shapeless(site: Site) -> None:
+def _refuse_unknowable(site: Site) -> None:
     parameter, module = site.parameter, site.module
     if isinstance(parameter, UninitializedParameter):
         found = f"a parameter of the lazy module {_class(module)}, which has no shape yet"
         raise ValueError(
             explain_error(site.name, found, "its shape", "Run one forward pass before split_params(model)")
         )
+    if "InterpreterModule" in class_names(module):  # torch.export's, also of torch.distributed.pipelining.pipeline
+        found = "a parameter of a traced module, which has lost its class"
+        needed = "the module that was traced, since an embedding is no matrix"
+        write = "Write split_params(model).held_by(stage), with the model as it was before tracing"
+        raise ValueError(explain_error(site.name, found, needed, write))
     flat = getattr(parameter, "_is_flat_param", False)
     weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
     if flat or (weight and len(site.shape) < 2):
