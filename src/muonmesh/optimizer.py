@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from muonmesh.adamw import adamw_step
 from muonmesh.checkpoint import Place, restore_state
@@ -302,6 +303,8 @@ class Muon(torch.optim.Optimizer):
         self._clip = Clip()
         super().zero_grad(set_to_none)
 
+    # Whole matrices, flags and collectives are no graph; compiled elementwise operations would round otherwise.
+    @_disable_dynamo
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.grad_scaler.GradScaler | None = None
@@ -465,6 +468,7 @@ class Muon(torch.optim.Optimizer):
             )
             return
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self,
