@@ -20,7 +20,7 @@ from muonmesh.comm.agreement import View, compare, connected, group_of, insist
 from muonmesh.comm.exchange import Counts, Exchange
 from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Declared, local_of, mesh_groups
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError
 from muonmesh.explain import Explanation, explain, step_size
 from muonmesh.flags import Flags
 from muonmesh.groups import split_params
@@ -49,6 +49,7 @@ from muonmesh.settings import (
     ExchangeMode,
     ProcessGroup,
     algorithm_of,
+    check_dtype,
     check_group,
     check_optimizer,
 )
@@ -211,9 +212,7 @@ class Muon(torch.optim.Optimizer):
             )
         check_group(f"group {group['name']!r}", group)
         for name, tensor in zip(names, tensors, strict=True):
-            if not tensor.is_floating_point():
-                found = f"dtype {tensor.dtype}"
-                raise TypeError(explain_error(name, found, "a real floating-point parameter", "Leave it out"))
+            check_dtype(name, tensor.dtype, self._precision.master, group)
         if group["algorithm"] == "adamw":
             return
         specs = group.setdefault("matrices", [None] * len(tensors))

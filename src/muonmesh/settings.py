@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.errors import explain_error
 from muonmesh.layout import Rates
 from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.scale import update_scale
 
 Algorithm = Literal["muon", "adamw"]
@@ -58,7 +60,6 @@ _OTHER_NAMES = {
     "method": "ns_method",
 }
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_lr", "initial_momentum", "max_momentum", "base_momentum")
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
 
 
 def check_optimizer(
@@ -82,9 +83,12 @@ def check_optimizer(
     _check(isinstance(shard_state, bool), "shard_state", shard_state, "True or False")
     known = isinstance(exchange, Rates) or exchange in ("owner", "gram", "auto")
     _check(known, "exchange", exchange, '"owner", "gram", "auto" or Rates(...)')
-    _check(compute_dtype in _COMPUTE_DTYPES, "compute_dtype", compute_dtype, "a float dtype such as torch.bfloat16")
-    _check(_is_float(state_dtype), "state_dtype", state_dtype, "a float dtype such as torch.float32")
-    _check(master_dtype is None or _is_float(master_dtype), "master_dtype", master_dtype, "None or torch.float32")
+    found, needed = compute_dtype, f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
+    _check(found in COMPUTE_DTYPES, "compute_dtype", found, needed)
+    found, needed = state_dtype, f"{NEEDED_HELD}. Write state_dtype=torch.float32"
+    _check(found in HELD_DTYPES, "state_dtype", found, needed)
+    found, needed = master_dtype, f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
+    _check(found is None or found in HELD_DTYPES, "master_dtype", found, needed)
     named = process_group in ("world", "local", None) or isinstance(process_group, dist.ProcessGroup)
     _check(named, "process_group", process_group, '"world", "local", a ProcessGroup or None')
     positive = isinstance(bucket_cap_mb, (int, float)) and _is_number(bucket_cap_mb) and bucket_cap_mb > 0
@@ -116,8 +120,25 @@ def _check(holds: bool, name: str, found: object, needed: str) -> None:
         raise ValueError(f"{name}: found {found!r}; needed {needed}")
 
 
-def _is_float(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+def check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
+    """Check the dtype of a parameter.
+
+    Raises:
+        TypeError: nothing can be computed in it.
+        ValueError: its master would hold less of it than it does itself, or AdamW's ε is 0 in it.
+    """
+    if dtype not in HELD_DTYPES:
+        needed, write = f"a real floating-point parameter, {NEEDED_HELD}", "Leave it out, or keep it in torch.bfloat16"
+        raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
+    if master is not None and torch.promote_types(dtype, master) != master:
+        wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
+        found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
+        raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
+    eps, moments = float(group["adamw_eps"]), master or dtype
+    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments) == 0:
+        found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
+        needed = "an ε above 0"
+        raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
 
 
 def _is_number(value: object) -> bool:
