@@ -52,6 +52,7 @@ from muonmesh.settings import (
     check_dtype,
     check_group,
     check_optimizer,
+    check_process_group,
 )
 from muonmesh.slots import RUNNING, Precision, Slot
 from muonmesh.step import MuonStep, Sums
@@ -477,7 +478,7 @@ class Muon(torch.optim.Optimizer):
         skip_above: float = math.inf,
         norms: bool = True,
         norm_type: float = 2.0,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup = None,
     ) -> GradNorms:
         """Clip the gradients by their norm over all ranks; all ranks call it, before ``step``.
 
@@ -498,22 +499,30 @@ class Muon(torch.optim.Optimizer):
                 then seen only by policies that measure it, or with ``skip_above``.
             norm_type: 2, the only one there is.
             process_group: Ranks of optimizers that share no parameter, such as pipeline stages, to be clipped by a
-                common norm: a group that holds this rank and at least one of each other stage.
+                common norm: "world", or a group that holds this rank and at least one of each other stage. "local" and
+                None: no others.
 
         Returns:
             The norms before clipping, and whether the next step is skipped.
 
         Raises:
-            ValueError: max_norm, skip_above or norm_type is out of range, or the policy is unknown.
+            ValueError: an argument is out of range or unknown.
             LayoutError, TypeError: a gradient lives elsewhere than its parameter, or is sparse. On CUDA it is raised
                 by ``step``.
             PlanError: on the other ranks then.
         """
+        check_process_group(process_group)
         planned, exchange = self._connect()
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         waits = self._host_waits(planned)
         found, self._clip = clip_gradients(
-            planned, self.param_groups, self.state, exchange, limits, process_group=process_group, waits=waits
+            planned,
+            self.param_groups,
+            self.state,
+            exchange,
+            limits,
+            process_group=group_for(process_group),
+            waits=waits,
         )
         return found
 

@@ -89,10 +89,22 @@ def check_optimizer(
     _check(found in HELD_DTYPES, "state_dtype", found, needed)
     found, needed = master_dtype, f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
     _check(found is None or found in HELD_DTYPES, "master_dtype", found, needed)
-    named = process_group in ("world", "local", None) or isinstance(process_group, dist.ProcessGroup)
-    _check(named, "process_group", process_group, '"world", "local", a ProcessGroup or None')
+    check_process_group(process_group)
     positive = isinstance(bucket_cap_mb, (int, float)) and _is_number(bucket_cap_mb) and bucket_cap_mb > 0
     _check(positive, "bucket_cap_mb", bucket_cap_mb, "a positive number")
+
+
+def check_process_group(process_group: object) -> None:
+    """Check what stands for a process group, here and in `Muon.clip_grad_norm_`; sends nothing.
+
+    Raises:
+        ValueError: it is nothing that stands for one, or a group that this rank is not in.
+    """
+    needed = '"world", "local", a ProcessGroup or None'
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the other ranks
+        raise ValueError(f"process_group: found a group without this rank; needed {needed}, with this rank in it")
+    named = process_group is None or (isinstance(process_group, str) and process_group in ("world", "local"))
+    _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
 
 def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
