@@ -92,6 +92,8 @@ class Limits:
         ):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise ValueError(f"{name}: found {value!r}; needed a number of at least 0, or inf {meaning}")
+        if not isinstance(self.norms, bool):
+            raise ValueError(f"norms: found {self.norms!r}; needed True or False")
         if self.norm_type != 2:
             raise ValueError(
                 f"norm_type: found {self.norm_type!r}; needed 2: Euclidean norms alone. For others call "

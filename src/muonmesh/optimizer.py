@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from muonmesh.adamw import adamw_step
 from muonmesh.checkpoint import Place, SavedGroup, restore_state
@@ -53,9 +54,10 @@ from muonmesh.settings import (
     ProcessGroup,
     SettingsFound,
     algorithm_of,
+    check_dtype,
     check_group,
     check_optimizer,
-    check_precision,
+    check_process_group,
     check_structure,
 )
 from muonmesh.slots import Precision, Slot, check_state
@@ -250,10 +252,7 @@ class Muon(torch.optim.Optimizer):
                 needed = "a name of its own for each, by which ranks and checkpoints know it"
                 raise ValueError(explain_error(name, "two parameters of this name", needed, write))
             taken.add(name)
-            if not tensor.is_floating_point():
-                found = f"dtype {tensor.dtype}"
-                raise TypeError(explain_error(name, found, "a real floating-point parameter", "Leave it out"))
-            check_precision(name, tensor.dtype, self._kept.precision.master)
+            check_dtype(name, tensor.dtype, self._kept.precision.master, group)
         if group["algorithm"] == "adamw":
             return
         specs = group.get("matrices")
@@ -371,6 +370,8 @@ class Muon(torch.optim.Optimizer):
         self._kept.clip = Clip()
         super().zero_grad(set_to_none)
 
+    # Whole matrices, flags and collectives are no graph; compiled elementwise operations would round otherwise.
+    @_disable_dynamo
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.grad_scaler.GradScaler | None = None
@@ -579,6 +580,7 @@ class Muon(torch.optim.Optimizer):
             )
             return
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -588,7 +590,7 @@ class Muon(torch.optim.Optimizer):
         skip_above: float = math.inf,
         norms: bool = True,
         norm_type: float = 2.0,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup = None,
     ) -> GradNorms:
         """Clip the gradients by their norm over all ranks; all ranks call it, before ``step``.
 
@@ -609,23 +611,25 @@ class Muon(torch.optim.Optimizer):
                 then seen only by policies that measure it, or with ``skip_above``.
             norm_type: 2, the only one there is.
             process_group: Ranks of optimizers that share no parameter, such as pipeline stages, to be clipped by a
-                common norm: a group that holds this rank and at least one of each other stage.
+                common norm: "world", or a group that holds this rank and at least one of each other stage. "local" and
+                None: no others.
 
         Returns:
             The norms before clipping, and whether the next step is skipped.
 
         Raises:
-            ValueError: max_norm, skip_above or norm_type is out of range, or the policy is unknown.
+            ValueError: an argument is out of range or unknown.
             LayoutError, TypeError: a gradient lives elsewhere than its parameter, or is sparse. On CUDA it is raised
                 by ``step``.
             PlanError: on the other ranks then.
         """
-        kept = self._kept
+        check_process_group(process_group)
+        kept, ranks = self._kept, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = self._check_settings().error
         if (before := self._changed(error)) is not None:
             waits = self._host_waits(before[0])
-            told = stand_aside_from_sums(*before, error, limits, process_group=process_group, waits=waits)
+            told = stand_aside_from_sums(*before, error, limits, process_group=ranks, waits=waits)
             if told is not None:
                 return told
             self._plan_anew()
@@ -634,7 +638,7 @@ class Muon(torch.optim.Optimizer):
             waits = self._host_waits(planned)
             try:
                 found, kept.clip = clip_gradients(
-                    planned, self.param_groups, self.state, exchange, limits, process_group=process_group, waits=waits
+                    planned, self.param_groups, self.state, exchange, limits, process_group=ranks, waits=waits
                 )
             except PlanAgain:
                 self._plan_anew()

@@ -15,6 +15,7 @@ from torch import Tensor
 from muonmesh.errors import explain_error
 from muonmesh.layout import Rates
 from muonmesh.numerics.coefficients import coefficient_set
+from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.scale import ScaleMode
 
 Algorithm = Literal["muon", "adamw"]
@@ -63,6 +64,7 @@ _OTHER_NAMES = {
     "method": "ns_method",
     "adjust_lr_fn": "scale_mode",
 }
+
 FOREIGN_KEYS = {
     # torch's learning-rate schedulers
     *("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "initial_momentum", "max_momentum", "base_momentum"),
@@ -77,8 +79,6 @@ framework of yours reads."""
 
 _TORCH_SWITCHES = ("maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable")
 """Keys of torch's own optimizers that mean nothing while they are off, as in the groups of their state dicts."""
-
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
 
 
 class SettingsFound(NamedTuple):
@@ -129,13 +129,28 @@ def check_optimizer(
     _check(isinstance(shard_state, bool), "shard_state", shard_state, "True or False")
     known = isinstance(exchange, Rates) or exchange in ("owner", "gram", "auto")
     _check(known, "exchange", exchange, '"owner", "gram", "auto" or Rates(...)')
-    _check(compute_dtype in _COMPUTE_DTYPES, "compute_dtype", compute_dtype, "a float dtype such as torch.bfloat16")
-    _check(_is_float(state_dtype), "state_dtype", state_dtype, "a float dtype such as torch.float32")
-    _check(master_dtype is None or _is_float(master_dtype), "master_dtype", master_dtype, "None or torch.float32")
-    named = process_group in ("world", "local", None) or isinstance(process_group, dist.ProcessGroup)
-    _check(named, "process_group", process_group, '"world", "local", a ProcessGroup or None')
+    found, needed = compute_dtype, f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
+    _check(found in COMPUTE_DTYPES, "compute_dtype", found, needed)
+    found, needed = state_dtype, f"{NEEDED_HELD}. Write state_dtype=torch.float32"
+    _check(found in HELD_DTYPES, "state_dtype", found, needed)
+    found, needed = master_dtype, f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
+    _check(found is None or found in HELD_DTYPES, "master_dtype", found, needed)
+    check_process_group(process_group)
     positive = isinstance(bucket_cap_mb, (int, float)) and _is_number(bucket_cap_mb) and bucket_cap_mb > 0
     _check(positive, "bucket_cap_mb", bucket_cap_mb, "a positive number")
+
+
+def check_process_group(process_group: object) -> None:
+    """Check what stands for a process group, here and in `Muon.clip_grad_norm_`; sends nothing.
+
+    Raises:
+        ValueError: it is nothing that stands for one, or a group that this rank is not in.
+    """
+    needed = '"world", "local", a ProcessGroup or None'
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the other ranks
+        raise ValueError(f"process_group: found a group without this rank; needed {needed}, with this rank in it")
+    named = process_group is None or (isinstance(process_group, str) and process_group in ("world", "local"))
+    _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
 
 def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
@@ -163,8 +178,25 @@ def _check(holds: bool, name: str, found: object, needed: str) -> None:
         raise ValueError(f"{name}: found {found!r}; needed {needed}")
 
 
-def _is_float(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+def check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
+    """Check the dtype of a parameter.
+
+    Raises:
+        TypeError: nothing can be computed in it.
+        ValueError: its master would hold less of it than it does itself, or AdamW's ε is 0 in it.
+    """
+    if dtype not in HELD_DTYPES:
+        needed, write = f"a real floating-point parameter, {NEEDED_HELD}", "Leave it out, or keep it in torch.bfloat16"
+        raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
+    if master is not None and torch.promote_types(dtype, master) != master:
+        wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
+        found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
+        raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
+    eps, moments = float(group["adamw_eps"]), master or dtype
+    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments) == 0:
+        found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
+        needed = "an ε above 0"
+        raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
 
 
 def _is_number(value: object) -> bool:
@@ -269,12 +301,3 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
             f"{where}: found the key {key!r}, which nobody reads; needed a setting (the nearest is {nearest!r}). "
             f"Remove it or, if a framework of yours reads it, write muonmesh.settings.FOREIGN_KEYS.add({key!r})"
         )
-
-
-def check_precision(name: str, dtype: torch.dtype, master_dtype: torch.dtype | None) -> None:
-    """Raise ValueError if a parameter's master would round it."""
-    if master_dtype is None or torch.promote_types(dtype, master_dtype) == master_dtype:
-        return
-    needed = f"masters that hold every {dtype} number"
-    write = f"Write master_dtype={torch.promote_types(dtype, torch.float32)}, or None to keep no masters"
-    raise ValueError(explain_error(name, f"dtype {dtype} with master_dtype={master_dtype}", needed, write))

@@ -282,6 +282,19 @@ def exactness(config: dict[str, Any], *, zero_init: bool = False, **optimizer: A
     return wrong
 
 
+def from_half(config: dict[str, Any]) -> bool:
+    """Whether a model that was cast to fp16 before the engine was made trains on."""
+    with fp16_on_cpu():
+        engine = engine_for(config, build().half())
+        before = weights(engine)
+        train(engine, range(2))
+        after = weights(engine)
+        finite = all(bool(weight.isfinite().all()) for weight in after.values())
+        moved = finite and not torch.equal(after["up.weight"], before["up.weight"])
+        engine.destroy()
+    return moved
+
+
 # ---------------------------------------------------------------- checkpoints
 
 

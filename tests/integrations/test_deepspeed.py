@@ -96,6 +96,11 @@ def test_the_update_is_that_of_one_process(pools: dict[int, Pool], world: int, n
     assert pools[world].run(ds.exactness, EXACT[name]) == [[]] * world
 
 
+def test_a_model_that_is_fp16_already_trains_on_the_masters_that_the_engine_keeps(pools: dict[int, Pool]) -> None:
+    """Without masters AdamW's ε would be 0 in fp16, and `Muon` refuses it."""
+    assert pools[2].run(ds.from_half, zero(1) | FP16) == [True, True]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_computed_in_bf16_too(pools: dict[int, Pool], stage: int) -> None:
     assert pools[2].run(ds.exactness, zero(stage), compute_dtype=torch.bfloat16) == [[], []]

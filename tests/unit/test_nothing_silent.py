@@ -284,7 +284,7 @@ def test_a_framework_may_announce_its_keys() -> None:
 def test_masters_that_would_round_the_weight_are_refused(weight: torch.dtype, master: torch.dtype) -> None:
     for algorithm in ("muon", "adamw"):
         parameter = nn.Parameter(torch.randn(4, 4).to(weight))
-        with pytest.raises(ValueError, match=f"group0.0: found dtype {weight} with master_dtype={master}"):
+        with pytest.raises(ValueError, match=f"group0.0: found dtype {weight} and master_dtype={master}"):
             mm.Muon([{"params": [parameter], "algorithm": algorithm}], master_dtype=master)
 
 
@@ -293,7 +293,7 @@ def test_a_weight_that_becomes_wider_than_its_master_is_refused() -> None:
     step_once(optimizer, 0)
     matrix.data = matrix.data.double()
     matrix.grad = None
-    with pytest.raises(ValueError, match=r"matrix: found dtype torch.float64 with master_dtype=torch.float32"):
+    with pytest.raises(ValueError, match=r"matrix: found dtype torch.float64 and master_dtype=torch.float32"):
         step_once(optimizer, 1)
 
 

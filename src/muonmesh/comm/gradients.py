@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, explain_error
+from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 
 
 def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
@@ -22,7 +23,7 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
 
     Raises:
         LayoutError: the gradient lives elsewhere than its parameter.
-        TypeError: the gradient is sparse or complex, or on another device.
+        TypeError: the gradient is sparse, complex or of a dtype without arithmetic, or on another device.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -30,6 +31,9 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
     if gradient.is_complex() or parameter.is_complex():
         found = f"a gradient of dtype {gradient.dtype}"
         raise TypeError(explain_error(name, found, "a real gradient", "Muon and AdamW here take real tensors only"))
+    if gradient.dtype not in HELD_DTYPES:
+        found = f"a gradient of dtype {gradient.dtype}"
+        raise TypeError(explain_error(name, found, NEEDED_HELD, "Write parameter.grad = parameter.grad.float()"))
     if gradient.layout is not torch.strided:
         found = f"a gradient with layout {gradient.layout}"
         raise TypeError(explain_error(name, found, "a dense gradient", "Write Embedding(..., sparse=False)"))

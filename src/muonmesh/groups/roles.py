@@ -27,14 +27,19 @@ from muonmesh.groups.fused import (
     fused_order,
     global_shape,
 )
+from muonmesh.names import WRAPPERS
 
 Algorithm = Literal["muon", "adamw"]
 Kind = Literal["matrices", "embeddings", "head", "vectors"]
 
-# Children that stand for their parent: torch.compile, activation checkpointing and FSDP1; and, under classes of these
-# names only (a model may well have a child called "module"), the data-parallel wrappers.
-_STANDS_FOR_PARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_DATA_PARALLEL = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
+# Classes whose child "module" stands for them (a model may well have a child of that name), by name, since Megatron,
+# DeepSpeed and apex have such classes too.
+_HOLDS_MODULE = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module"}
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+GUESS = "; a guess, for no stack of blocks comes before it"
+"""Ends the reason for a head that may as well be the last layer of a pipeline stage."""
 
 _NORM = re.compile(r"Norm(Gated|\dd)?$")
 _ROUTER = re.compile(r"Router|Gating|TopKGate|MoEGate")
@@ -102,12 +107,18 @@ def _sites(module: nn.Module, path: tuple[str, ...], owners: tuple[tuple[str, nn
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """What `module` wraps, if it is a wrapper that leaves no trace in canonical names."""
-    for name in _STANDS_FOR_PARENT:
+    for name in WRAPPERS:
         if module._modules.get(name) is not None:
             return module._modules[name]
-    if not _DATA_PARALLEL.isdisjoint(class_names(module)):
+    if not _HOLDS_MODULE.isdisjoint(class_names(module)):
         return module._modules.get("module")
     return None
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    return module
 
 
 def output_layers(model: nn.Module) -> dict[int, str]:
@@ -117,7 +128,9 @@ def output_layers(model: nn.Module) -> dict[int, str]:
     2. In a transformers model, outside its base model (directly in it, if it has none): a linear or convolution
        onto the labels or the vocabulary.
     3. In any other model: the last linear or convolution registered, if it is inside no block, that is reached
-       through containers only.
+       through containers only. Where no stack of blocks comes before it, that is a guess, and the reason says so.
+
+    A pipeline stage is to get what the whole model gets, so a block that is alone in it is no model.
     """
     layers: dict[int, str] = {}
     for module in model.modules():
@@ -130,18 +143,14 @@ def output_layers(model: nn.Module) -> dict[int, str]:
                 continue
             for layer in found if isinstance(found, list | nn.ModuleList) else [found]:
                 if isinstance(layer, nn.Module):
-                    layers.setdefault(_identity(layer), f"{method}() of {_class(module)}")
+                    layers.setdefault(id(_unwrapped(layer)), f"{method}() of {_class(module)}")
         for layer in _label_layers(module):
-            layers.setdefault(_identity(layer), f"onto the labels of {_class(module)}")
-    if not hasattr(_body(model), "base_model_prefix") and (last := _last_layer(model)) is not None:
-        layers.setdefault(_identity(last), "the model's last layer, inside no block")
+            layers.setdefault(id(_unwrapped(layer)), f"onto the labels of {_class(module)}")
+    body = _body(model)
+    if not hasattr(body, "base_model_prefix") and (last := _last_layer(body)) is not None:
+        layer, known = last
+        layers.setdefault(id(layer), "the model's last layer, inside no block" + ("" if known else GUESS))
     return layers
-
-
-def _identity(module: nn.Module) -> int:
-    while (inner := _wrapped(module)) is not None:
-        module = inner
-    return id(module)
 
 
 def _label_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -149,10 +158,11 @@ def _label_layers(module: nn.Module) -> Iterator[nn.Module]:
     base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
     if config is None or prefix is None or base is module:
         return
+    cut_away = isinstance(prefix, str) and base is None and hasattr(module, prefix)  # a pipeline stage without it
     labels = getattr(config, "num_labels", None)
     sizes = {labels, labels + 1 if isinstance(labels, int) else None, getattr(config, "vocab_size", None)} - {None}
     inside = {id(m) for m in base.modules()} if isinstance(base, nn.Module) else set()
-    for layer in module.modules() if inside else module.children():
+    for layer in module.modules() if inside or cut_away else module.children():
         if id(layer) not in inside and _outputs(layer) in sizes:
             yield layer
 
@@ -164,36 +174,91 @@ def _outputs(layer: nn.Module) -> int | None:
 
 
 def _body(model: nn.Module) -> nn.Module:
-    """The model inside wrappers of any kind: as long as one child holds all the parameters, that child."""
+    """The model inside wrappers of any kind: as long as one child holds all the parameters, the innermost model."""
+    body = model = _unwrapped(model)
     while not hasattr(model, "base_model_prefix"):  # a transformers model is no wrapper
         children = [c for c in model.children() if next(c.parameters(), None) is not None]
         if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
             break
-        model = children[0]
-    return model
+        lightning = "LightningModule" in class_names(model)
+        model = _unwrapped(children[0])
+        if lightning or _is_model(model):
+            body = model
+    return body
 
 
-def _last_layer(model: nn.Module) -> nn.Module | None:
-    body = _body(model)
+def _is_model(module: nn.Module) -> bool:
+    """Whether it shows that it is more than one block of a model: it holds an embedding or a stack of blocks."""
+    if hasattr(module, "base_model_prefix"):
+        return True
+    children = [_unwrapped(child) for child in module.children()]
+    return not isinstance(module, _CONTAINERS) and any(isinstance(c, nn.Embedding) or _is_stack(c) for c in children)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether it is a container of blocks, or an empty one, of which a pipeline stage has none."""
+    if not isinstance(module, _CONTAINERS):
+        return False
+    children = [_unwrapped(child) for child in module.children()]
+    return not children or any(_is_block(child, module) or _is_stack(child) for child in children)
+
+
+def _is_block(module: nn.Module, container: nn.Module) -> bool:
+    """Whether it is a module of several layers, rather than a layer or a container of such."""
+    if isinstance(module, nn.Sequential):  # an entry of a list is one block
+        return isinstance(container, nn.ModuleList) or (
+            isinstance(container, nn.ModuleDict) and all(key.isdecimal() for key in container)
+        )
+    if isinstance(module, (nn.Linear, _ConvNd, nn.Embedding, nn.EmbeddingBag, *_CONTAINERS)):
+        return False
+    return any(len(global_shape(p)) > 1 for p in module.parameters())
+
+
+def _last_layer(body: nn.Module) -> tuple[nn.Module, bool] | None:
+    """The last linear or convolution, if it is inside no block, and whether a stack of blocks comes before it."""
     layers = [m for m in body.modules() if isinstance(m, nn.Linear | _ConvNd)]
+    last: nn.Module | None = None
+    stacked = stacked_before = more = False
 
-    def open_layers(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
+    def walk(module: nn.Module) -> None:
+        nonlocal last, stacked, stacked_before, more
+        for child in module._modules.values():
+            if child is None:
+                more = True
+                continue
+            child = _unwrapped(child)
             if isinstance(child, nn.Linear | _ConvNd):
-                yield child
-            elif isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict) or _wrapped(child) is not None:
-                yield from open_layers(child)
+                last, stacked_before, more = child, stacked, False
+            elif _is_block(child, module):
+                stacked = stacked or isinstance(module, _CONTAINERS)
+            elif isinstance(child, _CONTAINERS):
+                if next(child.children(), None) is None:
+                    stacked = more = True
+                walk(child)
 
-    return next((layer for layer in open_layers(body) if layer is layers[-1]), None)
+    walk(body)
+    if last is None or last is not layers[-1] or more:  # more: what a pipeline stage leaves of what comes later
+        return None
+    # What comes out as wide as it went in may be followed by itself: one block of a model, as far as can be known.
+    if not stacked_before and _outputs(last) == _inputs(layers[0]):
+        return None
+    return last, stacked_before
+
+
+def _inputs(layer: nn.Module) -> int | None:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    return layer.in_channels if isinstance(layer, _ConvNd) else None
 
 
 def role(site: Site, outputs: Mapping[int, str]) -> Role:
     """What the parameter at `site` is; `outputs` comes from `output_layers`.
 
     Raises:
-        ValueError: the parameter is no longer the module's own (flattened, uninitialised), so its shape says nothing.
+        ValueError: the parameter is no longer the module's own (flattened, uninitialised, traced), so that nothing says
+            what it is.
     """
-    _refuse_shapeless(site)
+    _refuse_unknowable(site)
     for rule in (_declared, _adapter, _output, _embedding, _vector, _parametrised, _torch_fused, _expert, _router):
         if (found := rule(site, outputs)) is not None:
             return found
@@ -203,13 +268,18 @@ def role(site: Site, outputs: Mapping[int, str]) -> Role:
     return _unknown(site)
 
 
-def _refuse_shapeless(site: Site) -> None:
+def _refuse_unknowable(site: Site) -> None:
     parameter, module = site.parameter, site.module
     if isinstance(parameter, UninitializedParameter):
         found = f"a parameter of the lazy module {_class(module)}, which has no shape yet"
         raise ValueError(
             explain_error(site.name, found, "its shape", "Run one forward pass before split_params(model)")
         )
+    if "InterpreterModule" in class_names(module):  # torch.export's, also of torch.distributed.pipelining.pipeline
+        found = "a parameter of a traced module, which has lost its class"
+        needed = "the module that was traced, since an embedding is no matrix"
+        write = "Write split_params(model).held_by(stage), with the model as it was before tracing"
+        raise ValueError(explain_error(site.name, found, needed, write))
     flat = getattr(parameter, "_is_flat_param", False)
     weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
     if flat or (weight and len(site.shape) < 2):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.roles import (
+    GUESS,
     Role,
     Site,
     as_matrices,
@@ -22,6 +25,7 @@ from muonmesh.groups.roles import (
     role,
     sites,
 )
+from muonmesh.names import canonical_name
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = {
@@ -31,6 +35,7 @@ _NAMES = {
     ("adamw", "matrices"): "adamw.matrices",
     ("adamw", "vectors"): "adamw.vectors",
 }
+_FROZEN = "frozen: requires_grad is False"
 # Of the roles of a parameter shared under several names, the first of these counts.
 _PRECEDENCE = ("embeddings", "head", "vectors", "matrices")
 
@@ -50,11 +55,46 @@ class ParamGroups(list[dict[str, Any]]):
 
     Attributes:
         frozen: the parameters left out, by canonical name, with the reason.
+        shared: the further names of shared parameters, with the one that is in "param_names".
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, frozen: dict[str, str]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, frozen: dict[str, str], shared: dict[str, str]) -> None:
         super().__init__(groups)
         self.frozen = frozen
+        self.shared = shared
+
+    def held_by(self, stage: nn.Module) -> ParamGroups:
+        """Return these groups with what a part of the model holds: a pipeline stage, traced or not.
+
+        Args:
+            stage: Holds parameters under the names that they have in the whole model (and wrappers' prefixes).
+
+        Raises:
+            TypeError: `stage` is no module.
+            ValueError: it holds a parameter of another name or shape, or none that is trained.
+        """
+        _check_module(stage)
+        known = {name: group["params"][i] for group in self for i, name in enumerate(group["param_names"])}
+        held: dict[str, tuple[str, nn.Parameter]] = {}
+        frozen: dict[str, str] = {}
+        for key, parameter in stage.named_parameters():
+            name = canonical_name(key)
+            if not parameter.requires_grad:
+                frozen[name] = self.frozen.get(name, _FROZEN)
+                continue
+            first = self.shared.get(name, name)
+            if first not in known:
+                found, needed = "a parameter that the whole model's groups do not name", "a name that it has there"
+                write = "Call split_params(model) on the model that the stage was cut from, and keep the names"
+                raise ValueError(explain_error(name, found, needed, write))
+            if (shape := global_shape(parameter)) != (needed_shape := global_shape(known[first])):
+                needed, write = f"{needed_shape} as in the whole model", "Cut the stage from that model"
+                raise ValueError(explain_error(name, f"shape {shape}", needed, write))
+            held[first] = name, parameter
+        if not held:
+            _refuse_untrained(stage, frozen)
+        groups = [_restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
+        return ParamGroups(groups, frozen=frozen, shared=self.shared)
 
     def __str__(self) -> str:
         lines: dict[tuple[str, ...], int] = {}  # layers that differ in their number only share a line
@@ -78,6 +118,14 @@ class ParamGroups(list[dict[str, Any]]):
             frozen[_starred(name), reason] = frozen.get((_starred(name), reason), 0) + 1
         text += [f"left out: {name} ({count}): {reason}" for (name, reason), count in frozen.items()]
         return "\n".join(text)
+
+
+def _restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
+    """`group` with those of its parameters that are held, under the names and as the objects that they are there."""
+    kept = [i for i, name in enumerate(group["param_names"]) if name in held]
+    pairs = [held[group["param_names"][i]] for i in kept]
+    each = {key: [group[key][i] for i in kept] for key in ("matrices", "reasons") if key in group}
+    return {**group, **each, "params": [p for _, p in pairs], "param_names": [name for name, _ in pairs]}
 
 
 def _starred(name: str) -> str:
@@ -143,6 +191,9 @@ def split_params(
         ValueError: an override matches nothing, or asks for what a parameter cannot be; nothing is trainable; a
             weight was flattened by a wrapper, so its shape says nothing.
 
+    Warns:
+        UserWarning: among several ranks, where a head is a guess that a pipeline stage would get wrong.
+
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).
     """
@@ -152,6 +203,7 @@ def split_params(
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
+    _warn_of_guesses(model, entries)
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES.values()}
     for entry in entries:
         algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
@@ -171,7 +223,23 @@ def split_params(
         if algorithm == "muon":
             group["matrices"].append(as_matrices(matrices))
     filled = [group for group in groups.values() if group]
-    return ParamGroups(sorted(filled, key=_order), frozen=frozen)
+    further = {name: entry.name for entry in entries for name in entry.names[1:]}
+    return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further)
+
+
+def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
+    """Warn where a pipeline stage would get other groups than the whole model; one process holds no stage."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for entry in entries:
+        if entry.role.reason.endswith(GUESS) and not entry.overridden_by:
+            found = f"the last layer of a {type(model).__name__} without a stack of blocks before it, taken as the head"
+            write = (
+                f'If this is a pipeline stage that has more behind it, write overrides={{"{entry.name}": "muon"}}; '
+                'else "adamw" there says that it is meant'
+            )
+            needed = "to know whether it is the whole model's output layer"
+            warnings.warn(explain_error(entry.name, found, needed, write), stacklevel=3)
 
 
 def _order(group: dict[str, Any]) -> int:
@@ -219,10 +287,9 @@ def _entries(model: nn.Module) -> tuple[list[_Entry], dict[str, str]]:
         if site.parameter.requires_grad:
             shared.setdefault(id(site.parameter), []).append(site)
         else:
-            frozen[site.name] = "frozen: requires_grad is False"
+            frozen[site.name] = _FROZEN
     if not shared:
-        found = f"{len(frozen)} parameters, none with requires_grad"
-        raise ValueError(explain_error(type(model).__name__, found, "at least one to train", "Call requires_grad_()"))
+        _refuse_untrained(model, frozen)
     entries = []
     for group in shared.values():
         roles = [role(site, outputs) for site in group]
@@ -230,6 +297,11 @@ def _entries(model: nn.Module) -> tuple[list[_Entry], dict[str, str]]:
         differing = list(dict.fromkeys(r.matrices for r in roles)) if roles[0].algorithm == "muon" else []
         entries.append(_Entry(group[0].parameter, [site.name for site in group], roles[0], differing[1:]))
     return entries, frozen
+
+
+def _refuse_untrained(model: nn.Module, frozen: Mapping[str, str]) -> None:
+    found = f"{len(frozen)} parameters, none with requires_grad"
+    raise ValueError(explain_error(type(model).__name__, found, "at least one to train", "Call requires_grad_()"))
 
 
 def _check_declarations(all_sites: list[Site]) -> None:

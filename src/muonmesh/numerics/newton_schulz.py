@@ -20,6 +20,7 @@ from muonmesh.numerics.coefficients import (
     coefficient_schedule,
     coefficient_set,
 )
+from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
@@ -27,9 +28,6 @@ from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied: step by step, in pairs through the Gram matrix, or whichever is better."""
-
-_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 _ALIGNMENT = 64
 
@@ -170,11 +168,8 @@ def resolve_method(
     if method not in get_args(Method):
         known = ", ".join(repr(name) for name in get_args(Method))
         raise ValueError(f'method: found {method!r}; needed one of {known}. Write method="auto".')
-    if dtype not in _COMPUTE_DTYPES:
-        raise TypeError(
-            f"dtype: found {dtype}; needed one of {', '.join(map(str, _COMPUTE_DTYPES))}, the dtypes that "
-            "Newton–Schulz is computed in. Write dtype=torch.bfloat16."
-        )
+    if dtype not in COMPUTE_DTYPES:
+        raise TypeError(f"dtype: found {dtype}; needed {NEEDED_COMPUTE}. Write dtype=torch.bfloat16.")
     schedule = coefficient_schedule(coefficients, steps)
     if method == "gram":
         for polynomial in schedule:
@@ -206,10 +201,8 @@ def _check_input(x: Tensor) -> None:
         )
     if x.layout != torch.strided:
         raise TypeError(f"x: found a tensor of layout {x.layout}; needed a dense one. Write x.to_dense().")
-    if x.dtype not in _INPUT_DTYPES:
-        raise TypeError(
-            f"x: found dtype {x.dtype}; needed one of {', '.join(map(str, _INPUT_DTYPES))}. Write x.float()."
-        )
+    if x.dtype not in HELD_DTYPES:
+        raise TypeError(f"x: found dtype {x.dtype}; needed {NEEDED_HELD}. Write x.float().")
     if x.ndim < 2:
         raise ValueError(
             f"x: found shape {tuple(x.shape)}; needed at least 2 dims (..., rows, cols): a vector has no orthogonal "

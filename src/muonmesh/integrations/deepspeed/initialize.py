@@ -112,7 +112,9 @@ def _has_experts(model: nn.Module) -> bool:
 
 
 def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [torch.empty(global_shape(p), dtype=p.dtype, device="meta") for p in parameters]
+    # In fp32 what is fp16 already: the engine keeps masters of it, which is what the optimizer gets.
+    dtypes = [torch.float32 if p.dtype == torch.float16 else p.dtype for p in parameters]
+    return [torch.empty(global_shape(p), dtype=d, device="meta") for p, d in zip(parameters, dtypes, strict=True)]
 
 
 class _Assembly:

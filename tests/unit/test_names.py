@@ -1,0 +1,113 @@
+"""Canonical names: what wrappers add goes, what a model calls its own stays, in names and in groups alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
+
+import muonmesh as mm
+from muonmesh.names import canonical_name
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16)])
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class FabricModule(nn.Module):
+    """The children of Lightning Fabric 2.6's `_FabricModule`: what it calls, and what it was given, which is shared."""
+
+    def __init__(self, forward_module: nn.Module, original_module: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = forward_module
+        self._original_module = original_module
+
+
+def fabric(model: nn.Module) -> nn.Module:
+    return FabricModule(nn.DataParallel(model), model)
+
+
+def fabric_alone(model: nn.Module) -> nn.Module:
+    return FabricModule(model, model)
+
+
+def fabric_original_first(model: nn.Module) -> nn.Module:
+    wrapper = FabricModule(nn.DataParallel(model), model)
+    wrapper._modules = dict(reversed(wrapper._modules.items()))
+    return wrapper
+
+
+def float16_module(model: nn.Module) -> nn.Module:
+    """What Megatron puts between its DistributedDataParallel and the model."""
+
+    class Float16Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model
+
+    return Float16Module()
+
+
+WRAPPERS: list[Any] = [
+    torch.compile,
+    nn.DataParallel,
+    checkpoint_wrapper,
+    AveragedModel,
+    fabric,
+    fabric_alone,
+    fabric_original_first,
+    float16_module,
+    lambda model: torch.compile(fabric(torch.compile(model))),
+    lambda model: fabric(AveragedModel(model)),
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_wrappers_leave_no_trace_in_names_groups_and_optimizers(wrap: Any) -> None:
+    model = Net()
+    plain = mm.split_params(model)
+    names = [name for name, _ in model.named_parameters()]
+    wrapped = wrap(model)
+    assert [canonical_name(name) for name, _ in wrapped.named_parameters()] == names
+    groups = mm.split_params(wrapped)
+    assert [(g["name"], g["param_names"], g["reasons"]) for g in groups] == [
+        (g["name"], g["param_names"], g["reasons"]) for g in plain
+    ]
+    held = [group["param_names"] for group in mm.Muon(groups).param_groups]
+    assert held == [group["param_names"] for group in plain]
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("_forward_module.module.layers.0.weight", "layers.0.weight"),
+        ("_original_module.layers.0.weight", "layers.0.weight"),
+        ("module._forward_module.module._orig_mod.weight", "weight"),
+        ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.weight", "layers.0.weight"),
+        # a child that a model calls so itself, anywhere but in front
+        ("encoder.module.weight", "encoder.module.weight"),
+        # peft's are no wrapper: its checkpoints have these names
+        ("base_model.model.layers.0.lora_A.default.weight", "base_model.model.layers.0.lora_A.default.weight"),
+        ("module.base_model.model.weight", "base_model.model.weight"),
+        ("module", "module"),
+        ("_forward_module", "_forward_module"),
+    ],
+)
+def test_canonical_name(name: str, canonical: str) -> None:
+    assert canonical_name(name) == canonical
+    assert canonical_name(canonical) == canonical
