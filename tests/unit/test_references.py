@@ -1,4 +1,4 @@
-"""Points of the pull requests in docs/internals/references.md that no other test shows; one process is enough for these."""
+"""Points of the pull requests in docs/internals/references.md that no other test shows; one process is enough."""
 
 from __future__ import annotations
 
