@@ -246,8 +246,8 @@ class _Iteration:
     docs/internals/numerics.md shows.
 
     Each buffer is contiguous and begins at a multiple of 64 bytes, so a product of some shape always meets the same
-    alignment: its last bits depend on it. The fewer there are, the more of the matrix stays in the cache that the
-    threads share, so the caller's memory serves where it fits.
+    alignment: its last bits depend on it. The caller's memory is used as a buffer where it is suitable, because fewer
+    buffers leave more of the matrix in the cache that the threads share.
 
     Attributes:
         x: The matrices times ν, shape (batch, rows, cols), rows ≤ cols, compute dtype.
