@@ -1,28 +1,260 @@
-"""What the documents name exists."""
+"""What the documents name exists, what they say to write runs, and their pictures are small."""
 
 from __future__ import annotations
 
+import gc
 import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import muonmesh as mm
+from muonmesh.layout import Interval, MeshLayout
+from tests.workers import Pool
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+ONE_PROCESS = ("README.md", "docs/optimizer.md", "docs/clipping.md", "docs/groups.md")
+RANKS = ("docs/layouts.md", "docs/deepspeed.md")
 
 
 def test_every_test_that_the_documents_name_exists() -> None:
     written = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     defined = set(re.findall(r"def (test_\w+)", written)) | {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    named = {name for path in documents for name in re.findall(r"`(?:[\w/]*/)?(test_\w+)", path.read_text())}
+    named = {name for path in DOCUMENTS for name in re.findall(r"`(?:[\w/]*/)?(test_\w+)", path.read_text())}
     assert len(named) > 20
     assert sorted(named - defined) == []
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     broken = [
         f"{path.relative_to(ROOT)}: {target}"
-        for path in documents
+        for path in [*DOCUMENTS, ROOT / "benchmarks" / "README.md"]
         for target in re.findall(r"\]\(([^)#\s]+)", path.read_text())
         if not target.startswith("http") and not (path.parent / target).exists()
     ]
     assert broken == []
+
+
+# ------------------------------------------------------------------ snippets
+
+
+def snippets(page: str) -> list[types.CodeType]:
+    """The Python of a page; errors name the page and its line."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [compile("\n" * text.count("\n", 0, match.start(1)) + match[1], page, "exec") for match in found]
+
+
+def run(page: str, *given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run the snippets of a page one after the other, each given the names that the page speaks of; yield the names."""
+    names: dict[str, Any] = {}
+    for code, more in zip(snippets(page), given, strict=True):
+        names |= more
+        exec(code, names)
+        yield names
+
+
+def test_every_page_with_snippets_is_run() -> None:
+    pages = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "```python" in path.read_text()}
+    assert pages == {*ONE_PROCESS, *RANKS}
+
+
+class Net(nn.Module):
+    """A model of matrices, a router, an embedding and vectors, whose forward takes what Hugging Face's take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 16)
+        self.attn = nn.ModuleDict({"wqkv": nn.Linear(16, 48)})
+        self.mlp = nn.ModuleDict({"router": nn.Linear(48, 4), "out": nn.Linear(48, 16)})
+        self.lm_head = nn.Linear(16, 32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> types.SimpleNamespace:
+        hidden = self.attn["wqkv"](self.embedding(input_ids))
+        weight = self.mlp["router"](hidden).softmax(-1).amax(-1, keepdim=True)
+        logits = self.lm_head(self.mlp["out"](hidden) * weight)
+        return types.SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def test_readme() -> None:
+    model = Net()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    written = run("README.md", {"torch": torch, "muonmesh": mm, "model": model}, {"batches": [batch(), batch()]})
+    assert isinstance(next(written)["optimizer"], mm.Muon)
+    assert float(next(written)["norms"]) > 0
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_the_page_about_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    states = {"get_model_state_dict": get_model_state_dict, "get_optimizer_state_dict": get_optimizer_state_dict}
+    *_, names = run("docs/optimizer.md", {"torch": torch, "model": Net(), "n": 10}, {}, states, {})
+    assert isinstance(names["optimizer"], mm.Muon)
+    assert (tmp_path / "checkpoint" / "1000" / ".metadata").exists()
+    assert float(names["norms"]) == 0  # there were no gradients
+
+
+def test_the_page_about_clipping() -> None:
+    from transformers import TrainerCallback
+
+    model, logged, scaler = Net(), [], torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = mm.from_model(model, lr=0.01)
+    first = {"optimizer": optimizer, "log": lambda **what: logged.append(what["norm"])}
+    given = (first, {}, {"scaler": scaler}, {"TrainerCallback": TrainerCallback})
+    written = run("docs/clipping.md", *given)
+
+    def stepped() -> bool:
+        optimizer.zero_grad()
+        scaler.scale(model(**batch()).loss).backward()
+        before = model.lm_head.weight.detach().clone()
+        next(written)
+        return not torch.equal(before, model.lm_head.weight)
+
+    assert [stepped() for _ in range(3)] == [True] * 3
+    assert logged[0] > 0
+    assert issubclass(next(written)["Clip"], TrainerCallback)  # `test_trainer` shows what it does
+
+
+def test_the_page_about_groups() -> None:
+    written = run("docs/groups.md", {"model": Net()}, {"nn": nn}, {})
+    assert [group["lr"] for group in next(written)["optimizer"].param_groups][:2] == [0.02, 3e-4]
+    attention = next(written)["Attention"]()
+    attention.qkv, attention.bias_table = nn.Linear(768, 1280, bias=False), nn.Parameter(torch.zeros(4, 4))
+    muon, adamw = mm.split_params(attention)
+    assert (muon["param_names"], muon["matrices"]) == (["qkv.weight"], [("rows", 768, 256, 256)])
+    assert adamw["param_names"] == ["bias_table"]
+    groups = {name: group for group in next(written)["groups"] for name in group["param_names"]}
+    assert groups["lm_head.weight"]["algorithm"] == "muon"
+    assert groups["mlp.router.weight"]["lr"] == 1e-4
+    place = groups["attn.wqkv.weight"]["param_names"].index("attn.wqkv.weight")
+    assert groups["attn.wqkv.weight"]["matrices"][place] == ("heads", 3, 0)
+
+
+def stamped(*shape: int, **attributes: Any) -> nn.Module:
+    """A module whose weight carries Megatron's attributes."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(shape))
+    for name, value in attributes.items():
+        setattr(module.weight, name, value)
+    return module
+
+
+def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
+    """Return the global shapes of the parameters of each snippet's optimizer, as it reads them."""
+    rank, ranks, vocabulary = dist.get_rank(), (0, 1), 32003
+    rows = vocabulary // 2 + (rank == 0)
+    locals_ = {"layers.0.qkv.weight": (24, 16), "layers.0.proj.weight": (16, 8), "head.weight": (rows, 4096)}
+    first = {
+        "mm": mm,
+        "init_device_mesh": init_device_mesh,
+        "Replicate": Replicate,
+        "Shard": Shard,
+        "device_type": "cpu",
+        "dp": 1,
+        "tp": 2,
+        "groups": [{"params": [(name, torch.empty(shape)) for name, shape in locals_.items()]}],
+    }
+    sizes = (448, 448)
+    second = {
+        "local": torch.zeros((1393, 2447)[rank]),
+        "flat": torch.zeros(sizes[rank]),
+        "q_layout": mm.FlatShards(MeshLayout.replicated((16, 8), ranks), ((Interval(0, 128, 0),), ()), sizes),
+        "qkv_layout": mm.FlatShards(
+            MeshLayout.replicated((96, 8), ranks), ((Interval(0, 320, 128),), (Interval(320, 448, 0),)), sizes
+        ),
+    }
+    parallel = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+    model = nn.ModuleDict({"fc": stamped(8, 6, **parallel)})
+    third = {
+        "model": model,
+        "groups": [{"params": list(model.named_parameters())}],
+        "tp": dist.group.WORLD,
+        "dp": None,
+        "expert_tp": None,
+        "expert_dp": None,
+    }
+    fourth = {"model": nn.ModuleDict({"mlp": nn.ModuleDict({"router": stamped(4, 6)})})}
+    fourth["model"]["mlp"].fc1_weight = stamped(8, 6, **parallel).weight
+    found = []
+    for number, names in enumerate(run("docs/layouts.md", first, second, third, fourth)):
+        if number == 3:
+            model = names["model"]
+            names["optimizer"] = mm.Muon(list(model.named_parameters()), layouts=names["layouts"])
+        found.append({member.name: member.storage.shape for member in names["optimizer"].members})
+    return found
+
+
+@pytest.mark.slow
+def test_the_page_about_layouts(workers: Callable[[int], Pool]) -> None:
+    declared = {"layers.0.qkv.weight": (48, 16), "layers.0.proj.weight": (16, 16), "head.weight": (32003, 4096)}
+    flat = {"q.weight": (16, 8), "qkv.weight": (96, 8)}
+    last = {"mlp.router.weight": (4, 6), "mlp.fc1_weight": (16, 6)}
+    expected = [declared, flat, {"fc.weight": (16, 6)}, last]
+    assert workers(2).run(shapes_on_the_page_about_layouts) == [expected] * 2
+
+
+def differences_on_the_page_about_deepspeed(folder: str) -> list[str]:
+    """Return the names of the weights that differ after the state has gone from one engine to the other."""
+    from tests.integrations import deepspeed_engine as ds
+
+    model, given = ds.build(), [ds.given(step, 0, dist.get_rank()) for step in range(2)]
+    written = run("docs/deepspeed.md", {"model": model, "batches": given}, {"path": folder})
+    ds.ready()
+    names = next(written)
+    engine = names["engine"]
+    before = ds.weights(engine)
+    assert not torch.equal(before["lone.weight"], ds.values()["lone.weight"])
+    config = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    other = names["initialize"](model=ds.build(), config=config, optimizer={"lr": 3e-4, "weight_decay": 0.1})[0]
+    names["other_engine"] = other
+    next(written)
+    after = ds.weights(other)
+    engine.destroy()
+    other.destroy()
+    gc.collect()
+    return [name for name, weight in before.items() if not torch.equal(weight, after[name])]
+
+
+@pytest.mark.slow
+def test_the_page_about_deepspeed(tmp_path: Path) -> None:
+    pool = Pool(2)  # of its own: DeepSpeed keeps groups and threads for the life of a process
+    try:
+        assert pool.run(differences_on_the_page_about_deepspeed, str(tmp_path), timeout=240.0) == [[], []]
+    finally:
+        pool.close()
+
+
+# ------------------------------------------------------------------ pictures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["layout", "timeline"])
+def test_pictures_are_drawn_by_their_scripts(tmp_path: Path, name: str) -> None:
+    script, picture = ROOT / "docs" / "images" / "draw" / f"{name}.py", tmp_path / f"{name}.png"
+    subprocess.run([sys.executable, script, "--picture", picture], check=True, timeout=120)
+    assert picture.stat().st_size > 10_000
+
+
+def test_pictures_are_small() -> None:
+    pictures = [*(ROOT / "docs" / "images").glob("*.*")]
+    assert len(pictures) >= 5
+    assert {picture.name: size for picture in pictures if (size := picture.stat().st_size) > 150_000} == {}

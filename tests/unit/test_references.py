@@ -1,4 +1,4 @@
-"""Points of the pull requests in docs/references.md that no other test shows; one process is enough for these."""
+"""Points of the pull requests in docs/internals/references.md that no other test shows; one process is enough."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_every_test_that_the_page_names_is_in_the_file_it_names() -> None:
-    text = (ROOT / "docs" / "references.md").read_text()
+    text = (ROOT / "docs" / "internals" / "references.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)
     assert len(named) > 60
     wrong = [f"{file}::{name}" for file, name in named if f"\ndef {name}(" not in (ROOT / file).read_text()]

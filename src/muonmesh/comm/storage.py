@@ -178,7 +178,7 @@ def layout_of(
 
 
 def ranks_of(tensor: Tensor, replicas: Sequence[int] | None, declared: Any = None) -> tuple[int, ...]:
-    """Return the ranks that share a parameter as far as can be told of one that is held wrongly."""
+    """Return the ranks that share a parameter, as far as they can be told of one that is held wrongly."""
     if isinstance(declared, FlatShards):
         return declared.ranks
     if isinstance(declared, (tuple, list)) and declared and isinstance(declared[0], DeviceMesh):
@@ -301,9 +301,9 @@ class Signature(NamedTuple):
 def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, device: str) -> Storage:
     """Return a storage in which replicas share the parameter instead of each holding all of it.
 
-    What a rank holds there is part of what it holds here. A replicate axis becomes a shard of the largest dim that no
-    axis to its right cuts; of a dim that is cut there too only where all cuts are even. An axis for which there is no
-    such dim stays replicated.
+    A rank holds part of what it held before, never anything else. Each replicate axis is made to cut a dim: the
+    largest of those that no axis to its right cuts. If axes to its right cut every dim, it cuts one of these dims too,
+    provided that all its cuts are even. If that is not possible either, the axis stays replicated.
 
     Args:
         storage: Where the parameter lives.

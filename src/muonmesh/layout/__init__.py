@@ -1,6 +1,6 @@
 """Where matrices live and who orthogonalises them: plain Python data, never torch.
 
-Region → Layout → Matrix → Plan; nothing flows back. See ``docs/architecture.md``.
+Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/architecture.md``.
 """
 
 from muonmesh.layout.cost import cost

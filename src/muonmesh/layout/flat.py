@@ -30,8 +30,8 @@ class FlatShards(Layout):
     rows, the beginning of a row.
 
     Args:
-        within: What is cut up: replicated for ZeRO over plain parameters, a mesh with a shard axis for ZeRO over
-            tensor parallelism. Ranks that would hold the same share it.
+        within: The layout whose local tensors are flattened and cut: a replicated one for ZeRO over plain parameters, a
+            mesh with a shard axis for ZeRO over tensor parallelism. Ranks that hold the same under it share that.
         intervals: For each rank of ``within.ranks``, in that order, what it holds.
         sizes: For each rank the elements of its flat buffer.
         replicas: Sets of ranks that each hold all of the parameter; one set of all ranks by default.
@@ -110,7 +110,7 @@ class FlatShards(Layout):
         return len(self.replicas)
 
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Return what ``rank`` holds of the runs between all borders, wherever replicas are cut."""
+        """Return the numbers of the runs that ``rank`` holds; runs end at the borders of all ranks of all replicas."""
         runs = self._runs()
         where = self.within.blocks(rank)
         return tuple(
@@ -124,7 +124,7 @@ class FlatShards(Layout):
         return len(self._runs())
 
     def _runs(self) -> list[tuple[tuple[Block, ...], int, int]]:
-        """Return the runs between the borders of all ranks, for each thing that is cut up."""
+        """Return the runs between the borders of all ranks, for each local tensor that is cut."""
         borders: dict[tuple[Block, ...], set[int]] = {}
         for rank in self.ranks:
             ends = {end for i in self.held(rank) if i.length for end in (i.first, i.first + i.length)}
@@ -209,7 +209,7 @@ def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[
 def _within(
     block: Block, local: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], shift: int
 ) -> Iterator[Block]:
-    """Yield what a box of the local index space shares with a block of the local storage, moved by ``shift``."""
+    """Yield the overlap of a box of the local index space with a block of the local storage, moved by ``shift``."""
     strides = row_major(local)
     begins, sizes = [], []
     rest = block.start

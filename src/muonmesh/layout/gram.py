@@ -2,7 +2,7 @@
 
 With X = [X₁ … X_P] cut into slabs of whole columns, X Xᵀ = Σ X_r X_rᵀ. Ranks add up these small matrices instead of
 moving the large one, and each applies the factors that follow from the sum to its own slab. Sums over shards round
-otherwise than sums over a whole matrix, so this never happens unasked.
+differently from sums over a whole matrix, so this is done only where the user asks for it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Shard:
 class StridedShard:
     """DTensor's ``_StridedShard``: ``dim`` is cut into ``split_factor`` chunks and each of those over the axis.
 
-    FSDP2 over tensor parallelism on the same dim gives it: the axis to its right cut the dim first.
+    FSDP2 over tensor parallelism gives it where both cut the same dim: then the axis to its right cuts the dim first.
     """
 
     dim: int
@@ -77,7 +77,7 @@ class Layout(ABC):
 
     @abstractmethod
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Return which parts of a copy ``rank`` holds, so that ranks share elements where they share a part."""
+        """Return the numbers of the parts of a copy that ``rank`` holds; ranks that share a number share elements."""
 
     @abstractmethod
     def part_count(self) -> int:
@@ -207,7 +207,7 @@ class MeshLayout(Layout):
         return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Return the place of ``rank`` on the axes that cut; nothing if it holds nothing."""
+        """Return the number of this rank's shard, counted over the axes that cut; nothing if it holds nothing."""
         if not math.prod(self.local_shape(rank)):
             return ()
         index = 0
@@ -217,7 +217,7 @@ class MeshLayout(Layout):
         return (index,)
 
     def part_count(self) -> int:
-        """Return the number of places on the axes that cut."""
+        """Return the number of shards of a copy."""
         return len(self.ranks) // self.copies()
 
     def holders(self, region: Region) -> tuple[int, ...]:
@@ -249,7 +249,7 @@ class MeshLayout(Layout):
 
 @dataclass(frozen=True, eq=False)
 class _Grid:
-    """The ranks of a mesh and each one's place; equal meshes share one, so caches know it by identity."""
+    """The ranks of a mesh and the place of each. Equal meshes share one object, so caches may compare by identity."""
 
     mesh: tuple[int, ...]
     strides: tuple[int, ...]

@@ -80,7 +80,7 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
             ``("cols", a, b)``, consecutive blocks of those sizes; ``("heads", n, dim)``, n equal blocks along
             dim 0 or 1; ``("interleaved", k, dim, block)``, k matrices that alternate along dim in runs of
             ``block`` (1 if left out); ``("interleaved", (q, k, v), dim)``, matrices that alternate along dim in
-            runs of these lengths, again and again until dim is full; ``("transposed", spec)``, stored in × out;
+            runs of these lengths, repeated until dim is full; ``("transposed", spec)``, stored in × out;
             ``("stack", spec)``, each slice of the leading dims splits by ``spec``.
 
     Raises:

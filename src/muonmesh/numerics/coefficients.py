@@ -15,7 +15,7 @@ Polynomial: TypeAlias = tuple[float, ...]
 """(a, b, c, ...) is the odd polynomial a·x + b·x³ + c·x⁵ + ..."""
 
 Coefficients: TypeAlias = CoefficientName | Sequence[Sequence[float]]
-"""A published set by name, or one odd polynomial a step; a sequence of one's own repeats its last polynomial."""
+"""A published set by name, or one odd polynomial a step; the last polynomial of such a sequence is repeated."""
 
 
 @dataclass(frozen=True)

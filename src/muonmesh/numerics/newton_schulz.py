@@ -221,7 +221,7 @@ def _segments(
 
     In bf16 the rounding of A grows by a² with every step that is taken on A itself, until it drowns the small
     singular values. Two steps are harmless, and a direct step between two pairs keeps their errors from adding up:
-    5 steps as 2 + 1 + 2 are more accurate than 2 + 2 + 1 on every decaying spectrum (docs/numerics.md).
+    5 steps as 2 + 1 + 2 are more accurate than 2 + 2 + 1 on every decaying spectrum (docs/internals/numerics.md).
     """
     length = 2 if method == "gram" else 1
     while schedule:
@@ -235,11 +235,12 @@ class _Iteration:
 
     The matrices are only ever multiplied by powers of two; their norm ν is divided out of X Xᵀ, and out of X by the
     last product. Dividing a bf16 matrix by its norm first would round every entry once more, and the slope of the
-    polynomials at 0 amplifies that a thousandfold: it doubles the error on recorded momentum (docs/numerics.md).
+    polynomials at 0 amplifies that a thousandfold: it doubles the error on recorded momentum, as
+    docs/internals/numerics.md shows.
 
     Each buffer is contiguous and begins at a multiple of 64 bytes, so a product of some shape always meets the same
-    alignment: its last bits depend on it. The fewer there are, the more of the matrix stays in the cache that the
-    threads share, so the caller's memory serves where it fits.
+    alignment: its last bits depend on it. The caller's memory is used as a buffer where it is suitable, because fewer
+    buffers leave more of the matrix in the cache that the threads share.
 
     Attributes:
         x: The matrices times ν, shape (batch, rows, cols), rows ≤ cols, compute dtype.

@@ -93,7 +93,7 @@ def rescale_rows(x: Tensor, gram: Tensor) -> None:
 
     Args:
         x: Shape (batch, rows, cols), rows ≤ cols.
-        gram: X Xᵀ, shape (batch, rows, rows); where that is divided by ν², the result is multiplied by ν.
+        gram: X Xᵀ, shape (batch, rows, rows). If it has been divided by ν², the result is ν times as large.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     sums = gram.abs().sum(-1, keepdim=True, dtype=exact)

@@ -28,8 +28,8 @@ class Rule:
     """A param group's hyperparameters, snapshotted for one step.
 
     Attributes:
-        scale_invariant: Whether the update stays the same when all gradients are multiplied by one number, so that
-            clipping by a norm says nothing to it. A rule that does not claim it is clipped.
+        scale_invariant: Whether the update stays the same when all gradients are multiplied by one number. Then
+            clipping them by their norm makes no step smaller. The gradients of a rule without this are always clipped.
         lr: Learning rate.
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
     """
@@ -138,7 +138,7 @@ def update_momentum(
 
 
 def write_direction(momentum: Tensor, gradient: Tensor, rule: MuonRule, into: Tensor) -> None:
-    """Write what is to be orthogonalised: ``lerp(g, m, μ)`` with Nesterov, else the momentum.
+    """Write the direction, which is orthogonalised later: ``lerp(g, m, μ)`` with Nesterov, else the momentum.
 
     Args:
         momentum: Any shape, read only.

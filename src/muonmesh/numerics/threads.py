@@ -1,4 +1,4 @@
-"""Threads: one item of work each, rather than all threads on one operation after the other.
+"""Threads: each thread works on a task of its own, instead of all threads together on one operation at a time.
 
 A CPU operation that is spread over threads ends at a barrier; hundreds of short ones a step wait for the slowest thread
 each time, and where other programs use the cores too, for the scheduler. Whole matrices are independent of each other.
@@ -30,8 +30,8 @@ def run_all(tasks: Sequence[Callable[[], None]], *, device: torch.device, costs:
     Args:
         tasks: The longest first.
         device: What they compute on.
-        costs: What each takes, in any unit. If given, tasks at the end of the list run on all threads one after the
-            other where that ends sooner than leaving threads idle.
+        costs: What each takes, in any unit. If given, the last tasks are run one after the other, each on all threads,
+            where that ends sooner than leaving threads idle.
 
     Raises:
         Exception: the first one that a task raised.

@@ -1,4 +1,4 @@
-"""The matrix products of Newton–Schulz: a table of four, chosen for the hardware by `select`."""
+"""The matrix products of Newton–Schulz: a table of five, chosen for the hardware by `select`."""
 
 from __future__ import annotations
 

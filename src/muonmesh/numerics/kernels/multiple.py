@@ -1,4 +1,4 @@
-"""CPU: one product with a multiple of its operand added, by a kernel that exists already."""
+"""CPU: a product plus a multiple of its operand, computed by one of a few kernels that oneDNN compiles only once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _AN_OCTAVE = 16
 def add_multiple(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> None:
     """Write s·(a·X + B X), one matrix.
 
-    oneDNN, which multiplies bf16, compiles a kernel for every multiple of X that it has not met: about a millisecond, a
-    few hundred page faults and a place in its cache, for numbers of which no two steps have the same. So X is
-    multiplied by one of a few numbers, and the rest of `a` goes on the diagonal of B meanwhile. The one is taken that
-    leaves the least there: the smaller the diagonal, the less its rounding counts.
+    oneDNN, which multiplies bf16, compiles a kernel for every factor of X that it has not met before. That costs about
+    a millisecond, a few hundred page faults and a place in its cache, and no two steps have the same factor. So X is
+    multiplied by one of a few factors only, and the rest of `a` is added to the diagonal of B during the product. The
+    factor is chosen so that this diagonal is as small as possible, because then its rounding matters least.
 
     Args:
         x: X, shape (rows, cols).

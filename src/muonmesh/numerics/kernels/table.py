@@ -1,4 +1,4 @@
-"""The table of matrix products that the iteration is written in; one row of it per kind of hardware."""
+"""The table of matrix products that the iteration is written in; each kind of hardware has one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Matmuls:
         gram: `gram(X, s, out)`: s·X Xᵀ; `s` is one number a matrix, shape (batch, 1, 1).
         polynomial: `polynomial(A, b, c, out)`: b·A + c·A².
         product: `product(A, B, C, c, out)`: c·C + A B, for A and B that commute, so the result is symmetric.
-        full: `full(A, B, C, c, out)`: the same, each element computed for itself; c may be 0.
-        apply: `apply(X, B, a, s, out)`: s·(a·X + B X); `a` and `s` are numbers that every step has, or one number a
-            matrix as above.
+        full: `full(A, B, C, c, out)`: the same, but no element is copied from its mirror image; c may be 0.
+        apply: `apply(X, B, a, s, out)`: s·(a·X + B X); each of `a` and `s` is a number that is the same at
+            every optimizer step, or a tensor with one number a matrix, as above.
         at_once: How many matrices of this shape one call should be given at most.
         together: Whether reductions and elementwise operations should take all matrices at once: not on a CPU,
             where one at a time is as fast and its bits depend on nothing else.
