@@ -277,7 +277,9 @@ def stand_aside(
 def measure(
     planned: Planned, groups: Sequence[Mapping[str, Any]], measured: set[int], sums: Tensor, *, matrices: bool
 ) -> Exception | None:
-    """Add the squares of what this rank stores of the gradients to the sums, each shared by those that store it too.
+    """Add the squares of the gradients stored here to the sums.
+
+    Where n ranks store the same elements, each adds 1/n of their squares, so that every element counts once.
 
     Args:
         planned: Whose gradients.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from muonmesh.clip import Clip
 from muonmesh.comm.storage import Declared
+from muonmesh.neglected import Neglected
 from muonmesh.planning import Planned
 from muonmesh.preflight import Pending
 from muonmesh.settings import ExchangeMode, ProcessGroup
@@ -37,7 +38,7 @@ class Kept:
         sums: Of the last step's updates, once `Muon.metrics` has asked for them.
         pending: Flags of the last step where the host did not wait for them.
         warned: Whether a warning about rounding was given.
-        idle: For how many steps a parameter has had no gradient, by name; see `Muon.step`.
+        neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         torn: What interrupted a step that had begun to write; None: nothing did.
     """
@@ -57,6 +58,6 @@ class Kept:
     sums: Sums | None = None
     pending: Pending | None = None
     warned: bool = False
-    idle: dict[str, int] = field(default_factory=dict)
+    neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
     torn: str | None = None

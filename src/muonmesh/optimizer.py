@@ -30,6 +30,7 @@ from muonmesh.kept import Kept
 from muonmesh.layout import split_matrices
 from muonmesh.metrics import measure
 from muonmesh.names import canonical_name
+from muonmesh.neglected import Neglected
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import AdamWRule, MuonRule
@@ -176,6 +177,7 @@ class Muon(torch.optim.Optimizer):
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
             self._kept.number = next_number()
+            self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
             if process_group in (None, "world") or isinstance(process_group, dist.ProcessGroup):
@@ -418,6 +420,8 @@ class Muon(torch.optim.Optimizer):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None:
             self._tell(scaler, found_inf, flags.overflow)
+        held = [slot for slot in muon if slot is not None] + [slot for some in adamw for slot in some]
+        kept.neglected.look((slot.name, slot.gradient) for slot in held)
         if flags.skip:
             return loss
         if kept.sums is not None:
@@ -609,7 +613,7 @@ class Muon(torch.optim.Optimizer):
                 counters stay as they are bit for bit.
             norms: False leaves out the norms that the policy does not need; a non-finite gradient of Muon's half is
                 then seen only by policies that measure it, or with ``skip_above``.
-            norm_type: 2, the only one there is.
+            norm_type: Must be 2: only Euclidean norms are computed. It is here because torch's function has it.
             process_group: Ranks of optimizers that share no parameter, such as pipeline stages, to be clipped by a
                 common norm: "world", or a group that holds this rank and at least one of each other stage. "local" and
                 None: no others.

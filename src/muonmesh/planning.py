@@ -68,7 +68,7 @@ class Planned:
         signature: See `signature_of`.
         muon: Members of the Muon groups, as the plan's parameters are numbered; None for one that only other ranks
             of the connected set hold.
-        others: Members of the AdamW groups likewise.
+        others: Members of the AdamW groups, as the plan's `others` are numbered; None likewise.
         adamw: All members of each group that is AdamW's; empty for the others.
         plan: Who orthogonalises what.
         rank: This process.

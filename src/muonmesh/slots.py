@@ -35,7 +35,7 @@ class Slot:
         group: Number of its group.
         storage: Where it lives.
         place: Where its momentum lives.
-        matrices: How many matrices its tensor holds, those of other parameters in a flat tensor too.
+        matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Points of the pull requests in docs/references.md that no other test shows and that need several ranks."""
+"""Points of the pull requests in docs/internals/references.md that no other test shows and that need several ranks."""
 
 from __future__ import annotations
 

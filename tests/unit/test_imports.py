@@ -29,7 +29,7 @@ LEVELS = (
     ("flags",),
     ("slots",),
     ("comm", "groups"),
-    ("numerics", "layout", "names"),
+    ("numerics", "layout", "names", "neglected"),
     ("numerics.kernels",),
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

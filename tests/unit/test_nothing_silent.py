@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -632,3 +633,71 @@ def test_any_value_in_any_field_of_a_group_is_honoured_or_refused(data: st.DataO
     assert all(bool(tensor.isfinite().all()) for tensor in after), (key, value)
     rate = float(optimizer.param_groups[number]["lr"])
     assert rate >= 0
+
+
+# ------------------------------------------------------------------ parameters that learn nothing
+
+
+def frozen_and_not() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+    model[1].requires_grad_(False)
+    return model
+
+
+def told(optimizer: mm.Muon, model: nn.Module, count: int, unused: tuple[str, ...] = ()) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(count):
+            for name, parameter in model.named_parameters():
+                trained = parameter.requires_grad and name not in unused
+                parameter.grad = gradient_for(parameter, step) if trained else None
+            optimizer.step()
+    return [str(warning.message) for warning in found]
+
+
+def test_a_parameter_without_gradient_for_many_steps_is_told_once_by_name() -> None:
+    model = frozen_and_not()
+    optimizer = mm.from_model(model, lr=1e-3)
+    assert told(optimizer, model, 99, unused=("0.weight", "2.bias")) == []
+    (message,) = told(optimizer, model, 150, unused=("0.weight", "2.bias"))
+    assert message.startswith("0.weight, 2.bias had no gradient in the last 100 steps")
+    assert told(optimizer, model, 5) == []
+    assert told(optimizer, model, 150, unused=("0.weight",)) == []  # told before
+
+
+def test_a_parameter_that_is_used_now_and_then_is_not_told() -> None:
+    model = frozen_and_not()
+    optimizer = mm.from_model(model, lr=1e-3)
+    for _ in range(3):
+        assert told(optimizer, model, 90, unused=("0.weight",)) == []
+        assert told(optimizer, model, 1) == []
+
+
+def test_an_optimizer_of_which_nothing_trains_says_so() -> None:
+    """TRL with peft_config= and an optimizer made of the model before: it holds frozen weights alone."""
+    model = frozen_and_not()
+    optimizer = mm.from_model(model, lr=1e-3)
+    (message,) = told(optimizer, model, 120, unused=tuple(dict(model.named_parameters())))
+    assert "0.weight" in message
+    assert "nothing else had one either" in message
+
+
+def test_a_parameter_unfrozen_after_the_split_is_told_with_what_to_write() -> None:
+    model = frozen_and_not()
+    optimizer = mm.from_model(model, lr=1e-3)
+    assert told(optimizer, model, 120) == []
+    model[1].requires_grad_(True)
+    (message,) = told(optimizer, model, 300)
+    assert message.startswith("1.weight, 1.bias were frozen when the optimizer was made")
+    assert "add_param_group" in message
+
+
+def test_no_matrices_at_all_is_told_at_construction() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4))
+    with pytest.warns(UserWarning, match="Sequential: found 0 matrices for Muon among 3 trained parameters"):
+        mm.from_model(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.from_model(model, overrides={".*": "adamw"})  # who says so knows it
+        pickle.loads(pickle.dumps(mm.split_params(frozen_and_not())))

@@ -1,4 +1,4 @@
-"""Agreement: which ranks belong together, and that they mean the same by it."""
+"""Agreement: which ranks belong together, and whether all of them made the same plan."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.layout.plan import describe
 
 _announced: Counter[tuple[int, ...]] = Counter()
-"""How often this process has announced each set of ranks; those of a set announce it equally often."""
+"""How often this process has announced each set of ranks. All ranks of a set announce it the same number of times, so
+the number tells one announcement from the next."""
 
 _made: Counter[tuple[int, ...]] = Counter()
-"""How many groups of each set of ranks it has made, likewise."""
+"""How many groups this process has made of each set of ranks; equal on all ranks of the set."""
 
 _kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """The groups it has made."""
@@ -38,8 +39,8 @@ class View(NamedTuple):
 def connected(sets: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
     """Return all ranks linked to this one by sharing parameters, directly or through others.
 
-    Each rank knows only whom it shares with. What the others know is asked for in the store by which the ranks found
-    each other, so ranks that share nothing, such as those of another pipeline stage, need not be there.
+    Each rank knows only whom it shares with. It reads what the others know from the store in which the process group
+    met, and waits only for ranks that turn out to be linked; those of another pipeline stage need not be there.
 
     Args:
         sets: The ranks of each parameter that this rank holds; all ranks of a set call this.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,12 +57,26 @@ class ParamGroups(list[dict[str, Any]]):
     Attributes:
         frozen: the parameters left out, by canonical name, with the reason.
         shared: the further names of shared parameters, with the one that is in "param_names".
+        left_out: references to the frozen parameters, which they keep alive no longer than the model does; `Muon` tells
+            whoever unfreezes one that it is not trained.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, frozen: dict[str, str], shared: dict[str, str]) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        frozen: dict[str, str],
+        shared: dict[str, str],
+        left_out: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         super().__init__(groups)
         self.frozen = frozen
         self.shared = shared
+        self.left_out = {name: weakref.ref(parameter) for name, parameter in (left_out or {}).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but references to frozen parameters, which cannot be pickled."""
+        return {**self.__dict__, "left_out": {}}
 
     def held_by(self, stage: nn.Module) -> ParamGroups:
         """Return these groups with what a part of the model holds: a pipeline stage, traced or not.
@@ -224,7 +239,14 @@ def split_params(
             group["matrices"].append(as_matrices(matrices))
     filled = [group for group in groups.values() if group]
     further = {name: entry.name for entry in entries for name in entry.names[1:]}
-    return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further)
+    if not any(group["algorithm"] == "muon" for group in filled) and not any(e.overridden_by for e in entries):
+        warnings.warn(
+            f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
+            "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix",
+            stacklevel=2,
+        )
+    left_out = {site.name: site.parameter for site in sites(model) if not site.parameter.requires_grad}
+    return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, left_out=left_out)
 
 
 def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
