@@ -218,7 +218,7 @@ def at_home(plan: Plan) -> float:
     """The share of matrices whose owner holds them whole."""
     found = 0
     for assignment in plan.assignments:
-        place = plan.parameters[assignment.parameter].source
+        place = plan.parameters[assignment.parameter].momentum_storage
         found += all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
     return found / len(plan.assignments)
 

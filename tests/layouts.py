@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.storage import placements_of
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout, split_matrices
-from muonmesh.slots import RUNNING
+from muonmesh.step.slots import RUNNING
 
 
 @dataclass

@@ -14,8 +14,9 @@ from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
-from muonmesh.settings import check_group, check_structure
-from muonmesh.slots import RUNNING, Precision, running_shape
+from muonmesh.settings import Precision, check_group, check_structure
+from muonmesh.step.planning import Member, Planned
+from muonmesh.step.slots import RUNNING, running_shape
 
 _MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
 _KEYS = {"muon": ("momentum_buffer", *RUNNING, "master"), "adamw": ("step", "exp_avg", "exp_avg_sq", "master")}
@@ -34,8 +35,13 @@ class Place(NamedTuple):
     """Where a parameter lives, where its momentum does, and how many matrices it holds."""
 
     storage: Storage
-    state: Storage
+    momentum_storage: Storage
     matrices: int
+
+    @staticmethod
+    def of(member: Member, planned: Planned) -> Place:
+        """Read it off a plan."""
+        return Place(member.storage, member.momentum_storage, len(planned.matrices_of.get(member.tensor, ())))
 
 
 class SavedGroup(OrderedDict[str, Any]):
@@ -225,7 +231,7 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
         if key in _MOMENTS:
-            storage = place.state if key == "momentum_buffer" else place.storage
+            storage = place.momentum_storage if key == "momentum_buffer" else place.storage
             if not _fits(value, storage, parameter):
                 raise StateError(
                     explain_error(

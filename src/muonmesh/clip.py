@@ -6,21 +6,22 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.agreement import compare
+from muonmesh.comm.agreement import agree_on_plan
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import own_gradient, whole_gradient
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
-from muonmesh.planning import Planned
-from muonmesh.slots import RUNNING, view_of
+from muonmesh.step.kept import Clip
+from muonmesh.step.planning import Planned
+from muonmesh.step.slots import RUNNING, view_of
 
 ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
 
@@ -142,20 +143,6 @@ def _norms(sums: Tensor) -> dict[str, Tensor]:
     return {"total": (muon + adamw).sqrt(), "muon": muon.sqrt(), "adamw": adamw.sqrt()}
 
 
-class Clip(NamedTuple):
-    """What clipping left for the next step.
-
-    Attributes:
-        skip: 0-d bool tensor, whether that step changes nothing; None for no.
-        running: For each tensor its running norms after that step, fp32 (2, matrices): see `_limited`.
-        error: What this rank found wrong, where the host has not waited for the others to say so.
-    """
-
-    skip: Tensor | None = None
-    running: tuple[tuple[Tensor, Tensor], ...] = ()
-    error: Exception | None = None
-
-
 def clip_gradients(
     planned: Planned,
     groups: Sequence[Mapping[str, Any]],
@@ -198,7 +185,7 @@ def clip_gradients(
     if waits and float(sums[ERRORS]):
         if not float(here[ERRORS]):
             raise PlanError("clip_grad_norm_: found an error on another rank of process_group=; its message names it")
-        compare(exchange.group, exchange.plan, error)
+        agree_on_plan(exchange.group, exchange.plan, error)
     if waits and float(here[REPLAN]):
         raise PlanAgain
     # For whole numbers, n Σd² = (Σd)² says that all are equal.
@@ -224,7 +211,7 @@ class PlanAgain(Exception):
 def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGroup | None) -> bool:
     """Whether there is anything to measure, or others that may have something."""
     # Others of the set, or in the process group, may have an AdamW half where this rank has none.
-    if planned.plan.others or process_group is not None:
+    if planned.plan.elementwise or process_group is not None:
         return True
     here = {INVARIANT: any(member is not None for member in planned.muon), FELT: any(planned.adamw)}
     return any(here[half] for half in measured)
@@ -268,7 +255,7 @@ def stand_aside(
     if process_group is not None:
         add_other_sets(sums[:MATRICES], exchange, process_group)
     if waits and float(here[ERRORS]):
-        compare(exchange.group, exchange.plan, error)
+        agree_on_plan(exchange.group, exchange.plan, error)
     if waits or float(here[REPLAN]) == len(exchange.plan.ranks):
         return None
     return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool))

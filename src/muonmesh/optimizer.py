@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,57 +13,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from muonmesh.adamw import adamw_step
 from muonmesh.checkpoint import Place, SavedGroup, restore_state
-from muonmesh.clip import Clip, ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
+from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
-from muonmesh.comm.agreement import View, compare, connected, group_of, insist
 from muonmesh.comm.exchange import Counts, Exchange
-from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
-from muonmesh.comm.meeting import count_optimizer, meet, next_number, note_failure, withdraw_failure
-from muonmesh.comm.storage import Declared, local_of, mesh_groups, world_size
-from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.explain import Explanation, explain, step_size
-from muonmesh.flags import Flags
+from muonmesh.comm.meeting import next_number, note_failure, withdraw_failure
+from muonmesh.comm.storage import Declared
+from muonmesh.errors import StateError
 from muonmesh.groups import split_params
-from muonmesh.kept import Kept
-from muonmesh.layout import split_matrices
-from muonmesh.metrics import measure
-from muonmesh.names import canonical_name
-from muonmesh.neglected import Neglected
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
-from muonmesh.numerics.rules import AdamWRule, MuonRule
+from muonmesh.numerics.rules import MuonRule
 from muonmesh.numerics.scale import ScaleMode
-from muonmesh.planning import (
-    Member,
-    Planned,
-    group_for,
-    likely_sets,
-    members_of,
-    method_of,
-    plan_members,
-    replicas_of,
-    signature_of,
-    widened,
-)
-from muonmesh.preflight import preflight, stand_aside
+from muonmesh.report.explain import Explanation, explain
+from muonmesh.report.metrics import measure
 from muonmesh.settings import (
     LOST_GROUP,
     LOST_LAYOUTS,
     ExchangeMode,
+    Precision,
     ProcessGroup,
     SettingsFound,
     algorithm_of,
-    check_dtype,
     check_group,
+    check_groups,
     check_optimizer,
     check_process_group,
-    check_structure,
 )
-from muonmesh.slots import Precision, Slot, check_state
-from muonmesh.step import MuonStep, Sums
-from muonmesh.terms import Terms
+from muonmesh.step.adamw import step_adamw
+from muonmesh.step.connection import changed, check_members, connect, forget, plan
+from muonmesh.step.flags import Flags
+from muonmesh.step.kept import Clip, Kept
+from muonmesh.step.muon import MuonStep
+from muonmesh.step.neglected import Neglected
+from muonmesh.step.planning import Member, Planned, group_for
+from muonmesh.step.preflight import preflight, stand_aside
+from muonmesh.step.slots import Collected, collect
+from muonmesh.step.sums import Sums
+from muonmesh.step.terms import Terms
 
 
 class Muon(torch.optim.Optimizer):
@@ -235,127 +222,15 @@ class Muon(torch.optim.Optimizer):
             group.setdefault("param_names", [f"{group['name']}.{i}" for i in range(len(seen))])
         super().add_param_group(group)
         try:
-            self._validate(self.param_groups[-1])
+            check_members(self.param_groups[-1], self.param_groups, self._kept)
         except Exception:
             self.param_groups.pop()
             raise
 
-    def _validate(self, group: dict[str, Any]) -> None:
-        where = f"group {group.get('name')!r}"
-        check_structure(where, group)
-        check_group(where, group)
-        names, tensors = [canonical_name(name) for name in group["param_names"]], group["params"]
-        if names != group["param_names"]:
-            group["param_names"] = names
-        taken = {name for other in self.param_groups if other is not group for name in other["param_names"]}
-        for name, tensor in zip(names, tensors, strict=True):
-            if name in taken and world_size() == 1:  # among several ranks, those that share it tell them apart
-                write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
-                needed = "a name of its own for each, by which ranks and checkpoints know it"
-                raise ValueError(explain_error(name, "two parameters of this name", needed, write))
-            taken.add(name)
-            check_dtype(name, tensor.dtype, self._kept.precision.master, group)
-        if group["algorithm"] == "adamw":
-            return
-        specs = group.get("matrices")
-        if specs is None:
-            specs = group["matrices"] = [None] * len(tensors)
-        for name, tensor, spec in zip(names, tensors, specs, strict=True):
-            if name in self.layouts:
-                continue  # shards: the shape that counts is known with the ranks, at the first step
-            matrices = split_matrices(name, tuple(tensor.shape), spec)
-            method_of(group, matrices[0].rows, matrices[0].cols, self._kept.precision.compute)
-
-    # ---------------------------------------------------------------- planning
-
-    def _plan(self) -> Planned:
-        """Read the layouts and make the plan, if that has not been done for these very parameters; local."""
-        planned, _, error = self._read()
-        if error is not None:
-            raise error
-        assert planned is not None
-        return planned
-
     @property
     def members(self) -> list[Member]:
         """All parameters of this rank with where they live; no communication."""
-        return self._plan().members
-
-    def _signature(self) -> object:
-        return signature_of(self.param_groups, self.process_group, self.layouts)
-
-    def _read(self) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
-        """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything."""
-        kept = self._kept
-        replicas = replicas_of(self.process_group)
-        try:
-            signature = self._signature()
-            if kept.planned is not None and kept.planned.signature == signature:
-                return kept.planned, [], None
-            for group in self.param_groups:
-                self._validate(group)
-        except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
-            before = kept.connected
-            sets = likely_sets(self.param_groups, replicas, self.layouts) if before is None else before.sets
-            return None, sets, wrong
-        members, sets, error = members_of(
-            self.param_groups, replicas, self.layouts, group_for(self.process_group), shard_state=kept.shard_state
-        )
-        if error is None:
-            try:
-                kept.planned = plan_members(
-                    self.param_groups, members, signature, kept.precision, kept.bucket_cap_mb, kept.exchange
-                )
-            except (LayoutError, ValueError) as found:
-                error = found
-        return None if error is not None else kept.planned, sets, error
-
-    def _connect(self) -> tuple[Planned, Exchange]:
-        """Plan, and on first use meet the ranks that share parameters, compare plans and make the exchange.
-
-        A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
-        """
-        kept = self._kept
-        planned, sets, error = self._read()
-        if planned is not None and planned.exchange is not None:
-            return planned, planned.exchange
-        if planned is not None:
-            sets = planned.sets
-        ranks = connected(sets, kept.number)
-        if self.process_group != "local":
-            meet(ranks, kept.number)
-            if not kept.met:
-                count_optimizer()
-                kept.met = True
-        candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
-        if isinstance(self.process_group, dist.ProcessGroup):
-            candidates.insert(0, self.process_group)
-        group = group_of(ranks, candidates)
-        views = compare(group, planned.plan if planned is not None else None, error)
-        assert planned is not None
-        if views is not None or ranks != planned.plan.ranks:
-            views = views or [View(planned.plan.parameters, planned.plan.others)] * len(ranks)
-            planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb, kept.exchange)
-            insist(group, planned.plan)
-        planned.exchange = Exchange(planned.plan, group=group, dtype=kept.precision.compute, device=planned.device)
-        kept.connected = planned
-        self._warn_about_rounding(planned)
-        return planned, planned.exchange
-
-    def _changed(self, error: Exception | None) -> tuple[Planned, Exchange] | None:
-        """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
-
-        Args:
-            error: What is wrong with the groups, so that they cannot be compared with what they were.
-        """
-        before = self._kept.connected
-        if before is None or before.exchange is None:
-            return None
-        return (before, before.exchange) if error is not None or before.signature != self._signature() else None
-
-    def _plan_anew(self) -> None:
-        """Forget the plan, as all ranks do that share it."""
-        self._kept.planned = self._kept.connected = None
+        return plan(self.param_groups, self._kept).members
 
     def _refuse_if_torn(self) -> None:
         if self._kept.torn is not None:
@@ -399,42 +274,38 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kept = self._kept
+        kept, groups = self._kept, self.param_groups
         self._refuse_if_torn()
         clip, kept.clip = kept.clip, Clip()
         pending, kept.pending = kept.pending, None
         if pending is not None:
             pending.raise_errors()
-        settings = self._check_settings()
-        if (before := self._changed(settings.error)) is not None:
-            waits = self._host_waits(before[0]) or settings.at_rest
+        settings = check_groups(groups)
+        if (before := changed(groups, kept, settings.error)) is not None:
+            waits = kept.host_waits(before[0]) or settings.at_rest
             kept.pending = stand_aside(*before, settings.error, waits=waits)
             if kept.pending is not None:
                 return loss
-            self._plan_anew()
-        planned, exchange, muon, adamw, flags = self._agree(settings, clip)
-        if flags is None:  # another rank must plan again, so all of them do
-            self._plan_anew()
-            planned, exchange, muon, adamw, flags = self._agree(settings, clip)
-        assert flags is not None
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            self._tell(scaler, found_inf, flags.overflow)
-        held = [slot for slot in muon if slot is not None] + [slot for some in adamw for slot in some]
-        kept.neglected.look((slot.name, slot.gradient) for slot in held)
+            forget(kept)
+        planned, exchange, slots, flags = self._agree(settings, clip)
+        if flags.replan:  # another rank's parameters have changed, so all plan again
+            forget(kept)
+            planned, exchange, slots, flags = self._agree(settings, clip)
+        self._tell(scaler, flags)
+        kept.neglected.look((slot.name, slot.gradient) for slot in slots.here)
         if flags.skip:
             return loss
         if kept.sums is not None:
             kept.sums = Sums()
         work = MuonStep(
             planned.plan,
-            planned.state_holdings,
-            muon,
-            [None if slot is None else MuonRule.of(self.param_groups[slot.group]) for slot in muon],
+            planned.momentum_holdings,
+            slots.muon,
+            [None if slot is None else MuonRule.of(groups[slot.group]) for slot in slots.muon],
             flags,
             kept.precision,
             device=planned.device,
-            meanwhile=lambda: self._step_adamw(adamw, flags),
+            step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.sums),
             sums=kept.sums,
         )
         kept.torn = f"step {exchange.steps} of this plan"
@@ -444,147 +315,41 @@ class Muon(torch.optim.Optimizer):
         kept.torn = None
         return loss
 
-    def _check_settings(self) -> SettingsFound:
-        """Check what the groups say now."""
-        error: Exception | None = None
-        on_device: list[tuple[str, Tensor]] = []
-        try:
-            for group in self.param_groups:
-                where, lr = f"group {group.get('name')!r}", group.get("lr")
-                check_structure(where, group)
-                check_group(where, group, read=False)
-                if isinstance(lr, Tensor) and lr.device.type != "cpu":
-                    on_device.append((where, lr.detach()))
-        except (KeyError, TypeError, ValueError) as found:
-            error = found
-        at_rest = error is None and not on_device and all(float(group["lr"]) == 0 for group in self.param_groups)
-        return SettingsFound(error, at_rest, on_device)
-
-    def _agree(
-        self, settings: SettingsFound, clip: Clip
-    ) -> tuple[Planned, Exchange, list[Slot | None], list[list[Slot]], Flags | None]:
-        """Plan if need be, read the gradients, and agree with all ranks before anything is written.
-
-        Returns:
-            The flags are None if some rank must plan again.
-        """
+    def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
+        """Plan if need be, read the gradients, and agree with all ranks before anything is written."""
         kept = self._kept
-        planned, exchange = self._connect()
+        planned, exchange = connect(self.param_groups, kept)
         exchange.counts = Counts()
+        slots = collect(planned, self.param_groups, self.state, getattr(self, "grad_scale", None))
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        muon, others, adamw, wrong = self._collect(planned, getattr(self, "grad_scale", None))
         flags, kept.pending = preflight(
             planned,
             exchange,
-            muon,
-            others,
+            slots,
             Terms(planned, self.param_groups, kept.precision),
             settings=settings,
-            error=wrong or clip.error,
+            error=clip.error,
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
-            waits=self._host_waits(planned),
+            waits=kept.host_waits(planned),
         )
-        return planned, exchange, muon, adamw, None if flags.replan else flags
+        return planned, exchange, slots, flags
 
-    def _host_waits(self, planned: Planned) -> bool:
-        waits = self._kept.waits
-        return planned.device.type == "cpu" if waits is None else waits
-
-    def _tell(self, scaler: torch.amp.grad_scaler.GradScaler | None, found_inf: Tensor, overflow: Tensor) -> None:
-        """Tell the scaler whether any rank overflowed; warn if it cannot be told and its scale will differ."""
+    def _tell(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
+        """Tell the GradScaler, if one is used, whether any rank overflowed; warn if its scale will differ."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return
         if scaler is not None:
             for found in scaler._found_inf_per_device(self).values():
-                found.copy_(overflow)
-        elif overflow.device.type == "cpu" and bool(overflow) and not bool(found_inf):
+                found.copy_(flags.overflow)
+        elif flags.overflow.device.type == "cpu" and bool(flags.overflow) and not bool(found_inf):
             warnings.warn(
                 "GradScaler: found an overflow on another rank only; all ranks skip, but their loss scales differ from "
                 "now on. Write scaler.step(optimizer, scaler=scaler)",
                 stacklevel=4,
             )
 
-    def _collect(
-        self, planned: Planned, scale: Tensor | None
-    ) -> tuple[list[Slot | None], list[Slot | None], list[list[Slot]], Exception | None]:
-        """Read every gradient: of the Muon half, of AdamW's that other ranks know of, and of each AdamW group.
-
-        An error is kept, so that this rank takes part in what others wait for.
-        """
-        error: Exception | None = None
-        slots: dict[int, Slot] = {}
-
-        def slot(member: Member | None) -> Slot | None:
-            nonlocal error
-            if member is None:
-                return None
-            gradient = None
-            try:
-                gradient = gradient_of(member.name, member.tensor)
-            except (LayoutError, TypeError) as found:
-                error = error or found
-            if gradient is not None and scale is not None:
-                gradient = unscaled(gradient, scale)
-            if gradient is not None and not any(partial_axes(gradient)):
-                gradient = gradient.contiguous()
-            slots[id(member)] = Slot(
-                member.name,
-                member.tensor,
-                self.state[member.tensor],
-                gradient,
-                member.group,
-                member.storage,
-                member.state,
-                len(planned.matrices_of.get(member.tensor, ())),
-            )
-            try:
-                check_state(slots[id(member)], muon=self.param_groups[member.group]["algorithm"] == "muon")
-            except (LayoutError, StateError) as found:
-                error = error or found
-            return slots[id(member)]
-
-        muon, others = [slot(member) for member in planned.muon], [slot(member) for member in planned.others]
-        adamw: list[list[Slot]] = []
-        for members in planned.adamw:
-            tensors = {id(member.tensor): member for member in members}  # a flat buffer is stepped once
-            adamw.append([slots.get(id(m)) or slot(m) for m in tensors.values()])  # type: ignore[misc]
-        return muon, others, adamw, error
-
-    def _step_adamw(self, adamw: Sequence[Sequence[Slot]], flags: Flags) -> None:
-        for slots in adamw:
-            if not slots:
-                continue
-            group = self.param_groups[slots[0].group]
-            sums = self._kept.sums
-            before = [local_of(slot.tensor).double() for slot in slots] if sums is not None else []
-            adamw_step(slots, AdamWRule.of(group), self._kept.precision, flags)
-            for slot, old in zip(slots, before, strict=False):
-                assert sums is not None
-                moved = local_of(slot.tensor).double() - old * (1 - group["lr"] * group["weight_decay"])
-                sums.add(slot.group, moved.square().sum() / slot.storage.copies)
-
-    def _warn_about_rounding(self, planned: Planned) -> None:
-        """Warn once if low-precision weights without masters would swallow typical steps."""
-        if self._kept.warned or self._kept.precision.master is not None:
-            return
-        self._kept.warned = True
-        for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
-            if member is None:
-                continue
-            local = local_of(member.tensor).detach()
-            if local.dtype not in (torch.bfloat16, torch.float16) or not local.numel():
-                continue
-            size = step_size(self.param_groups[member.group], parameter.matrices[0].rows, parameter.matrices[0].cols)
-            moved = (local.float() + size.rms).to(local.dtype) != local
-            share = 1 - float(moved.float().mean())
-            warnings.warn(
-                f"{member.name} and perhaps others are {local.dtype} without masters: a typical step of RMS "
-                f"{size.rms:.1e} leaves {share:.0%} of its entries unchanged by rounding. Write "
-                "Muon(..., master_dtype=torch.float32) to keep fp32 copies in the optimizer state",
-                stacklevel=3,
-            )
-            return
-
-    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -628,24 +393,24 @@ class Muon(torch.optim.Optimizer):
             PlanError: on the other ranks then.
         """
         check_process_group(process_group)
-        kept, ranks = self._kept, group_for(process_group)
+        kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
-        error = self._check_settings().error
-        if (before := self._changed(error)) is not None:
-            waits = self._host_waits(before[0])
+        error = check_groups(groups).error
+        if (before := changed(groups, kept, error)) is not None:
+            waits = kept.host_waits(before[0])
             told = stand_aside_from_sums(*before, error, limits, process_group=ranks, waits=waits)
             if told is not None:
                 return told
-            self._plan_anew()
+            forget(kept)
         while True:
-            planned, exchange = self._connect()
-            waits = self._host_waits(planned)
+            planned, exchange = connect(groups, kept)
+            waits = kept.host_waits(planned)
             try:
                 found, kept.clip = clip_gradients(
-                    planned, self.param_groups, self.state, exchange, limits, process_group=ranks, waits=waits
+                    planned, groups, self.state, exchange, limits, process_group=ranks, waits=waits
                 )
             except PlanAgain:
-                self._plan_anew()
+                forget(kept)
                 continue
             return found
 
@@ -660,11 +425,8 @@ class Muon(torch.optim.Optimizer):
         """
         kept, places = self._kept, dict[Tensor, Place]()
         if state_dict.get("state"):  # hosts load an empty state before they replace the parameters
-            planned = self._plan()
-            places = {
-                member.tensor: Place(member.storage, member.state, len(planned.matrices_of.get(member.tensor, ())))
-                for member in planned.members
-            }
+            planned = plan(self.param_groups, kept)
+            places = {m.tensor: Place.of(m, planned) for m in planned.members}
         restore_state(self, state_dict, kept.precision, places, super().load_state_dict)
         kept.torn = None
 
@@ -721,7 +483,7 @@ class Muon(torch.optim.Optimizer):
 
     def explain(self) -> Explanation:
         """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication."""
-        planned = self._plan()
+        planned = plan(self.param_groups, self._kept)
         return explain(self.param_groups, planned, self._kept.precision.compute.itemsize)
 
     def metrics(self) -> dict[str, float]:
@@ -731,17 +493,17 @@ class Muon(torch.optim.Optimizer):
         decay) and ``<group>/update_to_weight`` (ratio of norms). Call it after ``step`` and before ``zero_grad``. The
         update is recorded from the first call on, so the last two appear after the following step.
         """
-        kept = self._kept
+        kept, groups = self._kept, self.param_groups
         while True:
-            error = self._check_settings().error
-            changed = self._changed(error)
-            planned, exchange = changed or self._connect()
-            here = None if changed is not None else (self.param_groups, self.state, kept.sums)
+            error = check_groups(groups).error
+            before = changed(groups, kept, error)
+            planned, exchange = before or connect(groups, kept)
+            here = None if before is not None else (groups, self.state, kept.sums)
             found = measure(planned, exchange, here, error)
             if found is not None:
                 kept.sums = kept.sums or Sums()
                 return found
-            self._plan_anew()
+            forget(kept)
 
 
 def from_model(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -79,6 +80,15 @@ framework of yours reads."""
 
 _TORCH_SWITCHES = ("maximize", "amsgrad", "foreach", "fused", "capturable", "differentiable")
 """Keys of torch's own optimizers that mean nothing while they are off, as in the groups of their state dicts."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one optimizer: of orthogonalisation and wire, of the momentum, of fp32 masters or None."""
+
+    compute: torch.dtype
+    state: torch.dtype
+    master: torch.dtype | None
 
 
 class SettingsFound(NamedTuple):
@@ -249,6 +259,23 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     except (TypeError, ValueError) as error:
         # The message is of `orthogonalize`, whose argument has no prefix.
         raise type(error)(f"{where}: {str(error).replace('coefficients', 'ns_coefficients')}") from None
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
+    """Check what the groups say now, at every step; an error is returned, so that the rank can tell the others."""
+    error: Exception | None = None
+    on_device: list[tuple[str, Tensor]] = []
+    try:
+        for group in groups:
+            where, lr = f"group {group.get('name')!r}", group.get("lr")
+            check_structure(where, group)
+            check_group(where, group, read=False)
+            if isinstance(lr, Tensor) and lr.device.type != "cpu":
+                on_device.append((where, lr.detach()))
+    except (TypeError, ValueError) as found:
+        error = found
+    at_rest = error is None and not on_device and all(float(group["lr"]) == 0 for group in groups)
+    return SettingsFound(error, at_rest, on_device)
 
 
 def check_structure(where: str, group: Mapping[str, Any]) -> None:

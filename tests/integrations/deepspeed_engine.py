@@ -38,7 +38,7 @@ from muonmesh.integrations.deepspeed import get_state, initialize, set_state
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.integrations.deepspeed.state import entries_of, gather
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.slots import RUNNING
+from muonmesh.step.slots import RUNNING
 from tests.reference import reference_step
 
 deepspeed.utils.logger.setLevel(logging.ERROR)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import muonmesh as mm
-from muonmesh.slots import RUNNING
+from muonmesh.step.slots import RUNNING
 from tests import problem
 
 COMPUTE = torch.float32

@@ -115,10 +115,10 @@ class WatchedWork:
         self._work.write(leg, update)
         self._watch.note("host", "6 update", self._bucket_of[leg.assignment], begin)
 
-    def meanwhile(self) -> None:
+    def step_adamw(self) -> None:
         """Step AdamW's half."""
         begin = time.perf_counter()
-        self._work.meanwhile()
+        self._work.step_adamw()
         self._watch.note("host", "AdamW", None, begin)
 
     def __getattr__(self, name: str) -> Any:

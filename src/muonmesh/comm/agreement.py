@@ -33,7 +33,7 @@ class View(NamedTuple):
     """What one rank holds of the parameters of its connected set."""
 
     parameters: tuple[Parameter, ...]
-    others: tuple[Elementwise, ...]
+    elementwise: tuple[Elementwise, ...]
 
 
 def connected(sets: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ def _answers(store: PrefixStore, ranks: tuple[int, ...], count: int, number: int
     return answers
 
 
-def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None) -> list[View] | None:
+def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None) -> list[View] | None:
     """Make sure that no rank of a group found an error, and that all have the same plan.
 
     A rank that could not make a plan passes None and its error; every rank then raises instead of waiting.
@@ -119,7 +119,7 @@ def compare(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception
     if len({digest for digest, _ in everyone}) == 1:
         return None
     assert plan is not None
-    views = [View(plan.parameters, plan.others)] * len(everyone)
+    views = [View(plan.parameters, plan.elementwise)] * len(everyone)
     dist.all_gather_object(views, views[0], group=group)
     return views
 
@@ -194,7 +194,7 @@ def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
     Raises:
         PlanError: on every rank, naming the first difference.
     """
-    views = compare(group, plan, None)
+    views = agree_on_plan(group, plan, None)
     if views is None:
         return
     descriptions: list[list[str]] = [[]] * len(views)

@@ -36,10 +36,10 @@ class Local:
 
 
 class Work(Protocol):
-    """What the exchange moves and computes; it knows nothing else of the optimizer.
+    """What the exchange asks of the optimizer, of which it knows nothing else.
 
-    ``shape``, ``strides`` and ``start`` describe elements of the local storage of parameter number
-    ``parameter`` of the plan, read as a contiguous array.
+    A `Leg` names elements of one matrix: where they lie in the local storage of parameter number ``leg.parameter`` of
+    the plan, read as a contiguous array, and where they lie in the assembled matrix.
     """
 
     def prepare(self, assignments: Sequence[int]) -> None:
@@ -63,8 +63,8 @@ class Work(Protocol):
     def write(self, leg: Leg, update: Tensor) -> None:
         """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
 
-    def meanwhile(self) -> None:
-        """Do what needs no exchange while the first gather travels."""
+    def step_adamw(self) -> None:
+        """Step AdamW's half, which needs no exchange, while the first gather travels."""
 
 
 class Idle:
@@ -92,7 +92,7 @@ class Idle:
     def write(self, leg: Leg, update: Tensor) -> None:
         """Nothing."""
 
-    def meanwhile(self) -> None:
+    def step_adamw(self) -> None:
         """Nothing."""
 
 
@@ -228,7 +228,7 @@ class Exchange:
         """Run every bucket of the plan once; all ranks of the group call it."""
         stages = self._stages
         gathered = [self._gather(0, work)] if stages else []
-        work.meanwhile()
+        work.step_adamw()
         scattered: list[_Transfer] = []
         for number in range(len(stages)):
             if number + 1 < len(stages):

@@ -77,7 +77,7 @@ def withdraw_failure() -> None:
 def failure_of_others(number: int) -> str | None:
     """Return which rank could not make its optimizer of this number and why; None if all did, or failed like this one.
 
-    A rank that has caught its error and made another optimizer meanwhile does not count.
+    A rank that has caught its error and made another optimizer adamw does not count.
     """
     if world_size() == 1:
         return None

@@ -117,7 +117,7 @@ Declared = tuple[Any, ...] | FlatShards | Sequence[FlatParameter]
 a flat one, or the FlatParameters that share a flat buffer."""
 
 
-def layout_of(
+def storage_of(
     name: str, tensor: Tensor, replicas: Sequence[int] | None, declared: Declared | None = None, *, needed: bool = True
 ) -> Storage:
     """Return where a parameter lives; no communication.

@@ -60,7 +60,7 @@ def slab(layout: Layout, rank: int, matrix: Matrix) -> tuple[int, tuple[Piece, .
 def fits(parameter: Parameter, matrix: Matrix) -> bool:
     """Whether a matrix is cut along its long dim only, and momentum lies where the parameter does."""
     layout = parameter.target
-    if parameter.source is not layout or len(layout.ranks) == layout.copies():
+    if parameter.momentum_storage is not layout or len(layout.ranks) == layout.copies():
         return False
     parts = [slab(layout, rank, matrix) for rank in layout.replica(layout.ranks[0])]
     return all(part is not None and part[0] < matrix.shape[1] for part in parts)

@@ -21,8 +21,8 @@ class Parameter:
 
     Attributes:
         name: Canonical name, unique.
-        source: Where the momentum lives, the gather's source.
-        target: Where the parameter lives, the scatter's target.
+        momentum_storage: Where the momentum lives, which is gathered.
+        target: Where the parameter lives, to which results are scattered.
         matrices: What it consists of; they cover it exactly.
         flops: Cost of one of the matrices, in their order.
         settings: Text of everything that decides what an orthogonalisation computes. Matrices are batched
@@ -31,7 +31,7 @@ class Parameter:
     """
 
     name: str
-    source: Layout
+    momentum_storage: Layout
     target: Layout
     matrices: tuple[Matrix, ...]
     flops: tuple[int, ...]
@@ -54,7 +54,8 @@ def describe(parameter: Parameter | Elementwise) -> str:
     if isinstance(parameter, Elementwise):
         return f"{line}, not orthogonalised"
     sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
-    return f"{line}, state {parameter.source.describe()}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
+    momentum = parameter.momentum_storage.describe()
+    return f"{line}, state {momentum}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
 
 
 def _told(ranks: Sequence[int]) -> str:
@@ -106,7 +107,7 @@ class Plan:
         parameters: What was planned.
         assignments: Every Matrix once, with its owner.
         buckets: Numbers of the assignments that move and compute together, in order.
-        others: Parameters that are not orthogonalised.
+        elementwise: Parameters that are not orthogonalised.
         grams: Numbers of the assignments that no owner computes: their Gram matrices are summed (`layout.gram`).
     """
 
@@ -114,7 +115,7 @@ class Plan:
     parameters: tuple[Parameter, ...]
     assignments: tuple[Assignment, ...]
     buckets: tuple[tuple[int, ...], ...]
-    others: tuple[Elementwise, ...] = ()
+    elementwise: tuple[Elementwise, ...] = ()
     grams: tuple[int, ...] = ()
 
     def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
@@ -160,12 +161,12 @@ class Plan:
     def _place(self, assignment: Assignment, *, gather: bool) -> Layout:
         """Return where the other end of an assignment's routes is."""
         parameter = self.parameters[assignment.parameter]
-        return parameter.source if gather else parameter.target
+        return parameter.momentum_storage if gather else parameter.target
 
     @property
     def targets(self) -> list[Layout]:
         """Where each parameter lives."""
-        return [p.target for p in self.parameters] + [other.target for other in self.others]
+        return [p.target for p in self.parameters] + [other.target for other in self.elementwise]
 
     @cached_property
     def loads(self) -> dict[int, int]:
@@ -181,7 +182,9 @@ class Plan:
     def description(self) -> list[str]:
         """Return the lines that must be the same on every rank."""
         lines = [f"ranks {self.ranks}"]
-        lines += [describe(parameter) for parameter in self.parameters] + [describe(other) for other in self.others]
+        lines += [describe(parameter) for parameter in self.parameters] + [
+            describe(other) for other in self.elementwise
+        ]
         for number, bucket in enumerate(self.buckets):
             for index in bucket:
                 lines.append(
@@ -233,7 +236,7 @@ def make_plan(
     *,
     ranks: Sequence[int] | None = None,
     bucket_elements: int,
-    others: Sequence[Elementwise] = (),
+    elementwise: Sequence[Elementwise] = (),
     grams: Collection[tuple[int, int]] = (),
 ) -> Plan:
     """Assign every matrix an owner and a bucket.
@@ -251,15 +254,15 @@ def make_plan(
         parameters: What to plan, in the same order on every rank.
         ranks: The connected set; by default the ranks that hold any of the parameters.
         bucket_elements: Matrix elements of one owner in one bucket, about.
-        others: Parameters that are not orthogonalised.
+        elementwise: Parameters that are not orthogonalised.
         grams: (parameter, index) of the matrices whose Gram matrices are summed instead.
 
     Raises:
         LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once.
     """
-    _prove(parameters, others)
+    _prove(parameters, elementwise)
     if ranks is None:
-        ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.source, p.target)}))
+        ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_storage, p.target)}))
     ranks = tuple(ranks)
     owners = _assign(parameters, ranks)
     assignments = [
@@ -287,7 +290,7 @@ def make_plan(
         filled[assignment.owner] += assignment.matrix.numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
     summed = tuple(n for n, a in enumerate(assignments) if (a.parameter, a.matrix.index) in grams) if grams else ()
-    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(others), summed)
+    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(elementwise), summed)
 
 
 def _assign(parameters: Sequence[Parameter], ranks: Sequence[int]) -> dict[tuple[int, int], int]:
@@ -308,7 +311,7 @@ def _assign(parameters: Sequence[Parameter], ranks: Sequence[int]) -> dict[tuple
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
         parameter = parameters[number]
         owner = loads.least(everywhere[number])
-        holders = _holders_of_all(parameter.source, matrix)
+        holders = _holders_of_all(parameter.momentum_storage, matrix)
         if holders and len(holders) < len(parameter.target.ranks):
             local = loads.least(loads.heap(holders))
             if loads.flops(local) - minus_flops <= max(unavoidable, loads.flops(owner) - minus_flops):
@@ -373,9 +376,9 @@ def _spread(ranks: Sequence[int]) -> list[int]:
     return [ranks[index] for index in dict.fromkeys(steps)]
 
 
-def _prove(parameters: Sequence[Parameter], others: Sequence[Elementwise]) -> None:
+def _prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -> None:
     """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
-    for other in others:
+    for other in elementwise:
         try:
             other.target.prove_cover()
         except LayoutError as error:
@@ -385,8 +388,8 @@ def _prove(parameters: Sequence[Parameter], others: Sequence[Elementwise]) -> No
         shape = parameter.target.shape
         blocks = [matrix.blocks for matrix in parameter.matrices]
         try:
-            parameter.source.prove_cover()
-            if parameter.target is not parameter.source:
+            parameter.momentum_storage.prove_cover()
+            if parameter.target is not parameter.momentum_storage:
                 parameter.target.prove_cover()
             if proved.get(shape) != blocks:  # layers are alike
                 _prove_tiling([block.region for some in blocks for block in some], shape)

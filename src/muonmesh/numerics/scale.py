@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import sqrt
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 ScaleMode: TypeAlias = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
 """`shape_scaling` is an alias of `original`."""
@@ -52,3 +53,17 @@ def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:
             return sqrt(rows / cols)
         case "none":
             return 1.0
+
+
+class StepSize(NamedTuple):
+    """What a learning rate means for one matrix: root mean square and spectral norm of one step."""
+
+    rms: float
+    spectral: float
+
+
+def step_size(group: Mapping[str, Any], rows: int, cols: int) -> StepSize:
+    """Return the size of one step of a rows × cols matrix; its min(rows, cols) singular values are about 1."""
+    scale = group["extra_scale_factor"] * update_scale(rows, cols, group["scale_mode"])
+    spectral = float(group["lr"]) * scale
+    return StepSize(spectral / sqrt(max(rows, cols)), spectral)

@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.explain import Explanation, Row
 from muonmesh.integrations.deepspeed.shards import Shard
 from muonmesh.layout import FlatShards, split_matrices
 from muonmesh.optimizer import Muon
+from muonmesh.report.explain import Explanation, Row
 
 
 @dataclass(frozen=True, eq=False)

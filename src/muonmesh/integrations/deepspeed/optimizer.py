@@ -12,7 +12,7 @@ from muonmesh.clip import GradNorms
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.clipping import Clipping
-from muonmesh.slots import RUNNING
+from muonmesh.step.slots import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys of a group that say what it is; no checkpoint may change them."""

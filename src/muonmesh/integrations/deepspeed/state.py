@@ -17,7 +17,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.names import canonical_name
-from muonmesh.slots import RUNNING, running_shape
+from muonmesh.step.slots import RUNNING, running_shape
 
 _KEYS = {"muon": {"momentum_buffer": "exp_avg"}, "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}}
 """For each algorithm its state by name, and what DeepSpeed calls it."""

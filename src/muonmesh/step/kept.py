@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from muonmesh.clip import Clip
+from torch import Tensor
+
 from muonmesh.comm.storage import Declared
-from muonmesh.neglected import Neglected
-from muonmesh.planning import Planned
-from muonmesh.preflight import Pending
-from muonmesh.settings import ExchangeMode, ProcessGroup
-from muonmesh.slots import Precision
-from muonmesh.step import Sums
+from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
+from muonmesh.step.neglected import Neglected
+from muonmesh.step.planning import Planned
+from muonmesh.step.preflight import Pending
+from muonmesh.step.sums import Sums
+
+
+class Clip(NamedTuple):
+    """What clipping left for the next step.
+
+    Attributes:
+        skip: 0-d bool tensor, whether that step changes nothing; None for no.
+        running: For each tensor its running norms after that step, fp32 (2, matrices): see `muonmesh.clip`.
+        error: What this rank found wrong, where the host has not waited for the others to say so.
+    """
+
+    skip: Tensor | None = None
+    running: tuple[tuple[Tensor, Tensor], ...] = ()
+    error: Exception | None = None
 
 
 @dataclass
@@ -61,3 +76,7 @@ class Kept:
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
     torn: str | None = None
+
+    def host_waits(self, planned: Planned) -> bool:
+        """Whether the host waits for what the ranks say to each other: on a CPU, where there is nothing else to do."""
+        return planned.device.type == "cpu" if self.waits is None else self.waits

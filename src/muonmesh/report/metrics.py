@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.comm.agreement import compare
+from muonmesh.comm.agreement import agree_on_plan
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.normalize import sums_of_squares
-from muonmesh.planning import Planned
-from muonmesh.step import Sums
+from muonmesh.step.planning import Planned
+from muonmesh.step.sums import Sums
 
 _FIGURES = ("gradient", "momentum", "weight", "update")
 
@@ -50,7 +50,7 @@ def measure(
         _add(totals, names, planned, *here)
     *rows, told = exchange.reduce_sums(totals, what="the sum of the metrics").tolist()
     if told[1][0]:
-        compare(exchange.group, exchange.plan, error)
+        agree_on_plan(exchange.group, exchange.plan, error)
     if told[0][0]:
         return None
     figures: dict[str, float] = {}
@@ -83,7 +83,7 @@ def _add(
         for figure, value in enumerate((member.tensor.grad, momentum, member.tensor)):
             if value is None:
                 continue
-            storage = member.state if value is held.get("momentum_buffer") else member.storage
+            storage = member.momentum_storage if value is held.get("momentum_buffer") else member.storage
             for part in storage.parts(local_of(value.detach())):
                 totals[places[member.group], figure, 0] += sums_of_squares([part])[0] / storage.copies
                 totals[places[member.group], figure, 1] += part.numel() / storage.copies

@@ -1,4 +1,4 @@
-"""Step: Muon's half of one optimizer step, what is done to its matrices between the exchange's moves."""
+"""Muon: its half of one step, what is done to the matrices between the exchange's moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from muonmesh.comm.exchange import Local, contiguous, place
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
-from muonmesh.flags import Flags
 from muonmesh.layout import Layout, Plan, overlap
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.kernels import select
@@ -19,26 +18,14 @@ from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogon
 from muonmesh.numerics.rules import MuonRule, apply_update, update_momentum, write_direction
 from muonmesh.numerics.scale import update_scale
 from muonmesh.numerics.threads import run_all
-from muonmesh.slots import Holdings, Precision, Slot, create_state, view_of
+from muonmesh.settings import Precision
+from muonmesh.step.flags import Flags
+from muonmesh.step.planning import Holdings
+from muonmesh.step.slots import Slot, create_state, view_of
+from muonmesh.step.sums import Sums
 
 _TOGETHER_ELSEWHERE = 1 << 26
 """Elements orthogonalised together where one call has the whole device."""
-
-
-class Sums:
-    """Sums of squares of one step's updates by group, for `Muon.metrics`."""
-
-    def __init__(self) -> None:
-        self._squares: dict[int, list[Tensor]] = {}
-
-    def add(self, group: int, squares: Tensor) -> None:
-        """Add to a group's sum, from any thread."""
-        self._squares.setdefault(group, []).append(squares)
-
-    def of(self, group: int) -> Tensor | None:
-        """Return a group's sum, 0-d fp64, or None if nothing was added."""
-        squares = self._squares.get(group)
-        return torch.stack(squares).sum() if squares else None
 
 
 class MuonStep:
@@ -58,7 +45,7 @@ class MuonStep:
         precision: Precision,
         *,
         device: torch.device,
-        meanwhile: Callable[[], None],
+        step_adamw: Callable[[], None],
         sums: Sums | None,
     ) -> None:
         self._plan = plan
@@ -68,7 +55,7 @@ class MuonStep:
         self._device = device
         self._flags = flags
         self._precision = precision
-        self.meanwhile = meanwhile
+        self.step_adamw = step_adamw
         self._sums = sums
         self._weights = {number: _contiguous(local_of(slot.tensor)) for number, slot in self._slots.items()}
         self._ready: set[int] = set()  # parameters whose state and gradient are as the momentum is stored
@@ -90,8 +77,8 @@ class MuonStep:
                 continue
             if slot.gradient is None:  # missing on this shard only: counts as zero
                 slot.gradient = torch.zeros_like(local_of(slot.state["momentum_buffer"]))
-            elif slot.place is not slot.storage:
-                slot.gradient = _restricted(slot.gradient, slot.storage, slot.place)
+            elif slot.momentum_storage is not slot.storage:
+                slot.gradient = _restricted(slot.gradient, slot.storage, slot.momentum_storage)
 
     def _fold(self, assignment: int) -> None:
         flag = self._active(assignment)

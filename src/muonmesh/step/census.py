@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.gradients import partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
-from muonmesh.slots import Slot
 
 TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
 """Flags of a rank rather than of a parameter: it says that the step changes nothing; its GradScaler has found an
@@ -19,6 +19,12 @@ overflow; something moves at learning rate 0; it found an error; its parameters 
 
 DIGEST = 16
 """Bytes by which ranks compare what they have set: 8 of what the host knows, 8 of what only the device does."""
+
+
+class HasGradient(Protocol):
+    """A parameter in one step, with its gradient or None."""
+
+    gradient: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Census:
     @staticmethod
     def of(plan: Plan, rank: int) -> Census:
         """Count them; all but ``mine`` and ``stored`` is the same on every rank of the connected set."""
-        parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.others]
+        parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
         presence, mine, owners, replicated = list[tuple[int, int]](), list[tuple[int, ...]](), list[int](), list[bool]()
         shared: dict[tuple[int, ...], list[int]] = {}
         axes, width = list[tuple[int, int, int]](), 0
@@ -108,7 +114,7 @@ class Census:
         """How many flags "partial" there are."""
         return sum(count for _, _, count in self.axes)
 
-    def counted(self, slots: Sequence[Slot | None]) -> list[int]:
+    def counted(self, slots: Sequence[HasGradient | None]) -> list[int]:
         """Return this rank's flags "present", "missing", "partial" and "whole", one after the other."""
         present, missing = [0] * len(self.replicated), [0] * len(self.replicated)
         for places, slot in zip(self.mine, slots, strict=True):
@@ -127,7 +133,7 @@ class Census:
         return present + missing + partial + whole
 
     def vector(
-        self, nonzero: Tensor, slots: Sequence[Slot | None], settings: Tensor, tail: dict[str, bool | Tensor]
+        self, nonzero: Tensor, slots: Sequence[HasGradient | None], settings: Tensor, tail: dict[str, bool | Tensor]
     ) -> Tensor:
         """Return this rank's flags, uint8 on the device of ``nonzero``.
 

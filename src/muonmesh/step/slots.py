@@ -1,26 +1,26 @@
-"""Slots: what a rank stores of each parameter in one step, its state included."""
+"""Slots: what a rank stores of each parameter in one step, with its gradient and its state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.layout import Piece, Plan
-from muonmesh.layout.plan import pieces
+from muonmesh.layout import Piece
+from muonmesh.settings import Precision
+from muonmesh.step.planning import Member, Planned
 
 RUNNING = ("running_norm", "running_norm_steps")
 """State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
 
 _STORED = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
 """State that is stored as the parameter is."""
-
-Holdings = tuple[tuple[Piece, ...], ...]
-"""For each Matrix of a plan, the pieces of it that this rank stores."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Slot:
         gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
         group: Number of its group.
         storage: Where it lives.
-        place: Where its momentum lives.
+        momentum_storage: Where its momentum lives.
         matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
     """
 
@@ -44,26 +44,91 @@ class Slot:
     gradient: Tensor | None
     group: int
     storage: Storage
-    place: Storage
+    momentum_storage: Storage
     matrices: int
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The dtypes of one optimizer: of orthogonalisation and wire, of the momentum, of fp32 masters or None."""
+class Collected(NamedTuple):
+    """The slots of one step.
 
-    compute: torch.dtype
-    state: torch.dtype
-    master: torch.dtype | None
+    Attributes:
+        muon: Of the Muon half, as the plan's parameters are numbered; None for one that only other ranks hold.
+        elementwise: Of the AdamW parameters that other ranks know of, as the plan numbers them; None likewise.
+        adamw: Of each AdamW group, a flat tensor once.
+        error: The first thing that is wrong; the rank keeps it and takes part in what others wait for.
+    """
+
+    muon: list[Slot | None]
+    elementwise: list[Slot | None]
+    adamw: list[list[Slot]]
+    error: Exception | None
+
+    @property
+    def here(self) -> Iterator[Slot]:
+        """The slots of this rank."""
+        yield from (slot for slot in self.muon if slot is not None)
+        yield from (slot for some in self.adamw for slot in some)
+
+
+def collect(
+    planned: Planned, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], scale: Tensor | None
+) -> Collected:
+    """Read every gradient and check the state beside it.
+
+    Args:
+        planned: Whose.
+        groups: The param groups.
+        state: The optimizer's state.
+        scale: The factor of a GradScaler, taken out of the gradients in fp32.
+    """
+    error: Exception | None = None
+    slots: dict[int, Slot] = {}
+
+    def slot_of(member: Member) -> Slot:
+        nonlocal error
+        if id(member) in slots:
+            return slots[id(member)]
+        gradient = None
+        try:
+            gradient = gradient_of(member.name, member.tensor)
+        except (LayoutError, TypeError) as found:
+            error = error or found
+        if gradient is not None and scale is not None:
+            gradient = unscaled(gradient, scale)
+        if gradient is not None and not any(partial_axes(gradient)):
+            gradient = gradient.contiguous()
+        slot = slots[id(member)] = Slot(
+            member.name,
+            member.tensor,
+            state[member.tensor],
+            gradient,
+            member.group,
+            member.storage,
+            member.momentum_storage,
+            len(planned.matrices_of.get(member.tensor, ())),
+        )
+        try:
+            check_state(slot, muon=groups[member.group]["algorithm"] == "muon")
+        except (LayoutError, StateError) as found:
+            error = error or found
+        return slot
+
+    muon = [None if member is None else slot_of(member) for member in planned.muon]
+    elementwise = [None if member is None else slot_of(member) for member in planned.elementwise]
+    adamw = []
+    for members in planned.adamw:
+        tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
+        adamw.append([slot_of(member) for member in tensors.values()])
+    return Collected(muon, elementwise, adamw, error)
 
 
 def create_state(slot: Slot, precision: Precision) -> None:
     """Create the momentum, the running norms of `clip` and the master of a Muon parameter where missing."""
     local = local_of(slot.tensor)
     if "momentum_buffer" not in slot.state:
-        shape = local.shape if slot.place is slot.storage else local_shape(slot.place)
+        shape = local.shape if slot.momentum_storage is slot.storage else local_shape(slot.momentum_storage)
         zeros = torch.zeros(shape, dtype=precision.state, device=local.device)
-        slot.state["momentum_buffer"] = slot.place.wrap(zeros)
+        slot.state["momentum_buffer"] = slot.momentum_storage.wrap(zeros)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in slot.state:
             slot.state[key] = torch.zeros(running_shape(slot.matrices), dtype=torch.float32, device=local.device)
@@ -113,7 +178,7 @@ def check_state(slot: Slot, *, muon: bool) -> None:
             continue
         if not isinstance(value, Tensor):
             raise StateError(explain_error(slot.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
-        place = slot.place if key == "momentum_buffer" else slot.storage
+        place = slot.momentum_storage if key == "momentum_buffer" else slot.storage
         local, same = local_of(value), place is slot.storage
         needed = tuple(local_of(slot.tensor).shape) if same else local_shape(place)
         if tuple(local.shape) != needed:
@@ -130,15 +195,6 @@ def check_state(slot: Slot, *, muon: bool) -> None:
             raise StateError(explain_error(slot.name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
             slot.state[key] = place.wrap(local.contiguous())
-
-
-def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:
-    """Return for each Matrix of a plan the pieces of it that ``rank`` stores, or stores the momentum of."""
-    found = []
-    for assignment in plan.assignments:
-        parameter = plan.parameters[assignment.parameter]
-        found.append(tuple(pieces(parameter.source if state else parameter.target, rank, assignment.matrix)))
-    return tuple(found)
 
 
 def view_of(storage: Tensor, piece: Piece) -> Tensor:

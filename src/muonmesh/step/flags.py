@@ -10,7 +10,8 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import Plan
-from muonmesh.slots import Holdings, Slot, view_of
+from muonmesh.step.planning import Holdings
+from muonmesh.step.slots import Slot, view_of
 
 _PROBE = 4096
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""

@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from muonmesh.comm.storage import local_of
-from muonmesh.flags import Flags
 from muonmesh.numerics.rules import AdamWRule
-from muonmesh.slots import Precision, Slot, create_master
+from muonmesh.settings import Precision
+from muonmesh.step.flags import Flags
+from muonmesh.step.slots import Slot, create_master
+from muonmesh.step.sums import Sums
 
 
-def adamw_step(slots: Sequence[Slot], rule: AdamWRule, precision: Precision, flags: Flags) -> None:
+def step_adamw(
+    groups: Sequence[Mapping[str, Any]],
+    slots_of: Sequence[Sequence[Slot]],
+    precision: Precision,
+    flags: Flags,
+    sums: Sums | None,
+) -> None:
+    """Step the AdamW groups.
+
+    Args:
+        groups: The param groups.
+        slots_of: What this rank stores of the parameters of each AdamW group.
+        precision: Whether there are masters.
+        flags: What all ranks agreed on.
+        sums: To which the squares of the updates, without decay, are added, if anybody asked for them.
+    """
+    for slots in slots_of:
+        if not slots:
+            continue
+        group = groups[slots[0].group]
+        before = [local_of(slot.tensor).double() for slot in slots] if sums is not None else []
+        _step(slots, AdamWRule.of(group), precision, flags)
+        for slot, old in zip(slots, before, strict=False):
+            assert sums is not None
+            moved = local_of(slot.tensor).double() - old * (1 - group["lr"] * group["weight_decay"])
+            sums.add(slot.group, moved.square().sum() / slot.storage.copies)
+
+
+def _step(slots: Sequence[Slot], rule: AdamWRule, precision: Precision, flags: Flags) -> None:
     """Step one AdamW group with torch's own AdamW on what this rank stores.
 
     Moments have the dtype of the weights they move: the parameter's, or the master's.

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from muonmesh.census import DIGEST, Answers
-from muonmesh.comm.agreement import compare, insist_on_equal
+from muonmesh.comm.agreement import agree_on_plan, insist_on_equal
 from muonmesh.comm.exchange import Exchange, Idle
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, explain_error
-from muonmesh.flags import Flags, nonzero_on_device, nonzero_on_host
 from muonmesh.layout import Elementwise, Parameter
-from muonmesh.planning import Planned
 from muonmesh.settings import SettingsFound
-from muonmesh.slots import Slot
-from muonmesh.terms import Terms
+from muonmesh.step.census import DIGEST, Answers
+from muonmesh.step.flags import Flags, nonzero_on_device, nonzero_on_host
+from muonmesh.step.planning import Planned
+from muonmesh.step.slots import Collected, Slot
+from muonmesh.step.terms import Terms
 
 CHANGED = PlanError(
     "found other parameters or groups than in the step before on some of the ranks and the same on others; needed the "
@@ -74,8 +74,7 @@ class Pending:
 def preflight(
     planned: Planned,
     exchange: Exchange,
-    muon: Sequence[Slot | None],
-    adamw: Sequence[Slot | None],
+    collected: Collected,
     terms: Terms,
     *,
     settings: SettingsFound,
@@ -92,7 +91,7 @@ def preflight(
     Args:
         planned: What is stepped.
         exchange: Reduces.
-        muon, adamw: The parameters with their gradients, as `Planned` numbers them.
+        collected: The parameters with their gradients.
         terms: What this rank has set for them.
         settings: What it found in its groups.
         error: What else it found wrong; it takes part all the same, so that nobody waits for it.
@@ -109,9 +108,10 @@ def preflight(
         PlanError: on the other ranks; and on every rank if some replicas lack a gradient that others have, or if ranks
             that share a parameter have different settings for it.
     """
-    plan, device, slots = planned.plan, planned.device, (*muon, *adamw)
+    plan, device, muon = planned.plan, planned.device, collected.muon
+    slots = [*muon, *collected.elementwise]
     census = planned.census
-    at_rest, error = settings.at_rest, settings.error or error
+    at_rest, error = settings.at_rest, settings.error or collected.error or error
     waits = waits or at_rest
     if not waits:
         for slot in slots:
@@ -120,7 +120,9 @@ def preflight(
         nonzero = nonzero_on_device(plan, planned.holdings, muon, device)
     else:
         nonzero = torch.tensor(nonzero_on_host(plan, planned.holdings, muon), dtype=torch.uint8, device=device)
-    gradients = [local_of(slot.gradient) for slot in adamw if slot is not None and slot.gradient is not None]
+    gradients = [
+        local_of(slot.gradient) for slot in collected.elementwise if slot is not None and slot.gradient is not None
+    ]
     failed: bool | Tensor = error is not None
     wrong = settings.wrong_on_device()
     if wrong is not None:
@@ -224,8 +226,8 @@ def _raise_errors(
         return
     census = answers.census
     if bool(answers.somebody("error")):
-        compare(exchange.group, exchange.plan, error)
-    parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.others]
+        agree_on_plan(exchange.group, exchange.plan, error)
+    parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.elementwise]
     for flag in answers.torn().nonzero().flatten().tolist():
         parameter = parameters[census.owners[flag]]
         raise PlanError(

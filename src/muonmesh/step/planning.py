@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.census import Census
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.storage import (
@@ -21,20 +20,24 @@ from muonmesh.comm.storage import (
     Signature,
     Storage,
     connected_ranks,
-    layout_of,
     local_of,
     ranks_of,
     sharded_over_replicas,
+    storage_of,
     this_rank,
     world_size,
 )
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import Elementwise, FlatParameter, Parameter, Plan, Rates, cost, make_plan, split_matrices
+from muonmesh.layout import Elementwise, FlatParameter, Parameter, Piece, Plan, Rates, cost, make_plan, split_matrices
 from muonmesh.layout.gram import fits, is_cheaper
+from muonmesh.layout.plan import pieces
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
-from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, ProcessGroup
-from muonmesh.slots import Holdings, Precision, holdings_of
+from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, Precision, ProcessGroup
+from muonmesh.step.census import Census
+
+Holdings = tuple[tuple[Piece, ...], ...]
+"""For each Matrix of a plan, the pieces of it that this rank stores."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Member:
         group: Number of its group.
         spec: How it splits into matrices.
         storage: Where it lives.
-        state: Where its momentum lives: there too, or shared among the replicas.
+        momentum_storage: Where its momentum lives: there too, or shared among the replicas.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Member:
     group: int
     spec: Any
     storage: Storage
-    state: Storage
+    momentum_storage: Storage
 
 
 @dataclass
@@ -68,24 +71,24 @@ class Planned:
         signature: See `signature_of`.
         muon: Members of the Muon groups, as the plan's parameters are numbered; None for one that only other ranks
             of the connected set hold.
-        others: Members of the AdamW groups, as the plan's `others` are numbered; None likewise.
+        elementwise: Members of the AdamW groups, as the plan numbers them; None likewise.
         adamw: All members of each group that is AdamW's; empty for the others.
         plan: Who orthogonalises what.
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.
-        state_holdings: Those whose momentum is stored here.
+        momentum_holdings: Those whose momentum is stored here.
         device: Of the Muon parameters, or of the first parameter if there are none.
         exchange: Made when the ranks have compared their plans.
     """
 
     signature: object
     muon: tuple[Member | None, ...]
-    others: tuple[Member | None, ...]
+    elementwise: tuple[Member | None, ...]
     adamw: tuple[tuple[Member, ...], ...]
     plan: Plan
     rank: int
     holdings: Holdings
-    state_holdings: Holdings
+    momentum_holdings: Holdings
     device: torch.device
     exchange: Exchange | None = None
     _names: list[str] | None = None
@@ -113,7 +116,7 @@ class Planned:
         Groups may have other numbers on other ranks; told is in which order they come, which must be the same.
         """
         if numbers not in self._terms:
-            everyone = (*self.muon, *self.others)
+            everyone = (*self.muon, *self.elementwise)
             members = [member for number in numbers if (member := everyone[number]) is not None]
             groups = tuple(dict.fromkeys(member.group for member in members))
             fixed = [(groups.index(member.group), str(local_of(member.tensor).dtype)) for member in members]
@@ -171,7 +174,7 @@ def members_of(
             declared = unknown.pop(name, None)
             for part, layout, split in _contents(name, declared, spec):
                 try:
-                    storage = layout_of(part, tensor, replicas, layout, needed=muon)
+                    storage = storage_of(part, tensor, replicas, layout, needed=muon)
                 except LayoutError as found:
                     error = error or found
                     sets.append(ranks_of(tensor, replicas, layout))
@@ -251,6 +254,15 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
+def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:
+    """Return for each Matrix of a plan the pieces of it that ``rank`` stores, or stores the momentum of."""
+    found = []
+    for assignment in plan.assignments:
+        parameter = plan.parameters[assignment.parameter]
+        found.append(tuple(pieces(parameter.momentum_storage if state else parameter.target, rank, assignment.matrix)))
+    return tuple(found)
+
+
 def group_for(process_group: ProcessGroup) -> dist.ProcessGroup | None:
     """Return the group of the ranks that hold plain tensors whole; None for one rank or if nobody said."""
     if isinstance(process_group, dist.ProcessGroup):
@@ -314,13 +326,13 @@ def plan_members(
             f"found Muon parameters on {sorted(map(str, devices))}; needed one device per process. "
             "Give each device an optimizer of its own"
         )
-    others = tuple(m for m in members if groups[m.group]["algorithm"] == "adamw" and m.storage.layout is not None)
+    elementwise = tuple(m for m in members if groups[m.group]["algorithm"] == "adamw" and m.storage.layout is not None)
     parameters = [_parameter(groups[member.group], member, precision.compute) for member in muon]
     plan = make_plan(
         parameters,
         ranks=connected_ranks([member.storage for member in members]),
         bucket_elements=bucket_elements(bucket_cap_mb, precision),
-        others=[Elementwise(m.name, m.storage.layout) for m in others if m.storage.layout is not None],
+        elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
         grams=grams_of(parameters, exchange, precision),
     )
     adamw = tuple(
@@ -328,7 +340,7 @@ def plan_members(
         for number, group in enumerate(groups)
     )
     device = (muon or members)[0].tensor.device
-    return _planned(signature, muon, others, adamw, plan, device)
+    return _planned(signature, muon, elementwise, adamw, plan, device)
 
 
 def grams_of(parameters: Sequence[Parameter], exchange: ExchangeMode, precision: Precision) -> set[tuple[int, int]]:
@@ -359,36 +371,36 @@ def widened(
     Raises:
         PlanError: a rank lacks a parameter that another one says it holds, or sees it differently.
     """
-    parameters, others = merged(views, ranks)
+    parameters, elementwise = merged(views, ranks)
     mine = {
         (member.name, member.storage.layout.ranks): member
-        for member in (*planned.muon, *planned.others)
+        for member in (*planned.muon, *planned.elementwise)
         if member is not None and member.storage.layout is not None
     }
     grams = grams_of(parameters, exchange, precision)
     elements = bucket_elements(bucket_cap_mb, precision)
-    plan = make_plan(parameters, ranks=ranks, bucket_elements=elements, others=others, grams=grams)
+    plan = make_plan(parameters, ranks=ranks, bucket_elements=elements, elementwise=elementwise, grams=grams)
 
     def own(parameter: Parameter | Elementwise) -> Member | None:
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
-    muon, rest = tuple(map(own, parameters)), tuple(map(own, others))
+    muon, rest = tuple(map(own, parameters)), tuple(map(own, elementwise))
     return _planned(planned.signature, muon, rest, planned.adamw, plan, planned.device)
 
 
 def _planned(
     signature: object,
     muon: tuple[Member | None, ...],
-    others: tuple[Member | None, ...],
+    elementwise: tuple[Member | None, ...],
     adamw: tuple[tuple[Member, ...], ...],
     plan: Plan,
     device: torch.device,
 ) -> Planned:
     rank = this_rank()
     holdings = holdings_of(plan, rank, state=False)
-    shared = any(parameter.source is not parameter.target for parameter in plan.parameters)
-    state_holdings = holdings_of(plan, rank, state=True) if shared else holdings
-    return Planned(signature, muon, others, adamw, plan, rank, holdings, state_holdings, device)
+    shared = any(parameter.momentum_storage is not parameter.target for parameter in plan.parameters)
+    momentum_holdings = holdings_of(plan, rank, state=True) if shared else holdings
+    return Planned(signature, muon, elementwise, adamw, plan, rank, holdings, momentum_holdings, device)
 
 
 def bucket_elements(bucket_cap_mb: float, precision: Precision) -> int:
@@ -398,7 +410,7 @@ def bucket_elements(bucket_cap_mb: float, precision: Precision) -> int:
 
 def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> Parameter:
     assert member.storage.layout is not None
-    assert member.state.layout is not None
+    assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
     degrees = [len(step) for step in coefficient_schedule(group["ns_coefficients"], group["ns_steps"])]
     flops = {  # most parameters are many matrices of few shapes
@@ -408,4 +420,6 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     settings = f"{group['ns_coefficients']}, {group['ns_steps']} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
-    return Parameter(member.name, member.state.layout, member.storage.layout, matrices, each, settings, segments)
+    return Parameter(
+        member.name, member.momentum_storage.layout, member.storage.layout, matrices, each, settings, segments
+    )

@@ -6,25 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from muonmesh.layout import Parameter, Plan
-from muonmesh.numerics.scale import update_scale
-from muonmesh.planning import Planned
-
-
-class StepSize(NamedTuple):
-    """What a learning rate means for one matrix: root mean square and spectral norm of one step."""
-
-    rms: float
-    spectral: float
-
-
-def step_size(group: Mapping[str, Any], rows: int, cols: int) -> StepSize:
-    """Return the size of one step of a rows × cols matrix; its min(rows, cols) singular values are about 1."""
-    scale = group["extra_scale_factor"] * update_scale(rows, cols, group["scale_mode"])
-    spectral = float(group["lr"]) * scale
-    return StepSize(spectral / math.sqrt(max(rows, cols)), spectral)
+from muonmesh.numerics.scale import step_size
+from muonmesh.step.planning import Planned
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.census import DIGEST
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import RULES
-from muonmesh.planning import Planned
-from muonmesh.slots import Precision
+from muonmesh.settings import Precision
+from muonmesh.step.census import DIGEST
+from muonmesh.step.planning import Planned
 
 _MIX = 6364136223846793005
 """Odd, so that no bit of a sum of products with its powers is lost (Knuth's MMIX generator)."""
@@ -57,7 +57,7 @@ class Terms:
     def lines(self) -> dict[str, str]:
         """Return for each parameter what is compared, as text. Waits for learning rates on a device."""
         found = {}
-        for member in (*self._planned.muon, *self._planned.others):
+        for member in (*self._planned.muon, *self._planned.elementwise):
             if member is not None:
                 group = self._groups[member.group]
                 rate = f"lr={float(group['lr'])}, " if _on_device(group["lr"]) else ""

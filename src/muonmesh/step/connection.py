@@ -1,0 +1,162 @@
+"""Connection: the plan that fits the groups as they are now, and the exchange that all ranks of it share.
+
+`plan` reads and plans, without communication. `connect` also meets the ranks that share parameters, when that has not
+been done for these very parameters. `changed` says whether it must be done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
+from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.meeting import count_optimizer, meet
+from muonmesh.comm.storage import mesh_groups, world_size
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.layout import split_matrices
+from muonmesh.names import canonical_name
+from muonmesh.settings import check_dtype, check_group, check_structure
+from muonmesh.step.kept import Kept
+from muonmesh.step.planning import (
+    Planned,
+    group_for,
+    likely_sets,
+    members_of,
+    method_of,
+    plan_members,
+    replicas_of,
+    signature_of,
+    widened,
+)
+from muonmesh.step.rounding import warn_about_rounding
+
+Groups = Sequence[dict[str, Any]]
+"""An optimizer's param groups."""
+
+
+def plan(groups: Groups, kept: Kept) -> Planned:
+    """Return the plan, made anew if the groups are others than it was made for. No communication.
+
+    Raises:
+        LayoutError, ValueError, TypeError: no plan can be made.
+    """
+    planned, _, error = _read(groups, kept)
+    if error is not None:
+        raise error
+    assert planned is not None
+    return planned
+
+
+def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
+    """Return the plan with its exchange; where there is none yet, meet the ranks that share parameters.
+
+    A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
+
+    Raises:
+        LayoutError, ValueError, TypeError: no plan can be made.
+        PlanError: another rank cannot make one, has made another, or does not come.
+    """
+    planned, sets, error = _read(groups, kept)
+    if planned is not None and planned.exchange is not None:
+        return planned, planned.exchange
+    ranks = connected(sets, kept.number)
+    if kept.process_group != "local":
+        meet(ranks, kept.number)
+        if not kept.met:
+            count_optimizer()
+            kept.met = True
+    candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
+    if isinstance(kept.process_group, dist.ProcessGroup):
+        candidates.insert(0, kept.process_group)
+    group = group_of(ranks, candidates)
+    views = agree_on_plan(group, planned.plan if planned is not None else None, error)
+    assert planned is not None
+    if views is not None or ranks != planned.plan.ranks:
+        views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
+        planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb, kept.exchange)
+        insist(group, planned.plan)
+    planned.exchange = Exchange(planned.plan, group=group, dtype=kept.precision.compute, device=planned.device)
+    kept.connected = planned
+    if not kept.warned:
+        kept.warned = True
+        warn_about_rounding(planned, groups, kept.precision)
+    return planned, planned.exchange
+
+
+def changed(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planned, Exchange] | None:
+    """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
+
+    Args:
+        groups: As they are now.
+        kept: What was kept.
+        error: What is wrong with the groups, so that they cannot be compared with what they were.
+    """
+    before = kept.connected
+    if before is None or before.exchange is None:
+        return None
+    same = error is None and before.signature == signature_of(groups, kept.process_group, kept.layouts)
+    return None if same else (before, before.exchange)
+
+
+def forget(kept: Kept) -> None:
+    """Forget the plan, as all ranks do together that share it."""
+    kept.planned = kept.connected = None
+
+
+def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
+    """Check a group and its parameters as far as one rank can; make their names canonical.
+
+    Raises:
+        ValueError, TypeError: the message says what was found and what to write.
+    """
+    where = f"group {group.get('name')!r}"
+    check_structure(where, group)
+    check_group(where, group)
+    names, tensors = [canonical_name(name) for name in group["param_names"]], group["params"]
+    if names != group["param_names"]:
+        group["param_names"] = names
+    taken = {name for other in groups if other is not group for name in other["param_names"]}
+    for name, tensor in zip(names, tensors, strict=True):
+        if name in taken and world_size() == 1:  # among several ranks, those that share it tell them apart
+            write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
+            needed = "a name of its own for each, by which ranks and checkpoints know it"
+            raise ValueError(explain_error(name, "two parameters of this name", needed, write))
+        taken.add(name)
+        check_dtype(name, tensor.dtype, kept.precision.master, group)
+    if group["algorithm"] == "adamw":
+        return
+    specs = group.get("matrices")
+    if specs is None:
+        specs = group["matrices"] = [None] * len(tensors)
+    for name, tensor, spec in zip(names, tensors, specs, strict=True):
+        if name in kept.layouts:
+            continue  # shards: the shape that counts is known with the ranks, at the first step
+        matrices = split_matrices(name, tuple(tensor.shape), spec)
+        method_of(group, matrices[0].rows, matrices[0].cols, kept.precision.compute)
+
+
+def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
+    """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything."""
+    replicas = replicas_of(kept.process_group)
+    try:
+        signature = signature_of(groups, kept.process_group, kept.layouts)
+        if kept.planned is not None and kept.planned.signature == signature:
+            return kept.planned, kept.planned.sets, None
+        for group in groups:
+            check_members(group, groups, kept)
+    except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
+        before = kept.connected
+        return None, likely_sets(groups, replicas, kept.layouts) if before is None else before.sets, wrong
+    members, sets, error = members_of(
+        groups, replicas, kept.layouts, group_for(kept.process_group), shard_state=kept.shard_state
+    )
+    if error is not None:
+        return None, sets, error
+    try:
+        kept.planned = plan_members(groups, members, signature, kept.precision, kept.bucket_cap_mb, kept.exchange)
+    except (LayoutError, ValueError) as found:
+        return None, sets, found
+    return kept.planned, kept.planned.sets, None

@@ -1,0 +1,22 @@
+"""Sums: how large the updates of one step were, by group, for `Muon.metrics`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Sums:
+    """Sums of squares of one step's updates by group, for `Muon.metrics`."""
+
+    def __init__(self) -> None:
+        self._squares: dict[int, list[Tensor]] = {}
+
+    def add(self, group: int, squares: Tensor) -> None:
+        """Add to a group's sum, from any thread."""
+        self._squares.setdefault(group, []).append(squares)
+
+    def of(self, group: int) -> Tensor | None:
+        """Return a group's sum, 0-d fp64, or None if nothing was added."""
+        squares = self._squares.get(group)
+        return torch.stack(squares).sum() if squares else None
