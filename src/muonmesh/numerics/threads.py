@@ -9,13 +9,11 @@ from __future__ import annotations
 import heapq
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-_pool: tuple[int, int, ThreadPoolExecutor] | None = None  # process, threads, pool
-
 
 _SHARED = 0.8
 """Speed of all threads on one matrix after the other, relative to each on matrices of its own [measured]."""
@@ -63,24 +61,55 @@ def _run(task: Callable[[], None]) -> None:
         task()
 
 
+_pools: weakref.WeakValueDictionary[int, ThreadPoolExecutor] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_mine = threading.local()
+
+
 def _threads(count: int) -> ThreadPoolExecutor:
-    """Return the pool, made anew in a forked process and when torch's number of threads has changed."""
-    global _pool
-    if _pool is None or _pool[:2] != (os.getpid(), count):
-        if _pool is not None and _pool[0] == os.getpid():
-            _pool[2].shutdown()
-        started = threading.Barrier(count + 1)
+    """Return the pool of so many threads, which all callers that have so many share, so that none is oversubscribed.
 
-        def alone() -> None:
-            torch.set_num_threads(1)
-            torch.get_num_threads()  # a thread takes the number set last at its first question, so ask now
-            started.wait()
+    Each caller holds the pool that it used last. One that nobody holds any more ends its threads, which frees what they
+    keep; none is ever shut down under somebody who uses it.
+    """
+    pool: ThreadPoolExecutor | None = getattr(_mine, "pool", None)
+    if pool is None or _mine.key != (os.getpid(), count):
+        _mine.pool = None
+        with _lock:
+            pool = _pools.get(count)
+            if pool is None:
+                pool = _pools[count] = _start(count)
+        _mine.pool, _mine.key = pool, (os.getpid(), count)
+    return pool
 
-        pool = ThreadPoolExecutor(count, thread_name_prefix="muonmesh")
-        for _ in range(count):
-            pool.submit(alone)  # each waits for the others, so each runs on a thread of its own
+
+def _start(count: int) -> ThreadPoolExecutor:
+    started = threading.Barrier(count + 1)
+    others: list[int] = []
+
+    def alone() -> None:
+        # The number is kept per thread, but one that starts takes the number that any thread has set last, at its first
+        # question. So the first to ask learns what that was.
+        others.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+        torch.get_num_threads()
         started.wait()
-        # The number is kept per thread, but threads that start later take the one set last.
-        torch.set_num_threads(count)
-        _pool = os.getpid(), count, pool
-    return _pool[2]
+
+    pool = ThreadPoolExecutor(count, thread_name_prefix="muonmesh")
+    for _ in range(count):
+        pool.submit(alone)  # each waits for the others, so each runs on a thread of its own
+    started.wait()
+    restore = threading.Thread(target=lambda: torch.set_num_threads(others[0]))
+    restore.start()
+    restore.join()
+    return pool
+
+
+def _forget() -> None:
+    """In a forked process: no thread but one has come along, and the lock may have been another's."""
+    global _lock, _pools
+    _lock, _pools = threading.Lock(), weakref.WeakValueDictionary()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,179 @@
+"""Several user threads, each with its own number of torch threads, step optimizers at the same time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muonmesh as mm
+from muonmesh.numerics.threads import run_all
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def in_threads(*functions: Callable[[], Any], timeout: float = 60.0) -> list[Any]:
+    """Run each function in a thread of its own, all starting together, and return what they return."""
+    start = threading.Barrier(len(functions))
+
+    def run(function: Callable[[], Any]) -> Any:
+        start.wait()
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [future.result(timeout) for future in [pool.submit(run, function) for function in functions]]
+
+
+def trained(seed: int, counts: Sequence[int]) -> list[Tensor]:
+    """One step for each of the numbers of threads; the weights afterwards."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [nn.Parameter(torch.randn(24, 40, generator=generator)) for _ in range(7)]
+    vector = nn.Parameter(torch.randn(40, generator=generator))
+    groups = [{"params": weights, "name": "m"}, {"params": [vector], "algorithm": "adamw", "name": "v"}]
+    optimizer = mm.Muon(groups, lr=0.1)
+    for count in counts:
+        torch.set_num_threads(count)
+        for parameter in (*weights, vector):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in (*weights, vector)]
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [([2] * 60, [3] * 60), ([2, 3] * 30, [3, 2] * 30), ([2] * 60, [2] * 60), ([1, 2, 3, 4] * 15, [4, 2] * 30)],
+    ids=["2 and 3", "each changes", "both 2", "many"],
+)
+def test_optimizers_in_two_threads_get_the_bits_of_one_after_the_other(plans: tuple[list[int], list[int]]) -> None:
+    alone = [in_threads(lambda seed=seed, plan=plan: trained(seed, plan))[0] for seed, plan in enumerate(plans)]
+    together = in_threads(*(lambda seed=seed, plan=plan: trained(seed, plan) for seed, plan in enumerate(plans)))
+    for expected, found in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def working(count: int) -> set[tuple[int, int]]:
+    """The threads that work for a caller with `count` torch threads, and how many torch threads each of them has."""
+    torch.set_num_threads(count)
+    found: set[tuple[int, int]] = set()
+    meet = threading.Barrier(count)
+
+    def task() -> None:
+        meet.wait(30)
+        found.add((threading.get_ident(), torch.get_num_threads()))
+
+    run_all([task] * count, device=CPU)
+    return found
+
+
+def test_each_number_of_threads_has_a_pool_that_callers_share() -> None:
+    hold = threading.Barrier(3)
+
+    def caller(count: int) -> set[tuple[int, int]]:
+        found = set()
+        for _ in range(count * 3):
+            found |= working(count)
+        hold.wait(30)  # as long as any of the callers lives its pool does
+        return found
+
+    two, three, four = in_threads(*(lambda count=count: caller(count) for count in (2, 3, 4)))
+    assert [len(found) for found in (two, three, four)] == [2, 3, 4]
+    assert {threads for found in (two, three, four) for _, threads in found} == {1}
+
+
+def test_a_pool_nobody_uses_ends_its_threads() -> None:
+    def named() -> int:
+        return sum(thread.name.startswith("muonmesh") for thread in threading.enumerate())
+
+    torch.set_num_threads(5)
+    working(5)
+    assert named() >= 5
+    before = named()
+    working(2)
+    gc.collect()
+    until = time.monotonic() + 30
+    while named() > before - 5 + 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert named() <= before - 5 + 2
+
+
+def test_making_a_pool_leaves_the_numbers_of_others_alone() -> None:
+    """torch hands the number set last, by any thread, to threads that start later."""
+    torch.set_num_threads(3)
+    set_by_other = in_threads(lambda: torch.set_num_threads(4))  # the last one set
+    assert set_by_other == [None]
+    run_all([lambda: None] * 6, device=CPU)  # makes the pool of 3
+    assert torch.get_num_threads() == 3
+    assert in_threads(torch.get_num_threads) == [4]
+
+
+def test_an_error_in_one_thread_reaches_its_caller_alone() -> None:
+    def failing() -> str:
+        torch.set_num_threads(2)
+
+        def task() -> None:
+            raise ValueError("mine")
+
+        for _ in range(50):
+            with pytest.raises(ValueError, match="mine"):
+                run_all([task] * 4, device=CPU)
+        return "raised"
+
+    def fine() -> int:
+        torch.set_num_threads(3)
+        done: list[int] = []
+        for _ in range(50):
+            run_all([lambda: done.append(1)] * 4, device=CPU)
+        return len(done)
+
+    assert in_threads(failing, fine) == ["raised", 200]
+
+
+def _four_tasks() -> int:
+    done: list[int] = []
+    run_all([lambda: done.append(1)] * 4, device=CPU)
+    return len(done)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_makes_pools_of_its_own_even_if_one_was_being_made() -> None:
+    working(2)
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            working(3)
+            working(2)
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:  # nothing of torch's own: OpenMP does not survive a fork
+                os._exit(0 if _four_tasks() == 4 else 1)
+            until = time.monotonic() + 30
+            while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+                time.sleep(0.01)
+            if ended[0] == 0:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+            assert ended[0] == child
+            assert os.waitstatus_to_exitcode(ended[1]) == 0
+    finally:
+        stop.set()
+        thread.join()
