@@ -232,7 +232,8 @@ class Muon(torch.optim.Optimizer):
         """All parameters of this rank with where they live; no communication."""
         return plan(self.param_groups, self._kept).members
 
-    def _refuse_if_torn(self) -> None:
+    def refuse_if_torn(self) -> None:
+        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
         if self._kept.torn is not None:
             raise StateError(
                 f"the optimizer: found a step that was interrupted while it wrote ({self._kept.torn}), so some weights "
@@ -275,7 +276,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         kept, groups = self._kept, self.param_groups
-        self._refuse_if_torn()
+        self.refuse_if_torn()
         clip, kept.clip = kept.clip, Clip()
         pending, kept.pending = kept.pending, None
         if pending is not None:
@@ -436,7 +437,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             StateError: a step was interrupted while it wrote.
         """
-        self._refuse_if_torn()
+        self.refuse_if_torn()
         found = super().state_dict()
         found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
         return found
