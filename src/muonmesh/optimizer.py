@@ -48,6 +48,7 @@ from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Member, Planned, group_for
 from muonmesh.step.preflight import preflight, stand_aside
+from muonmesh.step.replicas import fingerprints
 from muonmesh.step.slots import Collected, collect
 from muonmesh.step.sums import Sums
 from muonmesh.step.terms import Terms
@@ -323,17 +324,20 @@ class Muon(torch.optim.Optimizer):
         exchange.counts = Counts()
         slots = collect(planned, self.param_groups, self.state, getattr(self, "grad_scale", None))
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        look = kept.loaded or kept.compared is not planned
+        replicas = fingerprints(planned, self.state) if look else None
         flags, kept.pending = preflight(
             planned,
             exchange,
             slots,
-            Terms(planned, self.param_groups, kept.precision),
+            Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
             error=clip.error,
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),
         )
+        kept.compared, kept.loaded = planned, False
         return planned, exchange, slots, flags
 
     def _tell(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
@@ -429,7 +433,7 @@ class Muon(torch.optim.Optimizer):
             planned = plan(self.param_groups, kept)
             places = {m.tensor: Place.of(m, planned) for m in planned.members}
         restore_state(self, state_dict, kept.precision, places, super().load_state_dict)
-        kept.torn = None
+        kept.torn, kept.loaded = None, bool(places)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; what lists parameters in a group is left out, but for the names.

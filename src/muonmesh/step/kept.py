@@ -49,6 +49,8 @@ class Kept:
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
         connected: The plan that all ranks know of, with its exchange; None before the first step.
+        compared: The plan at whose first step replicas were compared.
+        loaded: Whether state has been loaded since the last step.
         clip: What clipping decided for the next step.
         sums: Of the last step's updates, once `Muon.metrics` has asked for them.
         pending: Flags of the last step where the host did not wait for them.
@@ -69,6 +71,8 @@ class Kept:
     complete: bool = False
     planned: Planned | None = None
     connected: Planned | None = None
+    compared: Planned | None = None
+    loaded: bool = False
     clip: Clip = field(default_factory=Clip)
     sums: Sums | None = None
     pending: Pending | None = None
