@@ -17,7 +17,7 @@ from muonmesh.checkpoint import Place, SavedGroup, restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.exchange import Counts, Exchange
-from muonmesh.comm.meeting import next_number, note_failure, withdraw_failure
+from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.errors import StateError
 from muonmesh.groups import split_params
@@ -164,7 +164,6 @@ class Muon(torch.optim.Optimizer):
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
-            self._kept.number = next_number()
             self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
@@ -457,7 +456,6 @@ class Muon(torch.optim.Optimizer):
             kept.shard_state,
             kept.exchange,
             kept.bucket_cap_mb,
-            kept.number,
             complete=kept.complete,
             warned=kept.warned,
             torn=kept.torn,

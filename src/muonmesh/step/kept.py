@@ -44,8 +44,6 @@ class Kept:
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
         bucket_cap_mb: MiB that one owner computes at a time.
-        number: How many optimizers of this process had met those of other ranks when this one was made.
-        met: Whether this one has.
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
         connected: The plan that all ranks know of, with its exchange; None before the first step.
@@ -66,8 +64,6 @@ class Kept:
     shard_state: bool
     exchange: ExchangeMode
     bucket_cap_mb: float
-    number: int = 0
-    met: bool = False
     complete: bool = False
     planned: Planned | None = None
     connected: Planned | None = None
