@@ -63,6 +63,8 @@ def restore_state(
                     group[key] = old[key]
         for parameter, saved in _pairs(before, given):
             for key, value in saved.items():
+                if key == "step":  # which torch 1.11 kept as a number
+                    value = torch.as_tensor(value)
                 if isinstance(value, Tensor):
                     optimizer.state[parameter][key] = _restored(key, value, parameter, precision)
 

@@ -171,6 +171,10 @@ class Muon(torch.optim.Optimizer):
         check_group("Muon", defaults)
         if isinstance(params, nn.Module):
             raise TypeError("params: found a module; needed param groups. Write muonmesh.from_model(model, lr=...)")
+        if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
+            raise TypeError(
+                "params: found a set; needed ordered collections, the same order on every rank. Write a list"
+            )
         super().__init__(params, defaults)
 
     # ---------------------------------------------------------------- groups
@@ -181,6 +185,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: a vector in a Muon group, a parameter twice, a name twice, or a setting out of range.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         group = dict(param_group)
         held = group["params"]
         pairs = [held] if isinstance(held, Tensor) else held if isinstance(held, set) else list(held)
