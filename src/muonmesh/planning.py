@@ -25,7 +25,7 @@ from muonmesh.comm.storage import (
     this_rank,
     world_size,
 )
-from muonmesh.errors import LayoutError
+from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Elementwise, FlatParameter, Parameter, Plan, Rates, cost, make_plan, split_matrices
 from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.numerics.coefficients import coefficient_schedule
@@ -134,6 +134,7 @@ def members_of(
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
     unknown = dict(layouts)
+    known: set[tuple[str, tuple[int, ...]]] = set()
     for number, settings in enumerate(groups):
         muon = settings["algorithm"] == "muon"
         specs = settings.get("matrices") or [None] * len(settings["params"])
@@ -150,6 +151,11 @@ def members_of(
                 if shard_state and muon:
                     state = sharded_over_replicas(storage, group, tensor.device.type)
                 members.append(Member(part, tensor, number, split, storage, state))
+                key = part, storage.layout.ranks if storage.layout is not None else ()
+                if key in known:  # by which the ranks tell each other about parameters
+                    needed, write = "a name each, without wrappers' prefixes", "Rename one of them in param_names"
+                    error = error or LayoutError(explain_error(part, "two parameters of this name", needed, write))
+                known.add(key)
                 if storage.layout is not None:
                     sets.append(storage.layout.ranks)
     if unknown:

@@ -111,3 +111,23 @@ def test_wrappers_leave_no_trace_in_names_groups_and_optimizers(wrap: Any) -> No
 def test_canonical_name(name: str, canonical: str) -> None:
     assert canonical_name(name) == canonical
     assert canonical_name(canonical) == canonical
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    """Ranks tell each other about parameters by name and holders, so one would be taken for the other."""
+    model = nn.ModuleDict(
+        {"module": nn.ModuleDict({"a": nn.Linear(4, 4)}), "a": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = mm.from_model(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    message = r"^a\.weight: found two parameters of this name.*needed a name each.*Rename"
+    for call in (optimizer.step, optimizer.explain, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    for group in optimizer.param_groups:
+        group["param_names"] = [f"{group['name']}.{i}" for i in range(len(group["params"]))]
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
