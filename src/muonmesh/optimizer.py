@@ -159,6 +159,10 @@ class Muon(torch.optim.Optimizer):
             check_group("Muon", defaults)
             if isinstance(params, nn.Module):
                 raise TypeError("params: found a module; needed param groups. Write muonmesh.from_model(model, lr=...)")
+            if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
+                raise TypeError(
+                    "params: found a set; needed ordered collections, the same order on every rank. Write a list"
+                )
             precision = Precision(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
@@ -199,6 +203,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: a vector in a Muon group, a parameter twice, a name twice, or a setting out of range.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         group = dict(param_group)
         if self._kept.complete and "algorithm" not in group and "use_muon" not in group:
             raise ValueError(
@@ -354,6 +360,7 @@ class Muon(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self,

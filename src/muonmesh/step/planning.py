@@ -77,7 +77,7 @@ class Planned:
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.
         momentum_holdings: Those whose momentum is stored here.
-        device: Of the Muon parameters, or of the first parameter if there are none.
+        device: Of the Muon parameters, or of the first parameter if there are none; the CPU without any.
         exchange: Made when the ranks have compared their plans.
     """
 
@@ -344,7 +344,7 @@ def plan_members(
         tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
         for number, group in enumerate(groups)
     )
-    device = (muon or members)[0].tensor.device
+    device = next((member.tensor.device for member in (*muon, *members)), torch.device("cpu"))
     return _planned(signature, muon, elementwise, adamw, plan, device)
 
 
