@@ -403,7 +403,8 @@ def finished(runs: Path, text: Path) -> Path:
     options = (*TINY, "--data", text, "--out", run, "--save-momentum", runs / "momentum.safetensors")
     result = train(*options, temporary=temporary)
     assert result.returncode == 0, result.stderr
-    assert list(temporary.iterdir()) == [], "torch's launcher makes a directory for logs"
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # by importing it
+    assert left == [], "torch's launcher makes a directory for logs"
     (run / "output.txt").write_text(result.stdout)
     return run
 

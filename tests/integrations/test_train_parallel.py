@@ -324,7 +324,9 @@ OTHERS = {
 
 def small_config(folder: Path, model_type: str, **changes: object) -> str:
     path = folder / f"{model_type}.json"
-    path.write_text(json.dumps({**LLAMA, "model_type": model_type, **changes}))
+    lacking = {"gpt2": {"num_key_value_heads", "intermediate_size"}, "gpt_neox": {"num_key_value_heads"}}
+    fields = {name: value for name, value in LLAMA.items() if name not in lacking.get(model_type, ())}
+    path.write_text(json.dumps({**fields, "model_type": model_type, **changes}))
     return str(path)
 
 

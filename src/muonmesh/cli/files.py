@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 from muonmesh.cli.failure import RunError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What torch's writer and numpy say when the system took less than they gave it.
+TOOK_LESS = re.compile(r"unexpected pos|PytorchStreamWriter failed|requested and \d+ written")
 NEARLY_NOTHING = 64 * 1024  # bytes; libraries that write for us do not always say why they could not
 
 
@@ -43,11 +46,10 @@ def writing(path: Path, *, beside: str = "", raised: type[Exception] = OSError) 
 def cannot_write(path: Path, error: BaseException, *, beside: str = "") -> str:
     """Return the sentence about a file that could not be written: which, why, what to do."""
     number = error.errno if isinstance(error, OSError) else None
-    full = number in FULL or (number is None and _room_at(path) < NEARLY_NOTHING)
-    if full:
-        why = os.strerror(number if number in FULL and number is not None else errno.ENOSPC)
-    else:
-        why = reason(error)
+    if number is None and (_room_at(path) < NEARLY_NOTHING or TOOK_LESS.search(str(error))):
+        number = errno.ENOSPC if _room_at(path) < NEARLY_NOTHING else errno.EFBIG
+    full = number in FULL
+    why = reason(error) if number is None or not full else os.strerror(number)
     remedy = "Free some space there" if full else "Choose a place that can be written"
     return f"{path}: could not be written: {why}. {beside}{remedy}, then start again or go on with --resume"
 
