@@ -230,6 +230,9 @@ def train(
             raise SystemExit(_run(run, settings))
     except ValueError as error:
         raise SystemExit(_complain(str(error), code=2)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise SystemExit(_complain(f"{where}{error.strerror or error}", code=2)) from error
 
 
 def _parallel(parallel: Parallel, engine: str, zero: int | None, given: set[str]) -> Parallel:

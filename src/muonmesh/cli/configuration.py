@@ -64,6 +64,8 @@ def model_config(model: str, *, vocab: int, seq: int) -> Any:
     given = {name: value for name, value in fields.items() if name != "model_type"}
     try:
         config = AutoConfig.for_model(fields["model_type"], **given)
+    except OSError:  # of importing it
+        raise
     except Exception as error:  # each of some four hundred classes looks at its fields in its own way
         raise RunError(
             f"--model {model}: {sentence(error)}. Needed a preset ({', '.join(PRESETS)}), the path of a "

@@ -35,7 +35,7 @@ def build_model(config: Any) -> nn.Module:
 
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OSError):
         raise
     except Exception as error:  # each of some two hundred models in its own way
         if str(error).startswith("Unrecognized configuration class"):
