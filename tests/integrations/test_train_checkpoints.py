@@ -9,6 +9,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from muonmesh.cli.manifest import MANIFEST_FILE
 from muonmesh.cli.metrics import MetricsLog
 from muonmesh.cli.settings import Parallel, Settings, load_settings
 from muonmesh.cli.stop import StopRequest
-from muonmesh.cli.together import on_first_rank, together
+from muonmesh.cli.together import insist_on_the_same, on_first_rank, together
 from muonmesh.cli.training import Training
 from tests.workers import Pool
 
@@ -340,3 +341,19 @@ def fail_apart(first_only: bool) -> str:
 @pytest.mark.parametrize("first_only", [True, False])
 def test_what_one_rank_cannot_do_all_ranks_raise(first_only: bool, pool: Pool) -> None:
     assert pool.run(fail_apart, first_only) == ["the disk is full"] * RANKS
+
+
+def insist_apart(name: str, run: Path) -> str:
+    given: dict[str, Any] = {**asdict(Settings(out="x")), "text": "ab"}
+    if dist.get_rank() == 1:
+        given[name] = "other"
+    with pytest.raises(RunError) as caught:
+        insist_on_the_same(run, given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["steps", "data", "lr", "text"])
+def test_what_differs_on_one_rank_is_said_by_all(name: str, pool: Pool, tmp_path: Path) -> None:
+    messages = pool.run(insist_apart, name, tmp_path)
+    assert messages[0] == messages[1]
+    assert f"{tmp_path}: the ranks were given different {name}: " in messages[0]

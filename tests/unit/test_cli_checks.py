@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -402,6 +403,24 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot be written"):
         RunLock(tmp_path / "run", option="--resume").__enter__()
     assert not (tmp_path / "thesis").exists()
+
+
+def test_a_process_that_looks_sees_that_its_launcher_is_gone(tmp_path: Path) -> None:
+    """What is left to systems that send no signal."""
+    looks = (
+        "import os; from muonmesh.cli import lifeline; print(os.getpid(), flush=True); lifeline._watch(os.getppid())"
+    )
+    starts = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(100)"
+    launcher = subprocess.Popen([sys.executable, "-c", starts, looks], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    process = int(launcher.stdout.readline())
+    time.sleep(0.2)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{process}").exists() and "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 # --- failures and terminals -------------------------------------------------------------------------------------------

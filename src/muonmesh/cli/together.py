@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -36,6 +38,21 @@ def together(work: Callable[[], None]) -> None:
 def on_first_rank(work: Callable[[], None]) -> None:
     """Do something on rank 0 only, and return or fail together."""
     together(work if dist.get_rank() == 0 else _nothing)
+
+
+def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
+    """Make sure that all ranks were given the same values.
+
+    Raises:
+        RunError: on every rank, with the first that differs.
+    """
+    everyone: list[Mapping[str, Any]] = [given] * dist.get_world_size()
+    dist.all_gather_object(everyone, given)
+    for name in sorted({name for other in everyone for name in other}):
+        found = [other.get(name) for other in everyone]
+        if any(value != found[0] for value in found):
+            values = ", ".join(map(repr, found))
+            raise RunError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")
 
 
 def _nothing() -> None:

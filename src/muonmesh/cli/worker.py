@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muonmesh.cli.failure import RunError, record_failure
+from muonmesh.cli.failure import record_failure
 from muonmesh.cli.lifeline import end_with_launcher
 from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.terminal import print_plainly
@@ -41,6 +41,7 @@ def work(run: Path) -> None:
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
+    from muonmesh.cli.together import insist_on_the_same
 
     gc.freeze()
     gc.enable()
@@ -53,13 +54,7 @@ def work(run: Path) -> None:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-    given = {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab}
-    everyone = [given] * dist.get_world_size()
-    dist.all_gather_object(everyone, given)
-    for name in given:
-        if any(other[name] != everyone[0][name] for other in everyone):
-            found = ", ".join(str(other[name]) for other in everyone)
-            raise RunError(f"{run}: the ranks were given different {name}: {found}; needed the same on each of them")
+    insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
     stop = StopRequest()
     log = MetricsLog(run) if dist.get_rank() == 0 else None
     for name in settings.optimizers:
