@@ -24,6 +24,7 @@ from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_cor
 from muonmesh.cli.failure import RunError
 from muonmesh.cli.manifest import MANIFEST_FILE
 from muonmesh.cli.metrics import MetricsLog
+from muonmesh.cli.model import check_parameters, parallelise
 from muonmesh.cli.settings import Parallel, Settings, load_settings
 from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.together import insist_on_the_same, on_first_rank, together
@@ -350,6 +351,29 @@ def insist_apart(name: str, run: Path) -> str:
     with pytest.raises(RunError) as caught:
         insist_on_the_same(run, given)
     return str(caught.value)
+
+
+class Scaled(torch.nn.Module):
+    """What FSDP2 cannot shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+
+def shard_a_number() -> str:
+    with pytest.raises(RunError) as caught:
+        parallelise(Scaled(), parallel="fsdp", dtype="fp32", device=torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_a_parameter_that_cannot_be_sharded_is_one_sentence_before_and_on_the_ranks(pool: Pool) -> None:
+    with pytest.raises(RunError, match=r"--model own: scale is a single number.* Write: --parallel ddp"):
+        check_parameters(Scaled(), name="own", parallel="hsdp")
+    check_parameters(Scaled(), name="own", parallel="ddp")
+    for message in pool.run(shard_a_number):
+        assert "--parallel fsdp: FSDP2 cannot shard this model: " in message
+        assert message.endswith("Write: --parallel ddp")
 
 
 @pytest.mark.parametrize("name", ["steps", "data", "lr", "text"])

@@ -59,16 +59,25 @@ def check_model(model: str, *, vocab: int, seq: int, tensor_parallel: int = 1, p
     """
     with torch.device("meta"):
         built = build_model(model_config(model, vocab=vocab, seq=seq))
-    for name, parameter in built.named_parameters():
-        if parameter.numel() == 0:
-            raise RunError(f"--model {model}: {name} is empty, of shape {tuple(parameter.shape)}; needed sizes above 0")
-        if parameter.ndim == 0 and parallel in SHARDING:
-            raise RunError(f"--model {model}: {name} is a single number, which FSDP2 cannot shard. {DDP}")
+    check_parameters(built, name=model, parallel=parallel)
     if tensor_parallel > 1:
         check_tensor_parallel(built, name=model, ranks=tensor_parallel, seq=seq)
     if model not in PRESETS:
         _try_forward(built, model, tokens=min(seq, TRIED_TOKENS), vocab=vocab)
     return sum(p.numel() for p in built.parameters())
+
+
+def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None:
+    """Make sure that each parameter holds something, and that it can be sharded where that is asked for.
+
+    Raises:
+        RunError: naming the first that does not or cannot.
+    """
+    for path, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise RunError(f"--model {name}: {path} is empty, of shape {tuple(parameter.shape)}; needed sizes above 0")
+        if parameter.ndim == 0 and parallel in SHARDING:
+            raise RunError(f"--model {name}: {path} is a single number, which FSDP2 cannot shard. {DDP}")
 
 
 def _try_forward(model: nn.Module, name: str, *, tokens: int, vocab: int) -> None:
