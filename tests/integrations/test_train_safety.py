@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,11 +97,34 @@ LongRun = tuple[Path, subprocess.Popen[str], list[int]]
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_stops_a_run_with_a_checkpoint(long_run: LongRun) -> None:
-    run, process, ranks = long_run
-    os.kill(process.pid, signal.SIGHUP)
-    os.kill(process.pid, signal.SIGHUP)  # the system and the shell may both say it
-    assert process.wait(timeout=120) == 130
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint(folder: Path) -> None:
+    """A real one: its line is drawn until it is gone, and then nothing can be written to it."""
+    run = folder / "closed"
+    terminal, inside = pty.openpty()
+    process = subprocess.Popen(
+        line(run, folder / "text", "--steps", 1_000_000, "--eval-every", 1_000_000),
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(inside)
+    printed = b""
+    try:
+        while not any(record["step"] >= 3 for record in read_metrics(run)):
+            assert process.poll() is None, printed.decode()
+            if select.select([terminal], [], [], 0.1)[0]:
+                printed += os.read(terminal, 4096)
+        ranks = children(process.pid)
+        assert len(ranks) == RANKS
+        os.close(terminal)
+        os.kill(process.pid, signal.SIGHUP)  # the system has said it, and a shell says it again
+        assert process.wait(timeout=120) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert b"muon" in printed
     assert not any(map(alive, ranks))
     assert (latest_step(checkpoints_of(run, "muon")) or 0) >= 3
     assert (run / "report.html").is_file()
