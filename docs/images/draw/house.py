@@ -2,8 +2,9 @@
 
     python docs/images/draw/house.py                   # writes docs/images/house.png
 
-Rooms are the folders and the files at the root of ``src/muonmesh``, and `numerics/kernels`, which is a room of its own. Arrows are
-read off the sources. A room stands one floor above the highest room that it imports. `errors` is left out: everybody imports it.
+Rooms are the folders and the files at the root of ``src/muonmesh``, and `numerics/kernels`, which is a room of its own.
+Arrows are read off the sources. A room stands one floor above the highest room that it imports. `errors` is left out:
+everybody imports it.
 """
 
 from __future__ import annotations
