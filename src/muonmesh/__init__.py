@@ -1,5 +1,6 @@
 """Muon for PyTorch that computes the same update whatever holds the matrix."""
 
+from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
 from muonmesh.groups import split_params
 from muonmesh.layout import FlatParameter, FlatShards, Rates
@@ -12,6 +13,7 @@ __all__ = [
     "Explanation",
     "FlatParameter",
     "FlatShards",
+    "GradientSource",
     "LayoutError",
     "Muon",
     "MuonMeshError",

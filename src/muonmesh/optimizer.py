@@ -17,6 +17,7 @@ from muonmesh.checkpoint import Place, SavedGroup, restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.exchange import Counts, Exchange
+from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import next_number, note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.errors import StateError
@@ -97,6 +98,8 @@ class Muon(torch.optim.Optimizer):
             result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
             whichever takes less time.
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
+        gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
+            ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.
 
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
@@ -130,6 +133,7 @@ class Muon(torch.optim.Optimizer):
         shard_state: bool = False,
         exchange: ExchangeMode = "owner",
         bucket_cap_mb: float = 16.0,
+        gradients: GradientSource | None = None,
     ) -> None:
         try:
             check_optimizer(
@@ -142,6 +146,7 @@ class Muon(torch.optim.Optimizer):
                 exchange=exchange,
                 bucket_cap_mb=bucket_cap_mb,
             )
+            check_source(gradients)
             defaults = {
                 "lr": lr,
                 "momentum": momentum,
@@ -163,6 +168,7 @@ class Muon(torch.optim.Optimizer):
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
+            self._kept.source = PARAMETER_GRAD if gradients is None else gradients
             self._kept.number = next_number()
             self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
@@ -190,6 +196,16 @@ class Muon(torch.optim.Optimizer):
     @layouts.setter
     def layouts(self, layouts: Mapping[str, Declared]) -> None:
         self._kept.layouts = layouts
+
+    @property
+    def gradients(self) -> GradientSource:
+        """Where gradients, names and sharing groups come from; all ranks may set another one before the same step."""
+        return self._kept.source
+
+    @gradients.setter
+    def gradients(self, source: GradientSource) -> None:
+        check_source(source)
+        self._kept.source = source
 
     # ---------------------------------------------------------------- groups
 
@@ -246,6 +262,10 @@ class Muon(torch.optim.Optimizer):
         """Forget the gradients, and what clipping decided about them."""
         self._kept.clip = Clip()
         super().zero_grad(set_to_none)
+        if self._kept.source is not PARAMETER_GRAD:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self._kept.source.write(parameter, None)
 
     # Whole matrices, flags and collectives are no graph; compiled elementwise operations would round otherwise.
     @_disable_dynamo
@@ -320,7 +340,7 @@ class Muon(torch.optim.Optimizer):
         kept = self._kept
         planned, exchange = connect(self.param_groups, kept)
         exchange.counts = Counts()
-        slots = collect(planned, self.param_groups, self.state, getattr(self, "grad_scale", None))
+        slots = collect(planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None))
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         flags, kept.pending = preflight(
             planned,
@@ -407,7 +427,14 @@ class Muon(torch.optim.Optimizer):
             waits = kept.host_waits(planned)
             try:
                 found, kept.clip = clip_gradients(
-                    planned, groups, self.state, exchange, limits, process_group=ranks, waits=waits
+                    planned,
+                    groups,
+                    self.state,
+                    exchange,
+                    limits,
+                    source=kept.source,
+                    process_group=ranks,
+                    waits=waits,
                 )
             except PlanAgain:
                 forget(kept)
@@ -456,6 +483,7 @@ class Muon(torch.optim.Optimizer):
             complete=kept.complete,
             warned=kept.warned,
             torn=kept.torn,
+            source=kept.source,
         )
         return {**super().__getstate__(), "_kept": fresh}
 
@@ -463,6 +491,7 @@ class Muon(torch.optim.Optimizer):
         """A copy with parameters and state of its own, and the same ProcessGroup."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        memo[id(self.gradients)] = self.gradients  # it may know the parameters, or groups, which cannot be copied
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.process_group, twin.layouts = self.process_group, self.layouts
         return twin
@@ -498,7 +527,7 @@ class Muon(torch.optim.Optimizer):
             error = check_groups(groups).error
             before = changed(groups, kept, error)
             planned, exchange = before or connect(groups, kept)
-            here = None if before is not None else (groups, self.state, kept.sums)
+            here = None if before is not None else (groups, self.state, kept.source, kept.sums)
             found = measure(planned, exchange, here, error)
             if found is not None:
                 kept.sums = kept.sums or Sums()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import (
     Declared,
     Signature,
@@ -144,9 +145,9 @@ class Planned:
 
 def members_of(
     groups: Sequence[Mapping[str, Any]],
-    replicas: Sequence[int] | None,
+    process_group: ProcessGroup,
     layouts: Mapping[str, Declared],
-    group: dist.ProcessGroup | None,
+    source: GradientSource,
     *,
     shard_state: bool,
 ) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
@@ -167,11 +168,17 @@ def members_of(
     error: Exception | None = None
     unknown = dict(layouts)
     names = Counter[tuple[str, tuple[int, ...]]]()
+    ranks_by_group: dict[int, tuple[int, ...] | None] = {}  # one tuple for all parameters of a group
     for number, settings in enumerate(groups):
         muon = settings["algorithm"] == "muon"
         specs = settings.get("matrices") or [None] * len(settings["params"])
         for name, tensor, spec in zip(settings["param_names"], settings["params"], specs, strict=True):
             declared = unknown.pop(name, None)
+            own = source.group(tensor)
+            shared = process_group if own is None else own
+            if id(shared) not in ranks_by_group:
+                ranks_by_group[id(shared)] = replicas_of(shared)
+            replicas = ranks_by_group[id(shared)]
             for part, layout, split in _contents(name, declared, spec):
                 try:
                     storage = storage_of(part, tensor, replicas, layout, needed=muon)
@@ -181,7 +188,7 @@ def members_of(
                     continue
                 state = storage
                 if shard_state and muon:
-                    state = sharded_over_replicas(storage, group, tensor.device.type)
+                    state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
                 members.append(Member(part, tensor, number, split, storage, state))
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
                 if storage.layout is not None:
@@ -205,7 +212,10 @@ def members_of(
 
 
 def likely_sets(
-    groups: Sequence[Mapping[str, Any]], replicas: Sequence[int] | None, layouts: Mapping[str, Declared]
+    groups: Sequence[Mapping[str, Any]],
+    process_group: ProcessGroup,
+    layouts: Mapping[str, Declared],
+    source: GradientSource,
 ) -> list[tuple[int, ...]]:
     """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
     sets = []
@@ -214,6 +224,8 @@ def likely_sets(
         for number, tensor in enumerate(group.get("params") or ()):
             if isinstance(tensor, Tensor):
                 name = names[number] if isinstance(names, list) and number < len(names) else None
+                own = source.group(tensor)
+                replicas = replicas_of(process_group if own is None else own)
                 sets.append(ranks_of(tensor, replicas, layouts.get(name) if isinstance(name, str) else None))
     return sets
 
@@ -228,12 +240,17 @@ def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]
 
 
 def signature_of(
-    groups: Sequence[Mapping[str, Any]], process_group: ProcessGroup, layouts: Mapping[str, Declared]
+    groups: Sequence[Mapping[str, Any]],
+    process_group: ProcessGroup,
+    layouts: Mapping[str, Declared],
+    source: GradientSource,
 ) -> object:
     """Return what must stay the same for a plan to stay valid; read every step, so it is cheap."""
     return (
         process_group,
         tuple((name, id(entry)) for name, entry in layouts.items()),
+        id(source),
+        tuple(tuple(map(source.group, group["params"])) for group in groups),
         tuple(tuple(map(Signature.of, group["params"])) for group in groups),
         tuple(
             (
