@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from muonmesh.layout import Parameter, Plan
@@ -23,11 +23,12 @@ class Row:
         reason: Why.
         matrices: What is orthogonalised, e.g. ``3 of 768×768``.
         layout: Where the parameter lives.
-        owners: How many matrices each rank orthogonalises.
+        owners: How many matrices each rank orthogonalises, or the team whose first it is.
         flops: FLOPs a step over all ranks.
         bytes: Bytes a step that this rank sends for it.
         rms: Root mean square of one step.
         spectral: Spectral norm of one step; nan for AdamW.
+        teams: How many matrices each team of several ranks orthogonalises together.
     """
 
     parameter: str
@@ -40,6 +41,7 @@ class Row:
     bytes: int
     rms: float
     spectral: float
+    teams: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Explanation:
                 row.reason,
                 row.matrices,
                 row.layout,
-                _owners(row.owners),
+                _owners(row.owners, row.teams),
                 f"{row.flops / 1e9:.3g}" if row.flops else "",
                 f"{row.bytes / 1e6:.3g}" if row.bytes else "",
                 f"{row.rms:.1e}",
@@ -155,7 +157,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int
     return Explanation(
         tuple(rows),
         rank,
-        sum(a.owner == rank and number not in summed_numbers for number, a in enumerate(plan.assignments)),
+        sum(rank in a.team and number not in summed_numbers for number, a in enumerate(plan.assignments)),
         collectives + (len(plan.ranks) > 1),  # one more for the flags
         sum(sent.values()) * itemsize + reduced,
         received * itemsize + reduced,
@@ -166,9 +168,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int
 def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Parameter, reason: str, moved: int) -> Row:
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
     summed = set(plan.grams)
-    owners = Counter(
-        a.owner for index, a in enumerate(plan.assignments) if a.parameter == number and index not in summed
-    )
+    teams = [a.team for index, a in enumerate(plan.assignments) if a.parameter == number and index not in summed]
+    owners = Counter(team[0] for team in teams)
     steps = [step_size(group, matrix.rows, matrix.cols) for matrix in parameter.matrices]
     return Row(
         parameter.name,
@@ -181,6 +182,7 @@ def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Para
         moved,
         max(step.rms for step in steps),
         max(step.spectral for step in steps),
+        dict(Counter(team for team in teams if len(team) > 1)),
     )
 
 
@@ -194,11 +196,14 @@ def _moved(legs: Mapping[int, Sequence[Any]], rank: int) -> Counter[int]:
     return moved
 
 
-def _owners(owners: Mapping[int, int]) -> str:
-    if not owners:
-        return ""
-    if len(owners) == 1:
-        return f"rank {next(iter(owners))}"
-    if len(owners) > 4:
-        return f"{len(owners)} ranks"
-    return ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))
+def _owners(owners: Mapping[int, int], teams: Mapping[tuple[int, ...], int]) -> str:
+    """Return how many matrices each owner, or team, has: "rank 0: 2, rank 1: 1", "ranks 2+3: 1"."""
+    alone = Counter(owners)
+    alone.subtract(Counter({team[0]: count for team, count in teams.items()}))
+    entries = [(f"rank {rank}", alone[rank]) for rank in sorted(owners) if alone[rank] or not teams]
+    entries += [(f"ranks {'+'.join(map(str, team))}", count) for team, count in sorted(teams.items())]
+    if len(entries) > 4:
+        return f"{len({*owners, *(rank for team in teams for rank in team)})} ranks"
+    if len(entries) == 1:
+        return entries[0][0]
+    return ", ".join(f"{who}: {count}" for who, count in entries)
