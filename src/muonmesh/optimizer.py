@@ -18,7 +18,7 @@ from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradien
 from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.exchange import Counts, Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
-from muonmesh.comm.meeting import next_number, note_failure, withdraw_failure
+from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.errors import StateError
 from muonmesh.groups import split_params
@@ -49,6 +49,7 @@ from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Member, Planned, group_for
 from muonmesh.step.preflight import preflight, stand_aside
+from muonmesh.step.replicas import fingerprints
 from muonmesh.step.slots import Collected, collect
 from muonmesh.step.sums import Sums
 from muonmesh.step.terms import Terms
@@ -163,13 +164,16 @@ class Muon(torch.optim.Optimizer):
             check_group("Muon", defaults)
             if isinstance(params, nn.Module):
                 raise TypeError("params: found a module; needed param groups. Write muonmesh.from_model(model, lr=...)")
+            if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
+                raise TypeError(
+                    "params: found a set; needed ordered collections, the same order on every rank. Write a list"
+                )
             precision = Precision(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
             self._kept.source = PARAMETER_GRAD if gradients is None else gradients
-            self._kept.number = next_number()
             self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
@@ -215,6 +219,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: a vector in a Muon group, a parameter twice, a name twice, or a setting out of range.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         group = dict(param_group)
         if self._kept.complete and "algorithm" not in group and "use_muon" not in group:
             raise ValueError(
@@ -248,7 +254,8 @@ class Muon(torch.optim.Optimizer):
         """All parameters of this rank with where they live; no communication."""
         return plan(self.param_groups, self._kept).members
 
-    def _refuse_if_torn(self) -> None:
+    def refuse_if_torn(self) -> None:
+        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
         if self._kept.torn is not None:
             raise StateError(
                 f"the optimizer: found a step that was interrupted while it wrote ({self._kept.torn}), so some weights "
@@ -295,7 +302,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         kept, groups = self._kept, self.param_groups
-        self._refuse_if_torn()
+        self.refuse_if_torn()
         clip, kept.clip = kept.clip, Clip()
         pending, kept.pending = kept.pending, None
         if pending is not None:
@@ -342,17 +349,20 @@ class Muon(torch.optim.Optimizer):
         exchange.counts = Counts()
         slots = collect(planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None))
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        look = kept.loaded or kept.compared is not planned
+        replicas = fingerprints(planned, self.state) if look else None
         flags, kept.pending = preflight(
             planned,
             exchange,
             slots,
-            Terms(planned, self.param_groups, kept.precision),
+            Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
             error=clip.error,
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),
         )
+        kept.compared, kept.loaded = planned, False
         return planned, exchange, slots, flags
 
     def _tell(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
@@ -370,6 +380,7 @@ class Muon(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -455,7 +466,7 @@ class Muon(torch.optim.Optimizer):
             planned = plan(self.param_groups, kept)
             places = {m.tensor: Place.of(m, planned) for m in planned.members}
         restore_state(self, state_dict, kept.precision, places, super().load_state_dict)
-        kept.torn = None
+        kept.torn, kept.loaded = None, bool(places)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; what lists parameters in a group is left out, but for the names.
@@ -463,7 +474,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             StateError: a step was interrupted while it wrote.
         """
-        self._refuse_if_torn()
+        self.refuse_if_torn()
         found = super().state_dict()
         found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
         return found
@@ -479,7 +490,6 @@ class Muon(torch.optim.Optimizer):
             kept.shard_state,
             kept.exchange,
             kept.bucket_cap_mb,
-            kept.number,
             complete=kept.complete,
             warned=kept.warned,
             torn=kept.torn,

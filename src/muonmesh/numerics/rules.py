@@ -30,7 +30,7 @@ class Rule:
     Attributes:
         scale_invariant: Whether the update stays the same when all gradients are multiplied by one number. Then
             clipping them by their norm makes no step smaller. The gradients of a rule without this are always clipped.
-        lr: Learning rate.
+        lr: Learning rate, a number or a 0-d tensor.
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
     """
 
@@ -42,7 +42,13 @@ class Rule:
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Rule:
         """Snapshot a group."""
-        return cls(group["lr"], group["weight_decay"])
+        return cls(_rate(group), group["weight_decay"])
+
+
+def _rate(group: Mapping[str, Any]) -> float | Tensor:
+    """The learning rate; a tensor without dims, for one with a dim would have weights computed in its own dtype."""
+    lr: float | Tensor = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class AdamWRule(Rule):
     def of(cls, group: Mapping[str, Any]) -> AdamWRule:
         """Snapshot a group."""
         beta1, beta2 = group["adamw_betas"]
-        return cls(group["lr"], group["weight_decay"], (beta1, beta2), group["adamw_eps"])
+        return cls(_rate(group), group["weight_decay"], (beta1, beta2), group["adamw_eps"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class MuonRule(Rule):
     def of(cls, group: Mapping[str, Any]) -> MuonRule:
         """Snapshot a group."""
         return cls(
-            lr=group["lr"],
+            lr=_rate(group),
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             nesterov=group["nesterov"],

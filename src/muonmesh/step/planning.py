@@ -78,7 +78,7 @@ class Planned:
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.
         momentum_holdings: Those whose momentum is stored here.
-        device: Of the Muon parameters, or of the first parameter if there are none.
+        device: Of the Muon parameters, or of the first parameter if there are none; the CPU without any.
         exchange: Made when the ranks have compared their plans.
     """
 
@@ -110,6 +110,11 @@ class Planned:
         if self._names is None:
             self._names = union(group, names)
         return self._names
+
+    def names_of(self, numbers: Sequence[int]) -> list[str]:
+        """Return the names of those of the parameters that are held here."""
+        everyone = (*self.muon, *self.elementwise)
+        return [member.name for number in numbers if (member := everyone[number]) is not None]
 
     def terms_of(self, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """Return the groups of some of the parameters, as this rank numbers them, and what is fixed of the parameters.
@@ -356,7 +361,7 @@ def plan_members(
         tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
         for number, group in enumerate(groups)
     )
-    device = (muon or members)[0].tensor.device
+    device = next((member.tensor.device for member in (*muon, *members)), torch.device("cpu"))
     return _planned(signature, muon, elementwise, adamw, plan, device)
 
 
