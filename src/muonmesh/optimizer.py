@@ -26,7 +26,7 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import MuonRule
 from muonmesh.numerics.scale import ScaleMode
-from muonmesh.report.explain import Explanation, explain
+from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
     LOST_GROUP,
@@ -80,7 +80,8 @@ class Muon(torch.optim.Optimizer):
         scale_mode: See `update_scale`. "match_rms_adamw" lets one learning rate serve both halves (Moonlight).
         extra_scale_factor: Multiplies the scale.
         ns_coefficients: Newton–Schulz coefficient set, see `orthogonalize`.
-        ns_steps: Newton–Schulz steps.
+        ns_steps: Newton–Schulz steps; None: as many as a sequence of one's own has polynomials, and of a published set
+            5, of "deepseekv4" 10.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
         adamw_betas: AdamW's decay rates of the moments.
         adamw_eps: AdamW's ε.
@@ -122,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         scale_mode: ScaleMode = "match_rms_adamw",
         extra_scale_factor: float = 1.0,
         ns_coefficients: Coefficients = "polar_express",
-        ns_steps: int = 5,
+        ns_steps: int | None = None,
         ns_method: Method = "auto",
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -508,6 +509,11 @@ class Muon(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- telling
 
+    def __repr__(self) -> str:
+        """Return a line for each group; its lists of names, splits and reasons are in ``param_groups``."""
+        lines = [f"    {line}\n" for line in summary(self.param_groups).splitlines()]
+        return f"{type(self).__name__} (\n{''.join(lines)})"
+
     @property
     def communication_seconds(self) -> float:
         """Host seconds that the last step spent waiting for other ranks; on CUDA streams wait, not the host."""
@@ -552,17 +558,53 @@ def from_model(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
-    **settings: Any,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    scale_mode: ScaleMode = "match_rms_adamw",
+    extra_scale_factor: float = 1.0,
+    ns_coefficients: Coefficients = "polar_express",
+    ns_steps: int | None = None,
+    ns_method: Method = "auto",
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    adamw_eps: float = 1e-8,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype | None = None,
+    process_group: ProcessGroup = None,
+    layouts: Mapping[str, Declared] | None = None,
+    shard_state: bool = False,
+    exchange: ExchangeMode = "owner",
+    bucket_cap_mb: float = 16.0,
+    gradients: GradientSource | None = None,
 ) -> Muon:
     """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
 
     Args:
         model: Any module, sharded or not.
         lr: Learning rate of both halves.
-        muon: Settings of Muon's groups, as `split_params` takes them.
-        adamw: Settings of AdamW's groups, likewise.
+        muon: Settings of Muon's groups alone, as `split_params` takes them.
+        adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
-        settings: Further arguments of `Muon`.
+        momentum: Like the rest, an argument of `Muon`, which tells more of it: how much of the momentum stays.
+        nesterov: Whether to look ahead with the momentum.
+        weight_decay: Of both halves; norms, biases and other vectors have none.
+        scale_mode: How large an update is, see `update_scale`.
+        extra_scale_factor: Multiplies that.
+        ns_coefficients: Newton–Schulz coefficients, see `orthogonalize`.
+        ns_steps: Newton–Schulz steps; None: what the coefficients are made for.
+        ns_method: Newton–Schulz method.
+        adamw_betas: AdamW's decay rates of the moments.
+        adamw_eps: AdamW's ε.
+        compute_dtype: Dtype of orthogonalisation and wire.
+        state_dtype: Dtype of the momentum.
+        master_dtype: Of masters of lower-precision parameters.
+        process_group: Who holds plain matrices: "world", "local" or a ProcessGroup.
+        layouts: Where plain local shards live, by name.
+        shard_state: Whether replicas share the momentum.
+        exchange: How matrices move.
+        bucket_cap_mb: MiB of matrices that one owner computes at a time.
+        gradients: Where gradients are kept if not in ``parameter.grad``.
 
     Raises:
         ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
@@ -571,7 +613,29 @@ def from_model(
     try:
         groups = split_params(model, muon=muon, adamw=adamw, overrides=overrides)
     except Exception as error:
-        if settings.get("process_group") != "local":
+        if process_group != "local":
             note_failure(error)
         raise
-    return Muon(groups, lr, **settings)
+    return Muon(
+        groups,
+        lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        scale_mode=scale_mode,
+        extra_scale_factor=extra_scale_factor,
+        ns_coefficients=ns_coefficients,
+        ns_steps=ns_steps,
+        ns_method=ns_method,
+        adamw_betas=adamw_betas,
+        adamw_eps=adamw_eps,
+        compute_dtype=compute_dtype,
+        state_dtype=state_dtype,
+        master_dtype=master_dtype,
+        process_group=process_group,
+        layouts=layouts,
+        shard_state=shard_state,
+        exchange=exchange,
+        bucket_cap_mb=bucket_cap_mb,
+        gradients=gradients,
+    )

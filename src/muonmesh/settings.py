@@ -252,8 +252,8 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
         known = isinstance(group[key], str) and group[key] in choices
         _check(known, f"{where}: {key}", group[key], "one of " + ", ".join(map(repr, choices)))
     steps = group["ns_steps"]
-    whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
-    _check(whole, f"{where}: ns_steps", steps, "a whole number of at least 1")
+    whole = steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1)
+    _check(whole, f"{where}: ns_steps", steps, "a whole number of at least 1, or None for what the set is made for")
     try:
         coefficient_set(group["ns_coefficients"])
     except (TypeError, ValueError) as error:

@@ -47,7 +47,7 @@ def orthogonalize(
     x: Tensor,
     *,
     coefficients: Coefficients = "polar_express",
-    steps: int = 5,
+    steps: int | None = None,
     method: Method = "auto",
     dtype: torch.dtype = torch.bfloat16,
     kernels: KernelName = "auto",
@@ -64,7 +64,8 @@ def orthogonalize(
     Args:
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
-        steps: Number of steps, at least 1.
+        steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
+            "deepseekv4" 10.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.
@@ -104,7 +105,7 @@ def orthogonalize(
     return result
 
 
-def gram_segments(coefficients: Coefficients, steps: int) -> tuple[tuple[Polynomial, ...], ...]:
+def gram_segments(coefficients: Coefficients, steps: int | None = None) -> tuple[tuple[Polynomial, ...], ...]:
     """Return the steps as the Gram form takes them: one or two polynomials between two sums of X Xᵀ.
 
     Empty for a set that prepares X by its rows (AOL), which the Gram exchange does not.
@@ -139,7 +140,7 @@ def resolve_method(
     cols: int,
     *,
     coefficients: Coefficients = "polar_express",
-    steps: int = 5,
+    steps: int | None = None,
     method: Method = "auto",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Literal["standard", "gram"]:
@@ -183,7 +184,7 @@ def resolve_method(
     gram_is_better = (
         method == "auto"
         and isinstance(coefficients, str)
-        and steps in _GRAM_STEPS.get(coefficients, ())
+        and len(schedule) in _GRAM_STEPS.get(coefficients, ())
         and dtype == torch.bfloat16
         and any(short >= rows_from and long >= aspect * short for rows_from, aspect in _GRAM_FROM)
     )

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from muonmesh.layout import Parameter, Plan
 from muonmesh.numerics.scale import step_size
 from muonmesh.step.planning import Planned
@@ -115,6 +117,27 @@ class Explanation:
             f"{self.bytes_received / 1e6:.3g} MB received a step"
         )
         return "\n".join(table)
+
+
+def summary(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each group: name, algorithm, parameters, elements, learning rate."""
+    rows = []
+    for group in groups:
+        count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
+        sizes = f"{count:,} parameter{'' if count == 1 else 's'}", f"{elements:,} element{'' if elements == 1 else 's'}"
+        rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, f"lr {_rate(group.get('lr'))}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)] if rows else []
+    aligned = ("ljust", "ljust", "rjust", "rjust", "ljust")
+    return "\n".join(
+        "  ".join(getattr(cell, align)(width) for cell, width, align in zip(row, widths, aligned, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _rate(lr: object) -> str:
+    """Return a learning rate as text, also one that no step would take."""
+    known = isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_meta)
+    return f"{float(lr):.4g}" if known else repr(lr)  # type: ignore[arg-type]
 
 
 def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int) -> Explanation:

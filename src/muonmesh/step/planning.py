@@ -434,12 +434,13 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
-    degrees = [len(step) for step in coefficient_schedule(group["ns_coefficients"], group["ns_steps"])]
+    schedule = coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
+    degrees = [len(polynomial) for polynomial in schedule]
     flops = {  # most parameters are many matrices of few shapes
         shape: cost(*shape, degrees=degrees, gram=method_of(group, *shape, dtype) == "gram")
         for shape in {(matrix.rows, matrix.cols) for matrix in matrices}
     }
-    settings = f"{group['ns_coefficients']}, {group['ns_steps']} steps, {group['ns_method']}, {dtype}"
+    settings = f"{group['ns_coefficients']}, {len(schedule)} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
     return Parameter(
