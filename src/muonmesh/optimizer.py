@@ -527,7 +527,13 @@ class Muon(torch.optim.Optimizer):
         return exchange.counts if exchange is not None else Counts()
 
     def explain(self) -> Explanation:
-        """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication."""
+        """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication.
+
+        Raises:
+            LayoutError, ValueError, TypeError: no step could be taken with the groups as they are.
+        """
+        if (error := check_groups(self.param_groups).error) is not None:
+            raise error
         planned = plan(self.param_groups, self._kept)
         return explain(self.param_groups, planned, self._kept.precision.compute.itemsize)
 

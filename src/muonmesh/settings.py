@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from muonmesh.errors import explain_error
 from muonmesh.layout import Rates
-from muonmesh.numerics.coefficients import coefficient_set
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
+from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.scale import ScaleMode
 
 Algorithm = Literal["muon", "adamw"]
@@ -63,8 +64,12 @@ _OTHER_NAMES = {
     "steps": "ns_steps",
     "coefficients": "ns_coefficients",
     "method": "ns_method",
+    "mode": "scale_mode",
     "adjust_lr_fn": "scale_mode",
 }
+
+_ARGUMENT = re.compile(r"(?<!\w)(?=(coefficients|steps|method)[:=])")
+"""Where a message of `orthogonalize` names one of its arguments, which have a prefix in a group."""
 
 FOREIGN_KEYS = {
     # torch's learning-rate schedulers
@@ -248,17 +253,17 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     fits = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
     _check(fits, f"{where}: adamw_betas", betas, "two numbers in [0, 1)")
     _check_keys(where, group)
-    for key, choices in (("scale_mode", get_args(ScaleMode)), ("ns_method", ("auto", "standard", "gram"))):
+    for key, choices in (("scale_mode", get_args(ScaleMode)), ("ns_method", get_args(Method))):
         known = isinstance(group[key], str) and group[key] in choices
         _check(known, f"{where}: {key}", group[key], "one of " + ", ".join(map(repr, choices)))
     steps = group["ns_steps"]
     whole = steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1)
     _check(whole, f"{where}: ns_steps", steps, "a whole number of at least 1, or None for what the set is made for")
-    try:
-        coefficient_set(group["ns_coefficients"])
+    coefficients, method = group["ns_coefficients"], group["ns_method"]
+    try:  # whether the method fits the polynomials depends on neither shape nor dtype
+        resolve_method(1, 1, coefficients=coefficients, steps=steps, method=method)
     except (TypeError, ValueError) as error:
-        # The message is of `orthogonalize`, whose argument has no prefix.
-        raise type(error)(f"{where}: {str(error).replace('coefficients', 'ns_coefficients')}") from None
+        raise type(error)(f"{where}: {_ARGUMENT.sub(r'ns_', str(error))}") from None
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:

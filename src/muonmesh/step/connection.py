@@ -24,7 +24,6 @@ from muonmesh.step.planning import (
     Planned,
     likely_sets,
     members_of,
-    method_of,
     plan_members,
     replicas_of,
     signature_of,
@@ -140,8 +139,7 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
     for name, tensor, spec in zip(names, tensors, specs, strict=True):
         if name in kept.layouts:
             continue  # shards: the shape that counts is known with the ranks, at the first step
-        matrices = split_matrices(name, tuple(tensor.shape), spec)
-        method_of(group, matrices[0].rows, matrices[0].cols, kept.precision.compute)
+        split_matrices(name, tuple(tensor.shape), spec)
 
 
 def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:

@@ -313,11 +313,7 @@ def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
 
 
 def method_of(group: Mapping[str, Any], rows: int, cols: int, dtype: torch.dtype) -> Literal["standard", "gram"]:
-    """Return how a group orthogonalises a rows × cols matrix.
-
-    Raises:
-        ValueError: the method it asks for cannot be met.
-    """
+    """Return how a group, which has been checked, orthogonalises a rows × cols matrix."""
     return resolve_method(
         rows,
         cols,
