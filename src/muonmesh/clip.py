@@ -85,20 +85,18 @@ class Limits:
         """Raise ValueError unless the arguments can be met."""
         if self.policy not in get_args(ClipPolicy):
             known = ", ".join(f'"{policy}"' for policy in get_args(ClipPolicy))
-            raise ValueError(f"policy: found {self.policy!r}; needed one of {known}")
+            raise ValueError(explain_error("policy", f"{self.policy!r}", f"one of {known}"))
         for name, value, meaning in (
             ("max_norm", self.max_norm, "to measure only"),
             ("skip_above", self.skip_above, "to skip none but non-finite ones"),
         ):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(f"{name}: found {value!r}; needed a number of at least 0, or inf {meaning}")
+                raise ValueError(explain_error(name, f"{value!r}", f"a number of at least 0, or inf {meaning}"))
         if not isinstance(self.norms, bool):
-            raise ValueError(f"norms: found {self.norms!r}; needed True or False")
+            raise ValueError(explain_error("norms", f"{self.norms!r}", "True or False"))
         if self.norm_type != 2:
-            raise ValueError(
-                f"norm_type: found {self.norm_type!r}; needed 2: Euclidean norms alone. For others call "
-                "torch.nn.utils.clip_grad_norm_ on the AdamW parameters"
-            )
+            write = "For others call torch.nn.utils.clip_grad_norm_ on the AdamW parameters"
+            raise ValueError(explain_error("norm_type", f"{self.norm_type!r}", "2: Euclidean norms alone", write))
 
     @property
     def whole(self) -> bool:
@@ -184,7 +182,8 @@ def clip_gradients(
         raise error  # an argument, which is the same everywhere
     if waits and float(sums[ERRORS]):
         if not float(here[ERRORS]):
-            raise PlanError("clip_grad_norm_: found an error on another rank of process_group=; its message names it")
+            told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
+            raise PlanError(explain_error("clip_grad_norm_", told, "none on any", write))
         agree_on_plan(exchange.group, exchange.plan, error)
     if waits and float(here[REPLAN]):
         raise PlanAgain

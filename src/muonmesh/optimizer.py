@@ -20,7 +20,7 @@ from muonmesh.comm.exchange import Counts, Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
-from muonmesh.errors import StateError
+from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -164,11 +164,11 @@ class Muon(torch.optim.Optimizer):
             }
             check_group("Muon", defaults)
             if isinstance(params, nn.Module):
-                raise TypeError("params: found a module; needed param groups. Write muonmesh.from_model(model, lr=...)")
+                write = "Write muonmesh.from_model(model, lr=...)"
+                raise TypeError(explain_error("params", "a module", "param groups", write))
             if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
-                raise TypeError(
-                    "params: found a set; needed ordered collections, the same order on every rank. Write a list"
-                )
+                needed = "ordered collections, the same order on every rank"
+                raise TypeError(explain_error("params", "a set", needed, "Write a list"))
             precision = Precision(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
@@ -221,26 +221,28 @@ class Muon(torch.optim.Optimizer):
             ValueError: a vector in a Muon group, a parameter twice, a name twice, or a setting out of range.
         """
         if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+            raise TypeError(
+                explain_error("param_group", f"{type(param_group)}", "a dict", 'Write {"params": [...], ...}')
+            )
         group = dict(param_group)
         if self._kept.complete and "algorithm" not in group and "use_muon" not in group:
-            raise ValueError(
-                'group: found no "algorithm" in a group that is added later; needed "muon" or "adamw", since an '
-                "embedding is a matrix too and its module is not known here. Write add_param_group({..., "
-                '"algorithm": "adamw"}), or add the groups that muonmesh.split_params(module) returns'
-            )
+            found = 'no "algorithm" in a group that is added later'
+            needed = '"muon" or "adamw", since an embedding is a matrix too and its module is not known here'
+            write = 'Write add_param_group({..., "algorithm": "adamw"}), or add the groups that '
+            write += "muonmesh.split_params(module) returns"
+            raise ValueError(explain_error("group", found, needed, write))
         held = group["params"]
         pairs = [held] if isinstance(held, Tensor) else held if isinstance(held, set) else list(held)
         group["params"] = pairs
         group["algorithm"] = algorithm_of(group)
         group.setdefault("name", f"group{len(self.param_groups)}")
         if any(other["name"] == group["name"] for other in self.param_groups):
-            raise ValueError(
-                f"group name: found {group['name']!r} twice; needed unique names. Rename one of the groups"
-            )
+            found = f"{group['name']!r} twice"
+            raise ValueError(explain_error("group name", found, "unique names", "Rename one of the groups"))
         seen = [entry[1] if isinstance(entry, tuple) else entry for entry in pairs]
         if len({id(p) for p in seen}) != len(seen):
-            raise ValueError(f"group {group['name']!r}: found a parameter twice; needed each once. Remove one of them")
+            where = f"group {group['name']!r}"
+            raise ValueError(explain_error(where, "a parameter twice", "each once", "Remove one of them"))
         if not any(isinstance(entry, tuple) for entry in pairs):
             group.setdefault("param_names", [f"{group['name']}.{i}" for i in range(len(seen))])
         super().add_param_group(group)
@@ -258,11 +260,11 @@ class Muon(torch.optim.Optimizer):
     def refuse_if_torn(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
         if self._kept.torn is not None:
-            raise StateError(
-                f"the optimizer: found a step that was interrupted while it wrote ({self._kept.torn}), so some weights "
-                "and their state are a step ahead of others; needed those of one step. Load model and optimizer from a "
-                "checkpoint (load_state_dict; a new optimizer for torch.distributed.checkpoint)"
-            )
+            found = f"a step that was interrupted while it wrote ({self._kept.torn}), so some weights and their state "
+            found += "are a step ahead of others"
+            write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
+            write += "torch.distributed.checkpoint)"
+            raise StateError(explain_error("the optimizer", found, "those of one step", write))
 
     # ---------------------------------------------------------------- the step
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +136,84 @@ def test_orthogonalize_names_its_own_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=rf"^{said}"):
             mm.orthogonalize(x, **given)
+
+
+# ------------------------------------------------------------------ one place
+
+SOURCE = Path(__file__).parents[2] / "src" / "muonmesh"
+ERRORS = ("ValueError", "TypeError", "MuonMeshError", "LayoutError", "PlanError", "StateError")
+COMPOSERS = ("explain_error", "about")
+BY_HAND = {
+    # A part that may import nothing of ours, `errors` neither.
+    "numerics/kernels/__init__.py": {"kernels"},
+    # What another rank's message said, which has its four parts.
+    "comm/meeting.py": {"failed"},
+    "checkpoint.py": {"str(error)"},
+}
+"""Files with the messages, by how they begin or as they are written, that are not composed there, and why."""
+OTHERS = ("cli/", "numerics/rules", "comm/exchange.py")
+"""Not read here: the command line has errors of its own, and the other two are being written anew."""
+
+
+def written(node: ast.expr) -> str:
+    """What a message begins with, or the expression that it is."""
+    first = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else node
+    if isinstance(first, ast.Constant) and isinstance(first.value, str):
+        return first.value.split(":")[0]
+    return ast.unparse(node)
+
+
+def ends_in_a_full_stop(node: ast.expr) -> bool:
+    last = node.values[-1] if isinstance(node, ast.JoinedStr) and node.values else node
+    text = last.value if isinstance(last, ast.Constant) else ""
+    return isinstance(text, str) and text.endswith(".") and not text.endswith("...")
+
+
+def faults(file: str, source: str) -> Iterator[str]:
+    """Messages of errors that are not composed by `explain_error`, or end in a full stop."""
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+            continue
+        if node.func.id in COMPOSERS:
+            yield from (f"{file}:{part.lineno}: full stop" for part in node.args if ends_in_a_full_stop(part))
+        if node.func.id not in ERRORS or (node.args and written(node.args[0]) in BY_HAND.get(file, ())):
+            continue
+        message = node.args[0] if node.args else None
+        if not (isinstance(message, ast.Call) and isinstance(message.func, ast.Name) and message.func.id in COMPOSERS):
+            yield f"{file}:{node.lineno}: {ast.unparse(node)[:100]}"
+
+
+def test_every_message_is_composed_in_one_place() -> None:
+    files = {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+    read = {file: text for file, text in files.items() if not file.startswith(OTHERS)}
+    assert len(read) > 50
+    assert [fault for file, text in read.items() for fault in faults(file, text)] == []
+    for file, kept in BY_HAND.items():  # none is left over
+        calls = [node for node in ast.walk(ast.parse(files[file])) if isinstance(node, ast.Call) and node.args]
+        assert kept <= {written(node.args[0]) for node in calls}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("raise ValueError(explain_error('w', 'a', 'b', 'Write c'))", 0),
+        ("error = error or LayoutError(about(name, error))", 0),
+        ("raise ValueError('w: found a; needed b')", 1),
+        ("raise PlanError(f'{name}: found a; needed b')", 1),
+        ("raise StateError", 0),  # no message at all is no message by hand
+        ("raise StateError()", 1),
+        ("raise ValueError(explain_error('w', 'a', 'b', 'Write c.'))", 1),
+        ("raise ValueError(explain_error('w', 'a', f'{b}.', 'Write c'))", 1),
+        ("text = 'w: found a'\nraise TypeError(text)", 1),
+    ],
+)
+def test_the_test_of_messages_finds_them(source: str, count: int) -> None:
+    assert len(list(faults("file.py", source))) == count
+
+
+def test_a_message_is_four_parts_without_a_full_stop() -> None:
+    from muonmesh.errors import about, explain_error
+
+    assert explain_error("w", "1", "2", "Write 2") == "w: found 1; needed 2. Write 2"
+    assert explain_error("w", "1", "2") == "w: found 1; needed 2"
+    assert about("rank 3", explain_error("w", "1", "2")) == "rank 3: w: found 1; needed 2"

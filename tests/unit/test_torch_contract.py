@@ -732,7 +732,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "one group alone": (lambda: mm.Muon({"params": [weight()]}), TypeError, "can only optimize Tensors"),
     "not a leaf": (lambda: mm.Muon([weight() * 2]), ValueError, "can't optimize a non-leaf Tensor"),
     "a group without params": (lambda: mm.Muon([{"lr": 0.1}]), KeyError, "params"),
-    "a list as group": (lambda: mm.Muon([weight()]).add_param_group([weight()]), TypeError, "must be a dict"),
+    "a list as group": (lambda: mm.Muon([weight()]).add_param_group([weight()]), TypeError, "needed a dict"),
     "negative rate": (lambda: mm.Muon([weight()], lr=-0.5), ValueError, "lr: found -0.5"),
     "a vector": (lambda: mm.Muon([weight(3)]), ValueError, r"found shape \(3,\)"),
     "complex": (lambda: mm.Muon([weight(dtype=torch.complex64)]), TypeError, "complex64"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, NotCovered, explain_error
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.region import Block, Piece, Region, overlap
@@ -421,13 +421,17 @@ def _spread(ranks: Sequence[int]) -> list[int]:
     return [ranks[index] for index in dict.fromkeys(steps)]
 
 
+_ONCE = "each element held once in each copy"
+_CORRECT = "Correct its placements or its entry in layouts="
+
+
 def _prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -> None:
     """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
     for other in elementwise:
         try:
             other.target.prove_cover()
         except LayoutError as error:
-            raise LayoutError(f"{other.name}: {error}") from None
+            raise LayoutError(explain_error(other.name, str(error), _ONCE, _CORRECT)) from None
     proved: dict[tuple[int, ...], list[tuple[Block, ...]]] = {}
     for parameter in parameters:
         shape = parameter.target.shape
@@ -436,11 +440,15 @@ def _prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) 
             parameter.momentum_storage.prove_cover()
             if parameter.target is not parameter.momentum_storage:
                 parameter.target.prove_cover()
-            if proved.get(shape) != blocks:  # layers are alike
-                _prove_tiling([block.region for some in blocks for block in some], shape)
-                proved[shape] = blocks
         except LayoutError as error:
-            raise LayoutError(f"{parameter.name}: {error}") from None
+            raise LayoutError(explain_error(parameter.name, str(error), _ONCE, _CORRECT)) from None
+        if proved.get(shape) != blocks:  # layers are alike
+            try:
+                _prove_tiling([block.region for some in blocks for block in some], shape)
+            except LayoutError as error:
+                needed, write = "matrices that cover it exactly once", "Correct its matrices"
+                raise LayoutError(explain_error(parameter.name, str(error), needed, write)) from None
+            proved[shape] = blocks
 
 
 def _prove_team(parameter: Parameter, matrix: Matrix, team: Sequence[int], may_join: frozenset[int]) -> None:
@@ -454,7 +462,7 @@ def _prove_tiling(regions: Sequence[Region], shape: Sequence[int], dim: int = 0)
     """Prove that regions tile a box: along each dim their runs are equal or disjoint and fill it, recursively."""
     if dim == len(shape):
         if len(regions) != 1:
-            raise LayoutError(f"the element at {regions[0].offset} belongs to {len(regions)} matrices")
+            raise NotCovered(f"the element at {regions[0].offset} in {len(regions)} matrices")
         return
     groups: dict[tuple[int, int, int], list[Region]] = {}
     for region in regions:
@@ -466,8 +474,8 @@ def _prove_tiling(regions: Sequence[Region], shape: Sequence[int], dim: int = 0)
         elif (offset, step * count) == (number, shape[dim]) and step == len(groups):
             position = shape[dim]  # `step` progressions, one for each remainder
         else:
-            raise LayoutError(f"the matrices overlap or leave a gap at index {position} of dim {dim}")
+            raise NotCovered(f"matrices that overlap or leave a gap at index {position} of dim {dim}")
     if position != shape[dim]:
-        raise LayoutError(f"the matrices leave a gap at index {position} of dim {dim}")
+        raise NotCovered(f"matrices that leave a gap at index {position} of dim {dim}")
     for group in groups.values():
         _prove_tiling(group, shape, dim + 1)

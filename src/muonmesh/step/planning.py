@@ -164,10 +164,9 @@ def members_of(
         name.
     """
     if layouts == LOST_LAYOUTS:
-        raise ValueError(
-            "layouts: found an optimizer that was unpickled without its layouts, since meshes cannot be pickled; "
-            "needed them again. Write optimizer.layouts = layouts before the first step"
-        )
+        found = "an optimizer that was unpickled without its layouts, since meshes cannot be pickled"
+        write = "Write optimizer.layouts = layouts before the first step"
+        raise ValueError(explain_error("layouts", found, "them again", write))
     members: list[Member] = []
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
@@ -209,10 +208,9 @@ def members_of(
                 )
             )
     if unknown:
-        error = error or LayoutError(
-            f"layouts: found {sorted(unknown)}; needed names of parameters in the groups. Names have no prefixes such "
-            "as module. or _orig_mod."
-        )
+        write = "Correct the names: they have no prefixes such as module. and _orig_mod. in front"
+        needed = "names of parameters in the groups"
+        error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
 
 
@@ -299,10 +297,9 @@ def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
         ValueError: the group was lost in pickling.
     """
     if process_group == LOST_GROUP:
-        raise ValueError(
-            "process_group: found an optimizer that was unpickled without its ProcessGroup, which cannot be "
-            "pickled; needed it again. Write optimizer.process_group = group before the first step"
-        )
+        found = "an optimizer that was unpickled without its ProcessGroup, which cannot be pickled"
+        write = "Write optimizer.process_group = group before the first step"
+        raise ValueError(explain_error("process_group", found, "it again", write))
     if process_group == "local" or (process_group is not None and world_size() == 1):
         return (this_rank(),)
     if process_group == "world":
@@ -340,10 +337,8 @@ def plan_members(
     muon = tuple(member for member in members if groups[member.group]["algorithm"] == "muon")
     devices = {member.tensor.device for member in muon}
     if len(devices) > 1:
-        raise LayoutError(
-            f"found Muon parameters on {sorted(map(str, devices))}; needed one device per process. "
-            "Give each device an optimizer of its own"
-        )
+        found, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
+        raise LayoutError(explain_error("the groups", found, "one device per process", write))
     elementwise = tuple(m for m in members if groups[m.group]["algorithm"] == "adamw" and m.storage.layout is not None)
     parameters = [_parameter(groups[member.group], member, precision.compute) for member in muon]
     plan = make_plan(
