@@ -429,3 +429,37 @@ def test_a_field_that_is_missing_on_one_rank_is_an_error_on_all(workers, key: st
     assert other == f"rank 1: {culprit}"
     assert kept
     assert untouched
+
+
+# ------------------------------------------------------------------ replicas that differ
+
+
+def replicas_differ(what: str) -> None:
+    model, optimizer = build()
+    if what == "weights" and dist.get_rank() == 1:
+        with torch.no_grad():
+            model.vector[3] += 1e-6
+    if what != "weights":
+        give(model, 0)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        if dist.get_rank() == 1 and what in ("momentum_buffer", "exp_avg"):
+            entry = saved["state"][0 if what == "momentum_buffer" else 1]
+            entry[what] = entry[what].flip(0)  # the same sum
+        if dist.get_rank() == 1 or what != "loaded on one":
+            optimizer.load_state_dict(saved)
+    give(model, 1)
+    before = values(model)
+    named = {
+        "weights": "vector: found weights",
+        "exp_avg": "vector: found exp_avg",
+        "loaded on one": "state loaded=False",
+    }
+    with pytest.raises(mm.PlanError, match=named.get(what, f"matrix: found {what}")):
+        optimizer.step()
+    assert same(before, values(model))
+
+
+@pytest.mark.parametrize("what", ["weights", "momentum_buffer", "exp_avg", "loaded on one"])
+def test_replicas_that_differ_are_an_error_on_all(workers, what: str) -> None:
+    workers(2).run(replicas_differ, what, timeout=SOON)
