@@ -6,14 +6,14 @@
 Two cases, each one rank on one thread:
 
 - ``local``: 1,000 matrices of 64 × 64 in one process; nothing moves.
-- ``legs``: 300 matrices of 64 × 64, a row of each on this rank, one of 64 under FSDP2. Its routes have about 300 legs for
-  each direction of each end, to 64 peers. The process group is torch's ``fake`` one, which sends nothing.
+- ``legs``: 300 matrices of 64 × 64, a row of each on this rank, one of 64 under FSDP2. It holds 300 legs and owns about
+  as many, each way, to 64 peers. The process group is torch's ``fake`` one, which sends nothing.
 
 What is reported is the processor time of this thread in one step minus that of the step's arithmetic alone. For the
 latter, one step's calls of torch functions that read or write elements are recorded with their arguments, and repeated
 from a list. So Python, and views and questions about a tensor's shape or dtype, count as Python time; the calls of
-``lerp_`` or ``copy_`` do not. Matrix products are left out of both (``torch.bmm`` and the like return at once): they would
-be most of the time, and no Python is in them. Of what is timed, the rounds' least counts, since whatever else the
+``lerp_`` or ``copy_`` do not. Matrix products are left out of both (``torch.bmm`` and the like return at once): they
+would be most of the time, and no Python is in them. Of what is timed, the rounds' least counts, since whatever else the
 machine does only adds.
 
 ``--against PATH`` measures the checkout at PATH too, in a process of its own, in turns with this one. Only the ratio
@@ -48,11 +48,11 @@ CASES = {"local": COUNT, "legs": LEGS}
 
 PRODUCTS = ("bmm", "baddbmm", "mm", "addmm")
 
-VIEWS = frozenset(
-    ("__get__", "__getitem__", "as_strided", "data_ptr", "detach", "diagonal", "expand", "flatten", "is_contiguous")
-    + ("narrow", "numel", "permute", "reshape", "size", "split", "split_with_sizes", "squeeze", "storage_offset")
-    + ("stride", "t", "transpose", "unbind", "unsqueeze", "untyped_storage", "view", "element_size", "is_floating_point")
-)
+VIEWS = """
+    __get__ __getitem__ as_strided data_ptr detach diagonal element_size expand flatten is_contiguous is_floating_point
+    narrow numel permute reshape size split split_with_sizes squeeze storage_offset stride t transpose unbind unsqueeze
+    untyped_storage view
+"""
 """Functions of torch that touch no element."""
 
 
@@ -61,11 +61,12 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._views = set(VIEWS.split())
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a call and pass it on."""
-        if getattr(func, "__name__", "") not in VIEWS:
+        if getattr(func, "__name__", "") not in self._views:
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
