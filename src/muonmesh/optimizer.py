@@ -23,7 +23,7 @@ from muonmesh.errors import StateError
 from muonmesh.groups import split_params
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
-from muonmesh.numerics.rules import MuonRule
+from muonmesh.numerics.rules import DecayMode, MuonRule
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.report.explain import Explanation, explain
 from muonmesh.report.metrics import measure
@@ -75,6 +75,8 @@ class Muon(torch.optim.Optimizer):
         momentum: μ of ``m ← lerp(m, g, 1 − μ)``.
         nesterov: Orthogonalise ``lerp(g, m, μ)`` instead of m.
         weight_decay: Decoupled, for both halves: ``p ← p·(1 − lr·weight_decay)``.
+        decay_mode: "full", or "cautious": only weights decay that the update moves towards zero too
+            (arXiv 2510.12402).
         scale_mode: See `update_scale`. "match_rms_adamw" lets one learning rate serve both halves (Moonlight).
         extra_scale_factor: Multiplies the scale.
         ns_coefficients: Newton–Schulz coefficient set, see `orthogonalize`.
@@ -115,6 +117,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
+        decay_mode: DecayMode = "full",
         scale_mode: ScaleMode = "match_rms_adamw",
         extra_scale_factor: float = 1.0,
         ns_coefficients: Coefficients = "polar_express",
@@ -147,6 +150,7 @@ class Muon(torch.optim.Optimizer):
                 "momentum": momentum,
                 "nesterov": nesterov,
                 "weight_decay": weight_decay,
+                "decay_mode": decay_mode,
                 "scale_mode": scale_mode,
                 "extra_scale_factor": extra_scale_factor,
                 "ns_coefficients": ns_coefficients,

@@ -17,6 +17,7 @@ from muonmesh.errors import explain_error
 from muonmesh.layout import Rates
 from muonmesh.numerics.coefficients import coefficient_set
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
+from muonmesh.numerics.rules import DecayMode
 from muonmesh.numerics.scale import ScaleMode
 
 Algorithm = Literal["muon", "adamw"]
@@ -36,6 +37,7 @@ _SETTINGS = (
     "momentum",
     "nesterov",
     "weight_decay",
+    "decay_mode",
     "scale_mode",
     "extra_scale_factor",
     "ns_coefficients",
@@ -248,7 +250,12 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     fits = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
     _check(fits, f"{where}: adamw_betas", betas, "two numbers in [0, 1)")
     _check_keys(where, group)
-    for key, choices in (("scale_mode", get_args(ScaleMode)), ("ns_method", ("auto", "standard", "gram"))):
+    named = {
+        "scale_mode": get_args(ScaleMode),
+        "ns_method": ("auto", "standard", "gram"),
+        "decay_mode": get_args(DecayMode),
+    }
+    for key, choices in named.items():
         known = isinstance(group[key], str) and group[key] in choices
         _check(known, f"{where}: {key}", group[key], "one of " + ", ".join(map(repr, choices)))
     steps = group["ns_steps"]

@@ -1,0 +1,23 @@
+"""Rules: what a step computes from gradients, in parts that cannot see how a matrix is sharded. One rule a file."""
+
+from muonmesh.numerics.rules.adamw import AdamWRule
+from muonmesh.numerics.rules.former import apply_update, update_momentum, write_direction
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.normuon import NorMuonRule
+from muonmesh.numerics.rules.registry import RULES, register_rule
+from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, Kept, Rule
+
+__all__ = [
+    "RULES",
+    "AdamWRule",
+    "DecayMode",
+    "Hyperparameters",
+    "Kept",
+    "MuonRule",
+    "NorMuonRule",
+    "Rule",
+    "apply_update",
+    "register_rule",
+    "update_momentum",
+    "write_direction",
+]
