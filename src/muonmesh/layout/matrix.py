@@ -97,7 +97,7 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
     if 0 in shape:
         raise ValueError(f"{name}: found shape {shape}; needed sizes of at least 1. Leave empty parameters out")
     try:
-        parts = list(_parse(shape, _normalise(spec)))
+        parts = list(_parse(shape, normalised_spec(spec)))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{name}: found matrices {spec!r} for shape {shape}: {error}; needed a form that fits the shape. "
@@ -106,7 +106,7 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
     return tuple(_matrix(name, index, view, spans) for index, (view, spans) in enumerate(parts))
 
 
-def _normalise(spec: MatrixSpec) -> tuple[Any, ...]:
+def normalised_spec(spec: MatrixSpec) -> tuple[Any, ...]:
     """Return a spec as a tuple; checkpoints and configuration files turn tuples into lists."""
     if isinstance(spec, str):
         return (spec,)
@@ -130,7 +130,7 @@ def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[_Part]:
         _arity(arguments, 0, 1)
         if len(shape) < 3:
             raise ValueError("a stack needs at least three dims")
-        inner = _normalise(arguments[0]) if arguments else ("whole",)
+        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
         leading = len(shape) - 2
         return [
             part
@@ -152,7 +152,7 @@ def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
         return [(view, [whole])]
     if form == "transposed":
         _arity(arguments, 0, 1)
-        inner = _normalise(arguments[0]) if arguments else ("whole",)
+        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
         if inner[0] in ("stack", "flatten"):
             raise ValueError(f"{inner[0]} cannot stand inside transposed; nest them the other way round")
         return _split(_View(view.shape, view.fixed, view.col_dims, view.row_dims), inner)
