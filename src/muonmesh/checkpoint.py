@@ -20,6 +20,7 @@ from muonmesh.step.slots import RUNNING, running_shape
 
 _MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
 _KEYS = {"muon": ("momentum_buffer", *RUNNING, "master"), "adamw": ("step", "exp_avg", "exp_avg_sq", "master")}
+_NEEDED = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 _NEVER_NEGATIVE = ("step", "exp_avg_sq", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
@@ -95,7 +96,7 @@ def restore_state(
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> None:
         given.update(seen)
-        _check(before, seen, places)
+        _check(before, seen, places, precision)
 
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):
@@ -161,7 +162,9 @@ def _tensor(key: str, value: Any) -> Any:
     return torch.tensor(float(value)) if is_number and key in ("step", *RUNNING) else value
 
 
-def _check(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: Mapping[Tensor, Place]) -> None:
+def _check(
+    groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: Mapping[Tensor, Place], precision: Precision
+) -> None:
     saved_groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         raise StateError(
@@ -205,16 +208,20 @@ def _check(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: 
             entry = state_dict["state"].get(key)
             if entry:
                 _check_entry(name, parameter, places[parameter], group["algorithm"], entry)
+                if "master" in entry and precision.master is None:
+                    found, needed = "a master in its state", "an optimizer that keeps masters"
+                    write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
+                    raise StateError(explain_error(name, found, needed, write))
 
 
 def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, entry: Mapping[str, Any]) -> None:
-    needed = "momentum_buffer" if algorithm == "muon" else "exp_avg"
-    if needed not in entry:
+    missing = [key for key in _NEEDED[algorithm] if key not in entry]
+    if missing:
         raise StateError(
             explain_error(
                 name,
                 f"state {sorted(map(str, entry))}",
-                f"{needed!r}: the parameter belongs to {algorithm}",
+                f"{missing[0]!r}: the parameter belongs to {algorithm}",
                 "Load the state of an optimizer of the same kind, or start with fresh state",
             )
         )
@@ -243,8 +250,9 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
 
 def _check_values(name: str, key: str, local: Tensor) -> None:
     """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
-    if local.is_meta or not local.is_floating_point():
-        return
+    if local.is_meta or local.is_complex() or (key in _MOMENTS and not local.is_floating_point()):
+        found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
+        raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
     least = local.float().min() if local.numel() and key in _NEVER_NEGATIVE else torch.zeros(())
     if not bool(local.isfinite().all()) or float(least) < 0:
         needed = "finite numbers" + (" of at least 0" if key in _NEVER_NEGATIVE else "")

@@ -17,7 +17,7 @@ from muonmesh.checkpoint import Place, SavedGroup, restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.exchange import Counts, Exchange
-from muonmesh.comm.meeting import next_number, note_failure, withdraw_failure
+from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.errors import StateError
 from muonmesh.groups import split_params
@@ -48,6 +48,7 @@ from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Member, Planned, group_for
 from muonmesh.step.preflight import preflight, stand_aside
+from muonmesh.step.replicas import fingerprints
 from muonmesh.step.slots import Collected, collect
 from muonmesh.step.sums import Sums
 from muonmesh.step.terms import Terms
@@ -167,7 +168,6 @@ class Muon(torch.optim.Optimizer):
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
-            self._kept.number = next_number()
             self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
@@ -236,7 +236,8 @@ class Muon(torch.optim.Optimizer):
         """All parameters of this rank with where they live; no communication."""
         return plan(self.param_groups, self._kept).members
 
-    def _refuse_if_torn(self) -> None:
+    def refuse_if_torn(self) -> None:
+        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
         if self._kept.torn is not None:
             raise StateError(
                 f"the optimizer: found a step that was interrupted while it wrote ({self._kept.torn}), so some weights "
@@ -279,7 +280,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         kept, groups = self._kept, self.param_groups
-        self._refuse_if_torn()
+        self.refuse_if_torn()
         clip, kept.clip = kept.clip, Clip()
         pending, kept.pending = kept.pending, None
         if pending is not None:
@@ -326,17 +327,20 @@ class Muon(torch.optim.Optimizer):
         exchange.counts = Counts()
         slots = collect(planned, self.param_groups, self.state, getattr(self, "grad_scale", None))
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        look = kept.loaded or kept.compared is not planned
+        replicas = fingerprints(planned, self.state) if look else None
         flags, kept.pending = preflight(
             planned,
             exchange,
             slots,
-            Terms(planned, self.param_groups, kept.precision),
+            Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
             error=clip.error,
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),
         )
+        kept.compared, kept.loaded = planned, False
         return planned, exchange, slots, flags
 
     def _tell(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
@@ -432,7 +436,7 @@ class Muon(torch.optim.Optimizer):
             planned = plan(self.param_groups, kept)
             places = {m.tensor: Place.of(m, planned) for m in planned.members}
         restore_state(self, state_dict, kept.precision, places, super().load_state_dict)
-        kept.torn = None
+        kept.torn, kept.loaded = None, bool(places)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; what lists parameters in a group is left out, but for the names.
@@ -440,7 +444,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             StateError: a step was interrupted while it wrote.
         """
-        self._refuse_if_torn()
+        self.refuse_if_torn()
         found = super().state_dict()
         found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
         return found
@@ -456,7 +460,6 @@ class Muon(torch.optim.Optimizer):
             kept.shard_state,
             kept.exchange,
             kept.bucket_cap_mb,
-            kept.number,
             complete=kept.complete,
             warned=kept.warned,
             torn=kept.torn,

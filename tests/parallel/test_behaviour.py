@@ -516,8 +516,14 @@ def pipeline() -> tuple[list[str], bool]:
     exchange = optimizer._kept.planned.exchange
     buffers = {role: buffer.data_ptr() for role, buffer in exchange._buffers.kept.items()}
     events: list[str] = []
-    step_adamw = optimizer._step_adamw
-    optimizer._step_adamw = lambda *args: (events.append("adamw 0"), step_adamw(*args))  # type: ignore[method-assign]
+    run = exchange.run
+
+    def watched(work: Any) -> None:
+        step_adamw = work.step_adamw
+        work.step_adamw = lambda: (events.append("adamw 0"), step_adamw())
+        run(work)
+
+    exchange.run = watched
     for method in ("_gather", "_compute", "_scatter", "_receive"):
         original = getattr(exchange, method)
 

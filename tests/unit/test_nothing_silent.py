@@ -701,3 +701,51 @@ def test_no_matrices_at_all_is_told_at_construction() -> None:
         warnings.simplefilter("error")
         mm.from_model(model, overrides={".*": "adamw"})  # who says so knows it
         pickle.loads(pickle.dumps(mm.split_params(frozen_and_not())))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_value_in_any_field_of_a_state_is_honoured_or_refused(data: st.DataObject) -> None:
+    """Missing, of another type, shape or dtype, not finite, of another parameter: refused before anything is loaded, or
+    the next step is that of a state which says the same."""
+    _, _, optimizer = pair()
+    step_once(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    number = data.draw(st.integers(0, 1))
+    entry = saved["state"][number]
+    key = data.draw(st.sampled_from([*sorted(entry), "master", "unknown"]))
+    held = entry.get(key, torch.zeros(8, 12) if number == 0 else torch.zeros(5))
+    changes: dict[str, Callable[[], Any]] = {
+        "missing": lambda: None,
+        "none": lambda: None,
+        "value": lambda: data.draw(VALUES),
+        "nan": lambda: torch.full_like(held, float("nan")),
+        "shape": lambda: torch.zeros((*held.shape, 2)),
+        "transposed": lambda: held.mT if held.ndim == 2 else held,
+        "int": lambda: held.to(torch.int32),
+        "bf16": lambda: held.bfloat16(),
+        "fp64": lambda: held.double(),
+        "meta": lambda: held.to("meta"),
+        "negative": lambda: -held - 1,
+        "strided": lambda: held.repeat_interleave(2, -1)[..., ::2] if held.ndim else held,
+    }
+    change = data.draw(st.sampled_from(sorted(changes)))
+    value = changes[change]()
+    if change == "missing":
+        entry.pop(key, None)
+    else:
+        entry[key] = value
+    before = everything(optimizer)
+    try:
+        optimizer.load_state_dict(saved)
+        loaded = True
+    except (mm.StateError, ValueError, TypeError) as error:
+        loaded = False
+        refused = str(error)
+    if not loaded:
+        assert key in refused or "momentum_buffer" in refused or "exp_avg" in refused, (key, change, refused)
+        assert equal(before, everything(optimizer)), (key, change)
+        return
+    step_once(optimizer, 1)
+    assert all(bool(tensor.isfinite().all()) for tensor in everything(optimizer)), (key, change)
+    assert all(isinstance(v, Tensor) for state in optimizer.state.values() for v in state.values()), (key, change)

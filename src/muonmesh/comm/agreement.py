@@ -36,7 +36,7 @@ class View(NamedTuple):
     elementwise: tuple[Elementwise, ...]
 
 
-def connected(sets: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
+def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return all ranks linked to this one by sharing parameters, directly or through others.
 
     Each rank knows only whom it shares with. It reads what the others know from the store in which the process group
@@ -44,7 +44,6 @@ def connected(sets: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
 
     Args:
         sets: The ranks of each parameter that this rank holds; all ranks of a set call this.
-        number: Of this rank's optimizer.
 
     Raises:
         PlanError: a rank could not make its optimizer, or does not come.
@@ -64,7 +63,7 @@ def connected(sets: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
     try:
         while waiting:
             ranks, count = waiting.pop()
-            for answer in _answers(store, ranks, count, number):
+            for answer in _answers(store, ranks, count):
                 for others, counted in json.loads(answer):
                     entry = tuple(others), counted
                     if entry not in found:
@@ -79,14 +78,14 @@ def connected(sets: Sequence[tuple[int, ...]], number: int) -> tuple[int, ...]:
     return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
 
 
-def _answers(store: PrefixStore, ranks: tuple[int, ...], count: int, number: int) -> list[bytes]:
+def _answers(store: PrefixStore, ranks: tuple[int, ...], count: int) -> list[bytes]:
     """Return what each rank of a set has announced, waiting for each."""
     keys = {rank: f"{ranks}/{count}/{rank}" for rank in ranks}
 
     def absent() -> list[int]:
         return [rank for rank, key in keys.items() if not store.check([key])]
 
-    wait_until(lambda: bool(store.check(list(keys.values()))), number, absent)
+    wait_until(lambda: bool(store.check(list(keys.values()))), absent)
     answers: list[bytes] = store.multi_get(list(keys.values()))
     return answers
 

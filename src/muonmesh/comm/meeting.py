@@ -25,11 +25,11 @@ PATIENCE = 5.0
 GRACE = 2.0
 """Seconds in which a rank that has failed to make its optimizer may catch the error and make another one."""
 
-_optimizers = 0
-"""How many optimizers of this process have met those of other ranks; so all ranks give them the same numbers."""
+_failures = 0
+"""How often this process has failed to make an optimizer."""
 
-_failures: Counter[int] = Counter()
-"""How often this process has failed to make its optimizer of this number."""
+_known: dict[int, int] = {}
+"""How often other ranks had failed when this one last met any."""
 
 _met: Counter[tuple[int, ...]] = Counter()
 """How often this process has met these ranks in the store; they have met it as often."""
@@ -43,74 +43,68 @@ def shared_store() -> PrefixStore:
 # ------------------------------------------------------------------ optimizers that were not made
 
 
-def next_number() -> int:
-    """Return the number of the next optimizer that will meet those of other ranks."""
-    return _optimizers
-
-
-def count_optimizer() -> None:
-    """Count one that has met them for the first time."""
-    global _optimizers
-    _optimizers += 1
-
-
 def note_failure(error: Exception) -> None:
-    """Tell the other ranks that this one could not make its next optimizer; they wait for it otherwise."""
+    """Tell the other ranks that this one could not make an optimizer; they would wait for it."""
+    global _failures
     if world_size() == 1:
         return
-    number = next_number()
-    _failures[number] += 1
+    _failures += 1
     with _unless_unreachable():
         store = shared_store()
-        store.set(f"failed/{number}/{this_rank()}", json.dumps([_failures[number], str(error)]))
-        store.set(f"failed/{number}", "1")
+        store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error)]))
+        store.set("failed", "1")
 
 
 def withdraw_failure() -> None:
-    """Take back what `note_failure` said: the optimizer has been made after all."""
-    number = next_number()
-    if world_size() > 1 and _failures[number]:
+    """Take back what `note_failure` said: this rank has made an optimizer after all."""
+    if world_size() > 1 and _failures:
         with _unless_unreachable():
-            shared_store().delete_key(f"failed/{number}/{this_rank()}")
+            shared_store().delete_key(f"failed/{this_rank()}")
 
 
-def failure_of_others(number: int) -> str | None:
-    """Return which rank could not make its optimizer of this number and why; None if all did, or failed like this one.
+def failure_of_others() -> str | None:
+    """Return which rank has failed to make an optimizer since this one last met others, and why; None if none has.
 
-    A rank that has caught its error and made another optimizer adamw does not count.
+    A rank that has caught its error and made another optimizer meanwhile does not count.
     """
     if world_size() == 1:
         return None
-    store = shared_store()
     until = time.monotonic() + GRACE
-    while _has(store, f"failed/{number}"):
-        found = None
-        for rank in range(world_size()):
-            if rank != this_rank() and _has(store, f"failed/{number}/{rank}"):
-                count, message = json.loads(store.get(f"failed/{number}/{rank}"))
-                if count > _failures[number]:
-                    found = f"rank {rank}: {message}"
-                    break
-        if found is None:
-            return None
+    while found := _notes():
         if time.monotonic() >= until:
-            return found
+            rank, (_, message) = next(iter(found.items()))
+            return f"rank {rank}: {message}"
         time.sleep(0.05)
     return None
+
+
+def _notes() -> dict[int, tuple[int, str]]:
+    """Return the notes of other ranks that this one did not know of when it last met any."""
+    store = shared_store()
+    if not _has(store, "failed"):
+        return {}
+    found = {}
+    for rank in range(world_size()):
+        if rank != this_rank() and _has(store, f"failed/{rank}"):
+            count, message = json.loads(store.get(f"failed/{rank}"))
+            if count > _known.get(rank, 0):
+                found[rank] = count, message
+    return found
 
 
 # ------------------------------------------------------------------ meeting in the store
 
 
-def meet(ranks: Sequence[int], number: int) -> None:
-    """Wait until all of these ranks have come here with their optimizer of this number; sends nothing else.
+def meet(ranks: Sequence[int]) -> None:
+    """Wait until all of these ranks have come here, to the first step of a plan; sends nothing else.
 
     Raises:
-        PlanError: a rank could not make its optimizer, or does not come within the time that collectives have.
+        PlanError: a rank could not make its optimizer, one of another pipeline stage too; or one does not come within
+            the time that collectives have.
     """
     ranks = tuple(ranks)
     if len(ranks) == 1:
-        failed = failure_of_others(number)
+        failed = failure_of_others()
         if failed is not None:
             raise PlanError(failed)
         return
@@ -119,32 +113,31 @@ def meet(ranks: Sequence[int], number: int) -> None:
     store.set(f"{note}/{me}", "1")
     store.add(note, 1)
     try:
-        wait_until(lambda: store.add(note, 0) >= len(ranks), number, lambda: _absent(store, note, ranks))
+        wait_until(lambda: store.add(note, 0) >= len(ranks), lambda: _absent(store, note, ranks))
     except PlanError:
         store.delete_key(f"{note}/{me}")  # so that the next meeting of these ranks begins anew
         store.add(note, -1)
         raise
     _met[ranks] += 1
+    _known.update({rank: count for rank, (count, _) in _notes().items()})
 
 
-def wait_until(ready: Callable[[], bool], number: int, absent: Callable[[], Sequence[int]]) -> None:
+def wait_until(ready: Callable[[], bool], absent: Callable[[], Sequence[int]]) -> None:
     """Ask again and again until it is so, while no rank says that it cannot come.
 
     Args:
         ready: What is waited for.
-        number: Of this rank's optimizer.
         absent: The ranks that are missing, asked for when the time is over.
 
     Raises:
         PlanError: a rank could not make its optimizer, or is missing when the time that collectives have is over.
     """
     until, pause = time.monotonic() + _seconds_of_collectives(), 0.001
-    store = shared_store()
     while True:
-        if _has(store, f"failed/{number}") and (failed := failure_of_others(number)) is not None:
-            raise PlanError(failed)
         if ready():
             return
+        if _notes() and (failed := failure_of_others()) is not None and not ready():
+            raise PlanError(failed)
         if time.monotonic() >= until:
             missing = absent()
             raise PlanError(

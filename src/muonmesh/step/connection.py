@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.meeting import count_optimizer, meet
+from muonmesh.comm.meeting import meet
 from muonmesh.comm.storage import mesh_groups, world_size
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import split_matrices
@@ -62,12 +62,9 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
     planned, sets, error = _read(groups, kept)
     if planned is not None and planned.exchange is not None:
         return planned, planned.exchange
-    ranks = connected(sets, kept.number)
+    ranks = connected(sets)
     if kept.process_group != "local":
-        meet(ranks, kept.number)
-        if not kept.met:
-            count_optimizer()
-            kept.met = True
+        meet(ranks)
     candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
     if isinstance(kept.process_group, dist.ProcessGroup):
         candidates.insert(0, kept.process_group)

@@ -44,11 +44,11 @@ class Kept:
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
         bucket_cap_mb: MiB that one owner computes at a time.
-        number: How many optimizers of this process had met those of other ranks when this one was made.
-        met: Whether this one has.
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
         connected: The plan that all ranks know of, with its exchange; None before the first step.
+        compared: The plan at whose first step replicas were compared.
+        loaded: Whether state has been loaded since the last step.
         clip: What clipping decided for the next step.
         sums: Of the last step's updates, once `Muon.metrics` has asked for them.
         pending: Flags of the last step where the host did not wait for them.
@@ -64,11 +64,11 @@ class Kept:
     shard_state: bool
     exchange: ExchangeMode
     bucket_cap_mb: float
-    number: int = 0
-    met: bool = False
     complete: bool = False
     planned: Planned | None = None
     connected: Planned | None = None
+    compared: Planned | None = None
+    loaded: bool = False
     clip: Clip = field(default_factory=Clip)
     sums: Sums | None = None
     pending: Pending | None = None

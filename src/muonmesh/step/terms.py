@@ -27,8 +27,26 @@ class Terms:
     drift apart, and a matrix be updated by several rules at once, without an error.
     """
 
-    def __init__(self, planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision) -> None:
+    def __init__(
+        self,
+        planned: Planned,
+        groups: Sequence[Mapping[str, Any]],
+        precision: Precision,
+        *,
+        loaded: bool = False,
+        replicas: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take a snapshot.
+
+        Args:
+            planned: Whose.
+            groups: The param groups.
+            precision: The optimizer's dtypes.
+            loaded: Whether state has been loaded since the last step.
+            replicas: `fingerprints`, at the first step of a plan and after state was loaded.
+        """
         self._planned, self._groups, self._precision = planned, groups, precision
+        self._loaded, self._replicas = loaded, replicas or {}
         self._said = [_said(group) for group in groups]
 
     def digests(self) -> Tensor:
@@ -37,7 +55,9 @@ class Terms:
         device_rates = False
         for numbers in planned.census.shared:
             groups, static = planned.terms_of(numbers)
-            text = f"{static} {self._precision} {[self._said[group] for group in groups]}"
+            text = f"{static} {self._precision} {self._loaded} {[self._said[group] for group in groups]}"
+            if self._replicas:
+                text += f" {[self._replicas.get(name) for name in planned.names_of(numbers)]}"
             sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
             device_rates = device_rates or any(_on_device(self._groups[group]["lr"]) for group in groups)
         host = torch.tensor(sets, dtype=torch.uint8).view(-1, DIGEST // 2)
@@ -63,7 +83,9 @@ class Terms:
                 group = self._groups[member.group]
                 rate = f"lr={float(group['lr'])}, " if _on_device(group["lr"]) else ""
                 dtype = local_of(member.tensor).dtype
-                found[member.name] = f"{rate}{self._said[member.group]}, {dtype}, {self._precision}"
+                text = f"{rate}{self._said[member.group]}, {dtype}, {self._precision}, state loaded={self._loaded}"
+                replica = self._replicas.get(member.name)
+                found[member.name] = text if replica is None else f"{text}, {replica}"
         return found
 
 

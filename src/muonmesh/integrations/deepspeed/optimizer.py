@@ -141,6 +141,16 @@ class EngineMuon(torch.optim.Optimizer):
         self.check_groups(state_dict["param_groups"])
         super().load_state_dict(state_dict)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and settings.
+
+        Raises:
+            StateError: a step was interrupted while it wrote.
+        """
+        for call in self._calls:
+            call.muon.refuse_if_torn()
+        return super().state_dict()
+
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups are what these are: algorithm, parameters and splits."""
         if len(saved) != len(self._identities):
