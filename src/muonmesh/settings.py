@@ -17,10 +17,12 @@ from muonmesh.errors import explain_error
 from muonmesh.layout import Rates
 from muonmesh.numerics.coefficients import coefficient_set
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.rules import DecayMode
+from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 
-Algorithm = Literal["muon", "adamw"]
+Algorithm = Literal["muon", "normuon", "adamw"]
+"""What comes with muonmesh; `muonmesh.register_rule` adds others."""
+
 ExchangeMode = Literal["owner", "gram", "auto"] | Rates
 """Who computes a matrix: its owner; the ranks that hold it, by summing Gram matrices; or what is cheaper."""
 
@@ -91,6 +93,11 @@ class Precision:
     compute: torch.dtype
     state: torch.dtype
     master: torch.dtype | None
+
+    @property
+    def carried(self) -> torch.dtype:
+        """Of what a rule keeps by row, column or matrix: fp32, or fp64 where any of the others is."""
+        return torch.promote_types(torch.promote_types(self.compute, self.state), torch.float32)
 
 
 class SettingsFound(NamedTuple):
@@ -165,7 +172,7 @@ def check_process_group(process_group: object) -> None:
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
 
-def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
+def algorithm_of(group: Mapping[str, Any]) -> str:
     """Return a group's algorithm: its key, or the alias ``use_muon``, or "muon".
 
     Raises:
@@ -174,15 +181,21 @@ def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
     algorithm: Any = group.get("algorithm")
     if "use_muon" in group:
         alias = "muon" if group["use_muon"] else "adamw"
-        if algorithm not in (None, alias):
+        of_matrices = isinstance(algorithm, str) and algorithm in RULES and is_matrix_rule(algorithm)
+        if algorithm not in (None, alias) and not (alias == "muon" and of_matrices):
             raise ValueError(
                 f"group: found algorithm={algorithm!r} and use_muon={group['use_muon']!r}; needed one of them"
             )
-        algorithm = alias
+        algorithm = algorithm or alias
     algorithm = "muon" if algorithm is None else algorithm
-    if algorithm not in ("muon", "adamw"):
-        raise ValueError(f'group: found algorithm={algorithm!r}; needed "muon" or "adamw"')
-    return "muon" if algorithm == "muon" else "adamw"
+    if not isinstance(algorithm, str) or algorithm not in RULES:
+        raise ValueError(f"group: found algorithm={algorithm!r}; needed {needed_algorithm()}")
+    return algorithm
+
+
+def needed_algorithm() -> str:
+    """Return the known algorithms, for messages."""
+    return f"one of {', '.join(map(repr, RULES))}. Register a rule of your own with muonmesh.register_rule first"
 
 
 def _check(holds: bool, name: str, found: object, needed: str) -> None:
@@ -266,6 +279,11 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     except (TypeError, ValueError) as error:
         # The message is of `orthogonalize`, whose argument has no prefix.
         raise type(error)(f"{where}: {str(error).replace('coefficients', 'ns_coefficients')}") from None
+    if "algorithm" in group:
+        try:
+            rule_of(group).check()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
@@ -294,7 +312,9 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
     for key in ("algorithm", "name", "params", "param_names"):
         if key not in group:
             raise ValueError(f"{where}: found no {key!r}; needed it as the constructor had made it")
-    _check(group["algorithm"] in ("muon", "adamw"), f"{where}: algorithm", group["algorithm"], '"muon" or "adamw"')
+    algorithm = group["algorithm"]
+    known = isinstance(algorithm, str) and algorithm in RULES
+    _check(known, f"{where}: algorithm", algorithm, needed_algorithm())
     _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
     count = len(group["params"])
     if not isinstance(group["param_names"], (list, tuple)) or not all(isinstance(n, str) for n in group["param_names"]):
@@ -309,7 +329,7 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
     _check(fits, f"{where}: reasons", reasons, f"a list with one entry for each of the {count} parameters")
     specs = group.get("matrices")
     if (
-        group["algorithm"] == "muon"
+        is_matrix_rule(algorithm)
         and specs is not None
         and not (isinstance(specs, (list, tuple)) and len(specs) == count)
     ):
@@ -321,8 +341,9 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
 
 def _check_keys(where: str, group: Mapping[str, Any]) -> None:
     """Refuse keys that nobody reads: what they ask for would silently not happen."""
+    rule = RULES[group["algorithm"]] if "algorithm" in group else Hyperparameters
     for key, value in group.items():
-        if key in _GROUP_KEYS or key in FOREIGN_KEYS:
+        if key in _GROUP_KEYS or key in FOREIGN_KEYS or key in rule.settings():
             continue
         if key in _TORCH_SWITCHES:
             _check(value is None or value is False, f"{where}: {key}", value, "False: muonmesh has no such switch")

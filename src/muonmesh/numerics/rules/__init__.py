@@ -4,7 +4,7 @@ from muonmesh.numerics.rules.adamw import AdamWRule
 from muonmesh.numerics.rules.former import apply_update, update_momentum, write_direction
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
-from muonmesh.numerics.rules.registry import RULES, register_rule
+from muonmesh.numerics.rules.registry import RULES, is_matrix_rule, register_rule, rule_of
 from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, Kept, Rule
 
 __all__ = [
@@ -17,7 +17,9 @@ __all__ = [
     "NorMuonRule",
     "Rule",
     "apply_update",
+    "is_matrix_rule",
     "register_rule",
+    "rule_of",
     "update_momentum",
     "write_direction",
 ]

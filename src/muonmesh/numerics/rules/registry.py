@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from muonmesh.numerics.rules.adamw import AdamWRule
 from muonmesh.numerics.rules.muon import MuonRule
@@ -47,6 +47,11 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
         return rule
 
     return register
+
+
+def rule_of(group: Mapping[str, Any]) -> Any:
+    """Return the snapshot of a group by its algorithm's rule."""
+    return RULES[group["algorithm"]].of(group)
 
 
 def is_matrix_rule(algorithm: str) -> bool:
