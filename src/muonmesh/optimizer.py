@@ -24,7 +24,7 @@ from muonmesh.errors import StateError
 from muonmesh.groups import split_params
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
-from muonmesh.numerics.rules import DecayMode, MuonRule
+from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.report.explain import Explanation, explain
 from muonmesh.report.metrics import measure
@@ -307,7 +307,7 @@ class Muon(torch.optim.Optimizer):
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
-            [None if slot is None else MuonRule.of(groups[slot.group]) for slot in slots.muon],
+            [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups],
             flags,
             kept.precision,
             device=planned.device,
@@ -492,7 +492,7 @@ class Muon(torch.optim.Optimizer):
     def explain(self) -> Explanation:
         """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication."""
         planned = plan(self.param_groups, self._kept)
-        return explain(self.param_groups, planned, self._kept.precision.compute.itemsize)
+        return explain(self.param_groups, planned, self._kept.precision)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.

@@ -45,7 +45,7 @@ class CarriedExchange:
         self._carried = carried
         self._wire = wire
         self._rank, self._peers = rank, peers
-        self._options = {"dtype": dtype, "device": device}
+        self._dtype, self._device = dtype, device
 
     @cached_property
     def _ways(self) -> tuple[Mapping[int, Sequence[Leg]], ...]:
@@ -64,7 +64,7 @@ class CarriedExchange:
         """The numbers of each part that this rank owns, by its assignment, whole: zeros until something arrives."""
         assignments = self._carried.plan.assignments
         return {
-            number: torch.zeros(assignment.matrix.numel, **self._options)  # type: ignore[arg-type]
+            number: torch.zeros(assignment.matrix.numel, dtype=self._dtype, device=self._device)
             for number, assignment in enumerate(assignments)
             if assignment.owner == self._rank
         }
@@ -118,7 +118,7 @@ class CarriedExchange:
             0 if peer == self._rank or peer not in legs else legs[peer][-1].start + legs[peer][-1].piece.numel
             for peer in self._peers
         ]
-        return torch.empty(sum(sizes), **self._options), sizes  # type: ignore[arg-type]
+        return torch.empty(sum(sizes), dtype=self._dtype, device=self._device), sizes
 
     def _travelling(
         self, legs: Mapping[int, Sequence[Leg]], buffer: Tensor, sizes: Sequence[int]

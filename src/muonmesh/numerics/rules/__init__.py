@@ -1,7 +1,6 @@
 """Rules: what a step computes from gradients, in parts that cannot see how a matrix is sharded. One rule a file."""
 
 from muonmesh.numerics.rules.adamw import AdamWRule
-from muonmesh.numerics.rules.former import apply_update, update_momentum, write_direction
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.rules.registry import RULES, is_matrix_rule, register_rule, rule_of
@@ -16,10 +15,7 @@ __all__ = [
     "MuonRule",
     "NorMuonRule",
     "Rule",
-    "apply_update",
     "is_matrix_rule",
     "register_rule",
     "rule_of",
-    "update_momentum",
-    "write_direction",
 ]

@@ -77,6 +77,8 @@ def change_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, row
         rows, cols: Size of the matrix, out × in.
     """
     exact = torch.promote_types(matrix.dtype, torch.float32)
+    for value in state.values():
+        exact = torch.promote_types(exact, value.dtype)
     shapes = {"rows": (1, rows, 1), "cols": (1, 1, cols), "matrix": (1, 1, 1)}
     kinds = rule.keeps()
     oriented = matrix.view(rows, cols) if rows <= cols else matrix.view(cols, rows).mT

@@ -159,8 +159,8 @@ class Rule(Hyperparameters):
 
         Args:
             update: Shape (batch, rows, cols), out × in whatever the module stores; fp32 or wider; may be written.
-            state: What is kept as "rows", (batch, rows, 1), "cols", (batch, 1, cols), or "matrix", (batch, 1, 1); fp32
-                or wider; written in place.
+            state: What is kept as "rows", (batch, rows, 1), "cols", (batch, 1, cols), or "matrix", (batch, 1, 1), of
+                the dtype of ``update``; written in place.
 
         Returns:
             Shape (batch, rows, cols).
