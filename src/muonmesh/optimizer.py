@@ -521,6 +521,7 @@ def from_model(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    rule: str = "muon",
     **settings: Any,
 ) -> Muon:
     """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
@@ -531,6 +532,7 @@ def from_model(
         muon: Settings of Muon's groups, as `split_params` takes them.
         adamw: Settings of AdamW's groups, likewise.
         overrides: Which parameters are treated otherwise, likewise.
+        rule: What matrices are stepped by: "muon", "normuon", or what `register_rule` has made known.
         settings: Further arguments of `Muon`.
 
     Raises:
@@ -543,4 +545,7 @@ def from_model(
         if settings.get("process_group") != "local":
             note_failure(error)
         raise
+    for group in groups:
+        if group["algorithm"] == "muon":
+            group["algorithm"] = rule
     return Muon(groups, lr, **settings)
