@@ -32,6 +32,7 @@ from tests import layouts, problem
 from tests.meshes import mesh_of
 from tests.parallel.test_every_layout import MESHES
 from tests.parallel.test_same_update import LAYOUTS
+from tests.unit.test_docs import run as run_page
 
 STEPS = 4
 RULES: dict[str, dict[str, Any]] = {
@@ -335,6 +336,17 @@ class AllKinds(mm.MuonRule):
     def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> None:
         super().apply(weights, update, size, state)
         state["mean"].lerp_(weights, 1 - self.beta)
+
+
+def on_the_page() -> None:
+    """The rule that docs/rules.md shows."""
+    for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}):
+        pass
+    prove_rule("even-rows", examples=EXAMPLES, seed=1, settings={"row_beta": 0.5})
+
+
+def test_the_rule_of_the_page_is_proved(workers) -> None:
+    workers(2).run(on_the_page)
 
 
 @register_rule("test-sees-its-rank")
