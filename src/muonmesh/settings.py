@@ -195,7 +195,8 @@ def algorithm_of(group: Mapping[str, Any]) -> str:
 
 def needed_algorithm() -> str:
     """Return the known algorithms, for messages."""
-    return f"one of {', '.join(map(repr, RULES))}. Register a rule of your own with muonmesh.register_rule first"
+    others = ", ".join(f'"{name}"' for name in RULES if name not in ("muon", "adamw"))
+    return f'"muon" or "adamw", or another rule: {others}. Register one of your own with muonmesh.register_rule first'
 
 
 def _check(holds: bool, name: str, found: object, needed: str) -> None:

@@ -193,6 +193,32 @@ def test_bit_for_bit_in_flat_buffers_of_tensor_parallel_shards(workers) -> None:
         check(workers(4).run(flat, 2, seed, "normuon", FP32))
 
 
+def zeroed(layout: str, waits: bool) -> list[str]:
+    """Steps in which matrices have no gradient or a zero one, in turns: they keep all that their rule keeps."""
+    optimizers = []
+    for held in (layout, "local"):
+        model, group = problem.hold(held, problem.initial())
+        settings = {**problem.SETTINGS, **FP32, "process_group": group}
+        optimizer = mm.Muon(ruled(problem.groups(model), "both"), **settings)
+        optimizer._kept.waits = waits if held == layout else True
+        for step in range(STEPS):
+            for number, (name, gradient) in enumerate(problem.gradients(step).items()):
+                parameter = model.get_parameter(name)
+                kind = (number + step) % 3
+                given = gradient if kind else gradient * 0
+                parameter.grad = None if kind == 2 else problem.placed_like(parameter, given)
+            optimizer.step()
+        optimizers.append((model, optimizer))
+    return problem.differing(*[problem.result(*both) for both in optimizers])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+def test_matrices_that_are_left_alone_keep_everything(workers, layout: str, waits: bool) -> None:
+    """Without waiting, as on CUDA, every write is masked by the flags on the device."""
+    assert workers(2).run(zeroed, layout, waits) == [[], []]
+
+
 # ------------------------------------------------------------------ checkpoints
 
 

@@ -174,7 +174,7 @@ def test_a_rule_says_its_name_once() -> None:
 
     with pytest.raises(TypeError, match="needed a dataclass"):
         register_rule("bare")(Bare)
-    with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed one of 'muon'"):
+    with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
         mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
 
 
@@ -192,3 +192,44 @@ def test_a_rule_without_parts_orthogonalises_the_gradient(monkeypatch: pytest.Mo
     update = mm.orthogonalize(gradient.bfloat16(), dtype=torch.bfloat16).float()
     assert torch.equal(weight, start - update * 0.5)
     assert sorted(optimizer.state[weight]) == ["running_norm", "running_norm_steps"]
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_whole_matrices_are_changed_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch, compute: torch.dtype, count: int
+) -> None:
+    """Sums round otherwise on another number of threads, and a matrix may be alone or one of many."""
+    seen: list[int] = []
+
+    @dataclass(frozen=True)
+    class Counts(MuonRule):
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return update
+
+    monkeypatch.setitem(RULES, "counts", Counts)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        weights = [nn.Parameter(random(40, 60, seed=n).float()) for n in range(count)]
+        optimizer = mm.Muon([{"params": weights, "algorithm": "counts"}], compute_dtype=compute)
+        for weight in weights:
+            weight.grad = random(40, 60, seed=9).float()
+        optimizer.step()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1] * count
+
+
+def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
+    weight = nn.Parameter(random(6, 8).float())
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = random(6, 8, seed=1).float()
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    optimizer.param_groups[0]["algorithm"] = "normuon"
+    optimizer.step()
+    assert optimizer.state[weight]["momentum_buffer"] is momentum
+    assert bool(optimizer.state[weight]["row_second_moment"].all())
