@@ -7,7 +7,6 @@ an all-reduce sends, and the same bits on every replica and whatever else is in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from muonmesh.comm.views import memory_of, place
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Ends, Work, read_all, write_all
 from muonmesh.layout import Plan
-from muonmesh.layout.gram import Sum, slab, sums_of
+from muonmesh.layout.gram import Sum, aligned, slab, sums_of
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.slabs import added, divide, gram_of, multiply, norms_of
@@ -159,11 +158,12 @@ class GramExchange:
     def _norms(self, stage: _Stage) -> Generator[bool, None, Tensor]:
         """Return the norms of the matrices, fp64 (n,)."""
         squares = sums_of_squares([part.x[0] for part in stage.slabs])
-        received = torch.empty(len(stage.order) * len(squares), dtype=squares.dtype, device=self._device)
-        transfer = self._wire.spread(f"the norms of {stage.what}", squares, received, stage.group)
+        sent = squares.repeat(len(stage.order), 1)
+        received = torch.empty_like(sent)
+        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group)
         yield True
         self._wire.finish(transfer)
-        return norms_of(added(received.view(len(stage.order), -1)[stage.order]))
+        return norms_of(added(received[stage.order]))
 
     def _add_up(self, stage: _Stage, segment: int) -> Iterator[bool]:
         """Replace the Gram matrices by their sums over the ranks."""
@@ -172,9 +172,9 @@ class GramExchange:
         transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group)
         yield True
         self._wire.finish(transfer)
-        mine = parts[:share]
-        mine.copy_(added(parts.view(ranks, share)[stage.order]))
-        transfer = self._wire.spread(f"{stage.what}, segment {segment}, summed", mine, whole, stage.group)
+        of_each = parts.view(ranks, share)
+        of_each.copy_(added(of_each[stage.order]))  # to each rank the same
+        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}, summed", parts, whole, stage.group)
         yield True
         self._wire.finish(transfer)
 
@@ -194,28 +194,23 @@ class _Draft:
             self._widths.append(width)
             self._legs.append(tuple(Leg(number, assignment.parameter, piece, 0) for piece in parts))
 
-    @property
-    def _sizes(self) -> list[int]:
-        return [rows * width for rows, width in zip(self.sum.rows, self._widths, strict=True)]
-
     def numels(self) -> dict[str, int]:
         """Return how much memory the stage needs for each role."""
+        columns = sum(aligned(rows * width) for rows, width in zip(self.sum.rows, self._widths, strict=True))
         squares = len(self.sum.ranks) * self.sum.share(0)
-        return {"x": sum(self._sizes), "next x": sum(self._sizes), "whole": squares, "parts": squares}
+        return {"x": columns, "next x": columns, "whole": squares, "parts": squares}
 
     def stage(self, group: dist.ProcessGroup, memory: dict[str, Tensor]) -> _Stage:
         """Return the stage with its views of the memory."""
         mine = {role: memory[f"{role}.{self.sum.turn % 2}"][:numel] for role, numel in self.numels().items()}
         shapes = list(zip(self.sum.rows, self._widths, strict=True))
-        x, after = (
-            [part.view(shape) for part, shape in zip(torch.split(mine[role], self._sizes), shapes, strict=True)]
-            for role in ("x", "next x")
-        )
-        squares = [rows * rows for rows in self.sum.rows]
-        grams = [part.view(math.isqrt(len(part)), -1) for part in torch.split(mine["whole"][: sum(squares)], squares)]
+        x, after = (_laid_out(mine[role], shapes) for role in ("x", "next x"))
+        grams = _laid_out(mine["whole"], [(rows, rows) for rows in self.sum.rows])
         slabs = tuple(
-            _Slab(*each)
-            for each in zip(self.sum.numbers, self.sum.segments, zip(x, after, strict=True), grams, strict=True)
+            _Slab(number, segments, (one, other), gram)
+            for number, segments, one, other, gram in zip(
+                self.sum.numbers, self.sum.segments, x, after, grams, strict=True
+            )
         )
         peers = dist.get_process_group_ranks(group)
         return _Stage(
@@ -235,6 +230,15 @@ class _Draft:
         return tuple(
             (leg, place(leg.piece, which(part))) for part, legs in zip(slabs, self._legs, strict=True) for leg in legs
         )
+
+
+def _laid_out(memory: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return matrices that lie one after the other, each aligned."""
+    found, start = [], 0
+    for rows, cols in shapes:
+        found.append(memory[start : start + rows * cols].view(rows, cols))
+        start += aligned(rows * cols)
+    return found
 
 
 def _nothing() -> None:

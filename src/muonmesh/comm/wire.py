@@ -93,14 +93,6 @@ class Wire:
         travels = send.numel() - send.numel() // len(ranks)
         return self._started(what, ranks, send, receive, work, travels, travels)
 
-    def spread(self, what: str, send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> Transfer:
-        """Start to give each rank of a group all of ``send`` and receive the same from each, in their order."""
-        ranks = tuple(dist.get_process_group_ranks(group))
-        with self._meeting(what, ranks):
-            work = dist.all_gather_into_tensor(receive, send, group=group, async_op=True)
-        travels = (len(ranks) - 1) * send.numel()
-        return self._started(what, ranks, send, receive, work, travels, travels)
-
     def _started(
         self,
         what: str,

@@ -83,6 +83,14 @@ def is_cheaper(parameter: Parameter, matrix: Matrix, flops: int, itemsize: int, 
     return gram < owner
 
 
+def aligned(numel: int) -> int:
+    """Return the elements after which the next matrix begins: at a multiple of 64 bytes in fp32 and fp64.
+
+    The last bits of a product depend on where its operands begin, and must not depend on what else is in the bucket.
+    """
+    return -(-numel // 16) * 16
+
+
 @dataclass(frozen=True)
 class Sum:
     """Matrices whose Gram matrices are added up together: one bucket of the Gram exchange.
@@ -106,8 +114,8 @@ class Sum:
         return sum(segment < segments for segments in self.segments)
 
     def share(self, segment: int) -> int:
-        """Return how many numbers each rank adds up for a segment: its share of the squares, the last ones padded."""
-        numbers = sum(rows * rows for rows in self.rows[: self.active(segment)])
+        """Return how many numbers each rank adds up for a segment: its share of the squares, the last one padded."""
+        numbers = sum(aligned(rows * rows) for rows in self.rows[: self.active(segment)])
         return -(-numbers // len(self.ranks))
 
     @property
