@@ -30,9 +30,7 @@ from muonmesh.step.slots import RUNNING
 from muonmesh.testing import prove_rule
 from tests import layouts, problem
 from tests.meshes import mesh_of
-from tests.parallel.test_every_layout import MESHES
-from tests.parallel.test_same_update import LAYOUTS
-from tests.unit.test_docs import run as run_page
+from tests.pages import run as run_page
 
 STEPS = 4
 RULES: dict[str, dict[str, Any]] = {
@@ -120,7 +118,7 @@ def in_a_module(layout: str, rule: str, settings: dict[str, Any]) -> tuple[list[
 
 
 def on_mesh(name: str, how: str, rule: str, settings: dict[str, Any]) -> tuple[list[str], bool]:
-    sizes, place = MESHES[name]
+    sizes, place = layouts.MESHES[name]
     hold = layouts.declared if how == "declared" else layouts.dtensors
 
     def placements(_: str, shape: tuple[int, ...]) -> Sequence[Placement]:
@@ -145,7 +143,7 @@ def check(outcomes: Sequence[tuple[list[str], bool]]) -> None:
 
 
 @pytest.mark.parametrize("rule", ["normuon", "both"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", problem.LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bit_for_bit(workers, ranks: int, layout: str, rule: str) -> None:
     check(workers(ranks).run(in_a_module, layout, rule, FP32))
@@ -168,7 +166,7 @@ def test_cautious_decay_is_bit_for_bit_too(workers) -> None:
 
 
 @pytest.mark.parametrize("how", ["dtensor", "declared"])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", layouts.MESHES)
 def test_bit_for_bit_on_any_mesh(workers, name: str, how: str) -> None:
     check(workers(4).run(on_mesh, name, how, "both", FP32))
 
