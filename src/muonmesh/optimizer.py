@@ -16,10 +16,11 @@ from torch._compile import _disable_dynamo
 from muonmesh.checkpoint import Place, SavedGroup, restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
-from muonmesh.comm.exchange import Counts, Exchange
+from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
+from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.numerics.coefficients import Coefficients

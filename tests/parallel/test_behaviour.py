@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import muonmesh as mm
 from tests import problem
-from tests.unit.test_optimizer import zeroed
 
 
 def mesh() -> Any:
@@ -33,7 +32,7 @@ def step_zeroed(layout: str, wait: bool) -> list[str]:
         optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
         optimizer._kept.waits = waits
         for step in range(4):
-            for name, gradient in zeroed(step).items():
+            for name, gradient in problem.zeroed(step).items():
                 parameter = model.get_parameter(name)
                 parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
             optimizer.step()
@@ -514,7 +513,8 @@ def pipeline() -> tuple[list[str], bool]:
         model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
     optimizer.step()
     exchange = optimizer._kept.planned.exchange
-    buffers = {role: buffer.data_ptr() for role, buffer in exchange._buffers.kept.items()}
+    (owners,) = exchange._strategies
+    buffers = {role: buffer.data_ptr() for role, buffer in owners.schedule.memory.items()}
     events: list[str] = []
     run = exchange.run
 
@@ -525,15 +525,15 @@ def pipeline() -> tuple[list[str], bool]:
 
     exchange.run = watched
     for method in ("_gather", "_compute", "_scatter", "_receive"):
-        original = getattr(exchange, method)
+        original = getattr(owners, method)
 
         def logged(number: int, *args: Any, _name: str = method, _call: Any = original) -> Any:
             events.append(f"{_name[1:]} {number}")
             return _call(number, *args)
 
-        setattr(exchange, method, logged)
+        setattr(owners, method, logged)
     optimizer.step()
-    return events, buffers == {role: buffer.data_ptr() for role, buffer in exchange._buffers.kept.items()}
+    return events, buffers == {role: buffer.data_ptr() for role, buffer in owners.schedule.memory.items()}
 
 
 def test_one_bucket_travels_while_another_computes_and_buffers_are_reused(workers) -> None:

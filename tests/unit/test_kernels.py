@@ -14,6 +14,7 @@ from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import Matmuls, blocked
 from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
 from muonmesh.numerics.kernels.dense import dense
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import orthogonalize
 
 CPU = torch.device("cpu")
@@ -168,3 +169,14 @@ def test_select() -> None:
 def test_select_refuses_unknown_kernels() -> None:
     with pytest.raises(ValueError, match="kernels: found 'cuda'; needed one of 'auto', 'torch'"):
         kernels.select("cuda", device=CPU, dtype=torch.float32, rows=4, cols=4)  # type: ignore[arg-type]
+
+
+def test_scratch_memory_is_used_again_in_whatever_shape() -> None:
+    small = scratch("a test's", (3, 4), dtype=torch.float32, device=CPU)
+    assert scratch("a test's", (3, 4), dtype=torch.float32, device=CPU) is small
+    assert scratch("a test's", [2, 5], dtype=torch.float32, device=CPU).data_ptr() == small.data_ptr()
+    assert scratch("a test's", (3, 4), dtype=torch.float64, device=CPU).dtype == torch.float64
+    with torch.inference_mode():
+        large = scratch("a test's", (5, 4), dtype=torch.float32, device=CPU)
+    large.zero_()  # outside of inference mode
+    assert scratch("a test's", (3, 4), dtype=torch.float32, device=CPU).data_ptr() == large.data_ptr()

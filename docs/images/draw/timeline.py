@@ -83,7 +83,7 @@ class Watch:
 
 
 class WatchedWork:
-    """The work of a step (`muonmesh.comm.exchange.Work`); every call is noted and passed on."""
+    """The work of a step (`muonmesh.comm.work.Work`); every call is noted and passed on."""
 
     def __init__(self, work: Any, exchange: Exchange, watch: Watch) -> None:
         self._work, self._watch = work, watch

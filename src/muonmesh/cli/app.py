@@ -39,7 +39,7 @@ WHAT = "What to learn"
 HOW = "How to learn"
 WHERE = "Where to run"
 OUTPUT = "What to keep"
-KEPT_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
+MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
 
 
 @app.callback()
@@ -311,7 +311,7 @@ def _new(
 def _resumed(run: Path, given: set[str], *, ranks: int | None, parallel: Parallel) -> Settings:
     from muonmesh.cli.settings import option
 
-    refused = sorted(option(name) for name in given - KEPT_ON_RESUME - {"resume"})
+    refused = sorted(option(name) for name in given - MAY_CHANGE_ON_RESUME - {"resume"})
     if refused:
         raise ValueError(
             f"--resume {run}: goes on with the settings of that run; found {', '.join(refused)} beside it. "

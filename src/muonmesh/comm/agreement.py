@@ -226,7 +226,7 @@ def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) ->
     return PlanError(
         explain_error(
             "the plans differ",
-            f"'{found[0]}' on rank {a} where rank {b} has '{found[1]}'",
+            f"that rank {a} has '{found[0]}' where rank {b} has '{found[1]}'",
             "the same parameters, in the same order, with the same settings on every rank",
             "Build the model and the groups alike everywhere",
         )

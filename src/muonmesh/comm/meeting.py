@@ -187,8 +187,8 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
     except RuntimeError as error:
         if isinstance(error, PlanError):
             raise
-        who = _who_is_missing(ranks, key, when, what)
-        found, needed = f"that the ranks {told_ranks(ranks)} did not meet in {what}. {who}", "each of them there"
+        found = f"that the ranks {told_ranks(ranks)} did not meet in {what}"
+        needed = f"each of them there. {_who_is_missing(ranks, key, when, what)}"
         write = "A rank that has died is named by its launcher; one that runs must call the optimizer as often as the "
         write += f"others. The cause as torch tells it: {_first_line(error)}"
         raise PlanError(explain_error(when, found, needed, write)) from error

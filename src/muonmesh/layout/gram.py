@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.plan import Parameter, pieces
+from muonmesh.layout.plan import Parameter, Plan, pieces
 from muonmesh.layout.region import Piece
 
 
@@ -70,8 +70,8 @@ def is_cheaper(parameter: Parameter, matrix: Matrix, flops: int, itemsize: int, 
     """Whether the Gram exchange takes less time than an owner, the work of all matrices spread over all ranks.
 
     An owner receives and returns the elements, ``itemsize`` bytes each; a rank sends its share of them. The Gram
-    exchange sums rows² fp32 numbers for each segment over the ranks of a copy, twice their bytes each way, and repeats
-    what is rows × rows on every rank.
+    exchange sums rows² fp32 numbers for each segment over the ranks of a copy: each rank sends nearly all of them to
+    those that add them up, and its share of the sum to all others. What is rows × rows is repeated on every rank.
     """
     rows, cols = matrix.shape
     ranks = len(parameter.target.ranks)
@@ -81,3 +81,84 @@ def is_cheaper(parameter: Parameter, matrix: Matrix, flops: int, itemsize: int, 
     moved = parameter.segments * 2 * 4 * rows * rows * (shards - 1) / shards
     gram = own_flops / rates.flops + moved / rates.bytes
     return gram < owner
+
+
+def aligned(numel: int) -> int:
+    """Return the elements after which the next matrix begins: at a multiple of 64 bytes in fp32 and fp64.
+
+    The last bits of a product depend on where its operands begin, and must not depend on what else is in the bucket.
+    """
+    return -(-numel // 16) * 16
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Matrices whose Gram matrices are added up together: one bucket of the Gram exchange.
+
+    Attributes:
+        turn: Number of the bucket among all of the plan. Ranks of different sets take their common ones in this order.
+        ranks: Those that hold one copy, in the order of the layout, in which their parts are added.
+        numbers: Of the assignments, those with most segments first.
+        rows: Rows of each of these matrices.
+        segments: Sums of each.
+    """
+
+    turn: int
+    ranks: tuple[int, ...]
+    numbers: tuple[int, ...]
+    rows: tuple[int, ...]
+    segments: tuple[int, ...]
+
+    def active(self, segment: int) -> int:
+        """Return how many of the matrices, from the first on, have a sum in this segment."""
+        return sum(segment < segments for segments in self.segments)
+
+    def share(self, segment: int) -> int:
+        """Return how many numbers each rank adds up for a segment: its share of the squares, the last one padded."""
+        numbers = sum(aligned(rows * rows) for rows in self.rows[: self.active(segment)])
+        return -(-numbers // len(self.ranks))
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives it takes: one for the norms, and two for each segment."""
+        return 1 + 2 * max(self.segments)
+
+    def bytes(self, itemsize: int) -> int:
+        """Return the bytes that each rank sends, and receives, if the numbers of a sum have ``itemsize`` bytes."""
+        shares = sum(self.share(segment) for segment in range(max(self.segments)))
+        return (len(self.ranks) - 1) * (8 * len(self.numbers) + 2 * itemsize * shares)
+
+
+def sums_of(plan: Plan, rank: int) -> tuple[Sum, ...]:
+    """Return the sums of a plan that ``rank`` takes part in, in order.
+
+    Matrices that are cut among the same ranks are added up together, as many as make about ``plan.bucket_elements`` on
+    a rank: its columns and the Gram matrix.
+    """
+    buckets: dict[tuple[tuple[tuple[int, ...], ...], int], list[int]] = {}
+    filled: dict[tuple[tuple[int, ...], ...], int] = {}
+    for number in plan.grams:
+        assignment = plan.assignments[number]
+        copies = _copies(plan.parameters[assignment.parameter].target)
+        rows, cols = assignment.matrix.shape
+        before = filled.get(copies, 0)
+        buckets.setdefault((copies, before // plan.bucket_elements), []).append(number)
+        filled[copies] = before + rows * (-(-cols // len(copies[0])) + rows)
+    sums = []
+    for turn, ((copies, _), numbers) in enumerate(buckets.items()):
+        ranks = next((copy for copy in copies if rank in copy), None)
+        if ranks is not None:
+            segments = {n: plan.parameters[plan.assignments[n].parameter].segments for n in numbers}
+            order = tuple(sorted(numbers, key=lambda n: -segments[n]))
+            rows_of = tuple(plan.assignments[n].matrix.shape[0] for n in order)
+            sums.append(Sum(turn, ranks, order, rows_of, tuple(segments[n] for n in order)))
+    return tuple(sums)
+
+
+def _copies(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of ranks that hold one copy each."""
+    found: dict[int, tuple[int, ...]] = {}
+    for rank in layout.ranks:
+        if rank not in found:
+            found |= dict.fromkeys(layout.replica(rank), layout.replica(rank))
+    return tuple(dict.fromkeys(found.values()))

@@ -122,6 +122,7 @@ class Plan:
         buckets: Numbers of the assignments that move and compute together, in order.
         elementwise: Parameters that are not orthogonalised.
         grams: Numbers of the assignments that no owner computes: their Gram matrices are summed (`layout.gram`).
+        bucket_elements: About how many elements a rank works on at a time.
     """
 
     ranks: tuple[int, ...]
@@ -130,6 +131,7 @@ class Plan:
     buckets: tuple[tuple[int, ...], ...]
     elementwise: tuple[Elementwise, ...] = ()
     grams: tuple[int, ...] = ()
+    bucket_elements: int = 1 << 23
 
     def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
         """Return what ``rank`` exchanges for a bucket on the way to the teams, or on the way back.
@@ -211,7 +213,8 @@ class Plan:
                 owner, *others = self.assignments[index].team
                 along = f" with {', '.join(map(str, others))}" if others else ""
                 lines.append(f"bucket {number}: {self.assignments[index].matrix.name} on {owner}{along}")
-        lines += [f"Gram matrices of {self.assignments[index].matrix.name}" for index in self.grams]
+        together = f"{self.bucket_elements} elements at a time"
+        lines += [f"Gram matrices of {self.assignments[index].matrix.name}, {together}" for index in self.grams]
         return lines
 
     @cached_property
@@ -320,7 +323,7 @@ def make_plan(
             filled[rank] += assignment.matrix.numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
     summed = tuple(n for n, a in enumerate(assignments) if (a.parameter, a.matrix.index) in grams) if grams else ()
-    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(elementwise), summed)
+    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(elementwise), summed, bucket_elements)
 
 
 def _assign(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from muonmesh.layout import Parameter, Plan
+from muonmesh.layout.gram import sums_of
 from muonmesh.numerics.scale import step_size
 from muonmesh.step.planning import Planned
 
@@ -156,16 +157,9 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int
         sent += _moved(gather.held, rank) + _moved(scatter.owned, rank)
         received += sum((_moved(gather.owned, rank) + _moved(scatter.held, rank)).values())
     summed_numbers = set(plan.grams)
-    if plan.grams:  # one sum of norms, and one of Gram matrices for each segment
-        summed = [
-            (plan.assignments[n].matrix.shape[0], plan.parameters[plan.assignments[n].parameter].segments)
-            for n in plan.grams
-        ]
-        collectives += 1 + max(segments for _, segments in summed)
-        size = max(itemsize, 4)
-        reduced = 8 * len(summed) + sum(size * rows * rows * segments for rows, segments in summed)
-    else:
-        reduced = 0
+    sums = sums_of(plan, rank)
+    collectives += sum(some.collectives for some in sums)
+    reduced = sum(some.bytes(max(itemsize, 4)) for some in sums)  # in fp32 at least
     rows = []
     for group in groups:
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])

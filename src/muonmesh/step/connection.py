@@ -74,7 +74,14 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
         planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb, kept.exchange)
         insist(group, planned.plan)
-    planned.exchange = Exchange(planned.plan, group=group, dtype=kept.precision.compute, device=planned.device)
+    members = planned.muon
+    planned.exchange = Exchange(
+        planned.plan,
+        group=group,
+        dtype=kept.precision.compute,
+        device=planned.device,
+        meshes=lambda number: mesh_groups([m.storage for m in members[number : number + 1] if m is not None]),
+    )
     kept.connected = planned
     if not kept.warned:
         kept.warned = True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.exchange import Local, contiguous, place
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.comm.views import contiguous, place
+from muonmesh.comm.work import Local
 from muonmesh.layout import Layout, Plan, overlap
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.kernels import select
@@ -28,8 +30,28 @@ _TOGETHER_ELSEWHERE = 1 << 26
 """Elements orthogonalised together where one call has the whole device."""
 
 
+class _Held(NamedTuple):
+    """What this rank stores of one parameter in one step, each contiguous.
+
+    Attributes:
+        slot: Where it comes from.
+        rule: Of its group.
+        weights: The parameter, or a copy of one that is not contiguous.
+        momentum: Written in place; None if no rank has ever had a gradient.
+        gradient: Stored as the momentum is; zeros where this rank has none.
+        master: Written in place and rounded to the weights; None if there is none.
+    """
+
+    slot: Slot
+    rule: MuonRule
+    weights: Tensor
+    momentum: Tensor | None
+    gradient: Tensor | None
+    master: Tensor | None
+
+
 class MuonStep:
-    """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.exchange.Work`).
+    """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
 
     Everything is done piece by piece in the local storage, read as a contiguous array; a storage that is not
     contiguous is worked on in a contiguous copy that `finish` writes back.
@@ -50,71 +72,73 @@ class MuonStep:
     ) -> None:
         self._plan = plan
         self._holdings = holdings
-        self._slots = {number: slot for number, slot in enumerate(slots) if slot is not None}
-        self._rules = {number: rule for number, rule in enumerate(rules) if rule is not None}
+        self._slots = slots
+        self._rules = rules
         self._device = device
         self._flags = flags
+        self._nonzero: Sequence[bool | Tensor] = flags.nonzero
         self._precision = precision
         self.step_adamw = step_adamw
         self._sums = sums
-        self._weights = {number: _contiguous(local_of(slot.tensor)) for number, slot in self._slots.items()}
-        self._ready: set[int] = set()  # parameters whose state and gradient are as the momentum is stored
+        self._held: dict[int, _Held] = {}  # by parameter; filled before threads read it
+        self._scales: dict[tuple[int, int, int], float] = {}
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state and fold the gradients into the momenta of these matrices."""
-        here = [number for number in assignments if self._plan.assignments[number].parameter in self._slots]
-        self._create_states(here)
+        self._take(assignments)
+        here = [number for number in assignments if self._plan.assignments[number].parameter in self._held]
         run_all([functools.partial(self._fold, number) for number in here], device=self._device)
 
-    def _create_states(self, assignments: Sequence[int]) -> None:
-        fresh = {self._plan.assignments[assignment].parameter for assignment in assignments} - self._ready
-        self._ready |= fresh
-        for number in fresh:
-            slot = self._slots[number]
+    def _take(self, assignments: Iterable[int]) -> None:
+        """Take what is stored of the parameters of these matrices, once a step."""
+        for assignment in assignments:
+            number = self._plan.assignments[assignment].parameter
+            slot, rule = self._slots[number], self._rules[number]
+            if slot is None or rule is None or number in self._held:
+                continue
             if self._flags.present[number]:
                 create_state(slot, self._precision)
-            if "momentum_buffer" not in slot.state:
-                continue
-            if slot.gradient is None:  # missing on this shard only: counts as zero
-                slot.gradient = torch.zeros_like(local_of(slot.state["momentum_buffer"]))
-            elif slot.momentum_storage is not slot.storage:
-                slot.gradient = _restricted(slot.gradient, slot.storage, slot.momentum_storage)
+            state, gradient = slot.state, slot.gradient
+            momentum, master = state.get("momentum_buffer"), state.get("master")
+            if momentum is not None:
+                momentum = local_of(momentum)
+                if gradient is None:  # missing on this shard only: counts as zero
+                    gradient = torch.zeros_like(momentum)
+                elif slot.momentum_storage is not slot.storage:
+                    gradient = _restricted(gradient, slot.storage, slot.momentum_storage)
+            local = local_of(slot.tensor)
+            weights = local if local.is_contiguous() else local.contiguous()
+            master = None if master is None else local_of(master)
+            self._held[number] = _Held(slot, rule, weights, momentum, gradient, master)
 
     def _fold(self, assignment: int) -> None:
-        flag = self._active(assignment)
-        number = self._plan.assignments[assignment].parameter
-        slot, rule = self._slots[number], self._rules[number]
-        if flag is False or slot.gradient is None:
+        flag = self._nonzero[assignment]
+        held = self._held[self._plan.assignments[assignment].parameter]
+        if flag is False or held.gradient is None:
             return
-        momentum = local_of(slot.state["momentum_buffer"])
+        assert held.momentum is not None
         for piece in self._holdings[assignment]:
-            update_momentum(view_of(momentum, piece), view_of(slot.gradient, piece), rule, active=_mask(flag))
+            update_momentum(view_of(held.momentum, piece), view_of(held.gradient, piece), held.rule, active=_mask(flag))
 
-    def local(self, matrices: Sequence[Local]) -> None:
+    def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, one batch on one thread after the other.
 
         What one operation leaves in the thread's cache the next one finds there, and no thread waits for another.
         """
-        self._create_states([matrix.assignment for matrix in matrices])
-        same: dict[tuple[str, tuple[int, int]], list[Local]] = {}
-        for matrix in matrices:
-            assignment = self._plan.assignments[matrix.assignment]
-            settings = self._plan.parameters[assignment.parameter].settings
-            same.setdefault((settings, assignment.matrix.shape), []).append(matrix)
         tasks: list[tuple[int, Callable[[], None]]] = []
-        for (_, shape), some in same.items():
-            size = self._at_once(len(some), shape)
-            flops = self._plan.assignments[some[0].assignment].flops
+        for some in alike:
+            self._take(matrix.assignment for matrix in some)
+            assignment = self._plan.assignments[some[0].assignment]
+            size = self._at_once(len(some), assignment.matrix.shape)
             for start in range(0, len(some), size):
                 batch = some[start : start + size]
-                tasks.append((flops * len(batch), functools.partial(self._local, batch)))
+                tasks.append((assignment.flops * len(batch), functools.partial(self._local, batch)))
         self._run(tasks)
 
     def _local(self, batch: Sequence[Local]) -> None:
         matrix = self._plan.assignments[batch[0].assignment].matrix
-        device = self._device
         x, out = (
-            scratch(role, (len(batch), *matrix.shape), dtype=self._precision.compute, device=device)
+            scratch(role, (len(batch), *matrix.shape), dtype=self._precision.compute, device=self._device)
             for role in ("matrices", "results")
         )
         for local, target in zip(batch, x.unbind(), strict=True):
@@ -127,18 +151,17 @@ class MuonStep:
 
     def read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
         """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
-        slot, rule = self._slots[leg.parameter], self._rules[leg.parameter]
-        if "momentum_buffer" not in slot.state:  # no rank has ever had a gradient
+        held, piece = self._held[leg.parameter], leg.piece
+        if held.momentum is None:  # no rank has ever had a gradient
             into.zero_()
             return
-        momentum = view_of(local_of(slot.state["momentum_buffer"]), leg.piece)
-        assert slot.gradient is not None
-        gradient = view_of(slot.gradient, leg.piece)
-        flag = self._active(leg.assignment)
+        assert held.gradient is not None
+        momentum, gradient = view_of(held.momentum, piece), view_of(held.gradient, piece)
+        flag = self._nonzero[leg.assignment]
         if fold and flag is not False:
-            update_momentum(momentum, gradient, rule, active=_mask(flag), into=into)
+            update_momentum(momentum, gradient, held.rule, active=_mask(flag), into=into)
         else:
-            write_direction(momentum, gradient, rule, into)
+            write_direction(momentum, gradient, held.rule, into)
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         """Orthogonalise batches (matrices, results, an assignment whose settings they share)."""
@@ -169,7 +192,7 @@ class MuonStep:
                 task()
 
     def _orthogonalize(self, batch: Tensor, out: Tensor, assignment: int) -> None:
-        rule = self._rules[self._plan.assignments[assignment].parameter]
+        rule = self._rule(assignment)
         orthogonalize(
             batch,
             coefficients=rule.coefficients,
@@ -180,43 +203,55 @@ class MuonStep:
             overwrite=True,
         )
 
+    def _rule(self, assignment: int) -> MuonRule:
+        rule = self._rules[self._plan.assignments[assignment].parameter]
+        assert rule is not None
+        return rule
+
     def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
         """Return what a segment of the steps multiplies a matrix by, from its Gram matrix."""
-        rule = self._rules[self._plan.assignments[assignment].parameter]
+        rule = self._rule(assignment)
         return gram_factor(gram, gram_segments(rule.coefficients, rule.steps)[segment])
 
     def write(self, leg: Leg, update: Tensor) -> None:
         """Decay and update a leg's elements, unless their matrix is left alone."""
-        flag = self._active(leg.assignment)
+        flag = self._nonzero[leg.assignment]
         if flag is False:
             return
-        slot, rule = self._slots[leg.parameter], self._rules[leg.parameter]
-        matrix = self._plan.assignments[leg.assignment].matrix
-        scale = rule.extra_scale_factor * update_scale(matrix.rows, matrix.cols, rule.scale_mode)
-        weights = view_of(self._weights[leg.parameter], leg.piece)
-        master = slot.state.get("master")
-        if master is None:
+        held, piece = self._held[leg.parameter], leg.piece
+        slot, rule = held.slot, held.rule
+        scale = self._scale(leg.assignment, slot.group, rule)
+        weights = view_of(held.weights, piece)
+        if held.master is None:
             apply_update(weights, update, rule, scale=scale, active=_mask(flag))
         else:
-            held = view_of(local_of(master), leg.piece)
-            apply_update(held, update, rule, scale=scale, active=_mask(flag))
-            weights.copy_(held)
+            master = view_of(held.master, piece)
+            apply_update(master, update, rule, scale=scale, active=_mask(flag))
+            weights.copy_(master)
         if self._sums is not None:
             copies = slot.storage.copies
             squares = update.double().square().sum() * (rule.lr * scale) ** 2 / copies
             self._sums.add(slot.group, squares)
 
+    def _scale(self, assignment: int, group: int, rule: MuonRule) -> float:
+        """Return the update scale of the whole matrix; there are few shapes and many legs."""
+        matrix = self._plan.assignments[assignment].matrix
+        key = group, matrix.rows, matrix.cols
+        found = self._scales.get(key)
+        if found is None:
+            found = rule.extra_scale_factor * update_scale(matrix.rows, matrix.cols, rule.scale_mode)
+            self._scales[key] = found
+        return found
+
     def finish(self) -> None:
         """Write back the storages that were worked on in a copy, and give empty shards their empty state."""
-        for number, slot in self._slots.items():
-            if self._flags.present[number]:
+        for held in self._held.values():
+            local = local_of(held.slot.tensor)
+            if held.weights is not local:
+                local.copy_(held.weights)
+        for number, slot in enumerate(self._slots):
+            if slot is not None and number not in self._held and self._flags.present[number]:
                 create_state(slot, self._precision)
-            local = local_of(slot.tensor)
-            if self._weights[number] is not local:
-                local.copy_(self._weights[number])
-
-    def _active(self, assignment: int) -> bool | Tensor:
-        return self._flags.nonzero[assignment]
 
 
 def _layout(storage: Storage) -> Layout:
@@ -235,10 +270,6 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
                 part = local.as_strided(shared.shape, shared.storage_strides, shared.storage_start)
                 kept.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
     return kept
-
-
-def _contiguous(local: Tensor) -> Tensor:
-    return local if local.is_contiguous() else local.contiguous()
 
 
 def _mask(flag: bool | Tensor) -> Tensor | None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.agreement import agree_on_plan, insist_on_equal
-from muonmesh.comm.exchange import Exchange, Idle
+from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
+from muonmesh.comm.work import Idle
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.settings import SettingsFound

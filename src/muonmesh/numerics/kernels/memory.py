@@ -32,10 +32,16 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
+    kept: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = _own.__dict__.setdefault("scratch", {})
+    memory, last = kept.get((role, dtype), (None, None))
+    if last is not None and last.shape == shape:
+        return last  # most calls for a role want what the call before wanted
     numel = math.prod(shape)
-    memory: list[Tensor] = keep((role, dtype), lambda: [torch.empty(numel, dtype=dtype)])
-    if memory[0].numel() < numel:
-        memory.clear()  # first, so that both are never there at once
-        with torch.inference_mode(False):
-            memory.append(torch.empty(numel, dtype=dtype))
-    return memory[0][:numel].view(shape)
+    with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
+        if memory is None or memory.numel() < numel:
+            kept.pop((role, dtype), None)
+            del memory, last  # first, so that both are never there at once
+            memory = torch.empty(numel, dtype=dtype)
+        view = memory[:numel].view(shape)
+    kept[role, dtype] = memory, view
+    return view

@@ -1,0 +1,245 @@
+"""The Gram exchange: matrices that are cut along their long dim stay where they are, and X Xᵀ is added up.
+
+What is added up, and why that is another result than an owner's, is told in `muonmesh.layout.gram`. Each rank adds up a
+share of the numbers of all ranks, always in the order of the layout, and gives the sum to the others: as many bytes as
+an all-reduce sends, and the same bits on every replica and whatever else is in the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.comm.agreement import group_of
+from muonmesh.comm.views import memory_of, place
+from muonmesh.comm.wire import Wire
+from muonmesh.comm.work import Ends, Work, read_all, write_all
+from muonmesh.layout import Plan
+from muonmesh.layout.gram import Sum, aligned, slab, sums_of
+from muonmesh.layout.plan import Leg
+from muonmesh.numerics.normalize import sums_of_squares
+from muonmesh.numerics.slabs import added, divide, gram_of, multiply, norms_of
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """The columns of a matrix that this rank stores.
+
+    Attributes:
+        assignment: The matrix.
+        segments: How many sums it takes.
+        x: The columns and what comes of them, (rows, width), in turn.
+        gram: X Xᵀ, (rows, rows): first of this rank's columns, then the sum.
+    """
+
+    assignment: int
+    segments: int
+    x: tuple[Tensor, Tensor]
+    gram: Tensor
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One sum as this rank sees it.
+
+    Attributes:
+        what: Names it in errors.
+        sum: Which.
+        group: The ranks that hold one copy.
+        order: The places of these ranks in the group, in the order of the layout.
+        held: Assignments of which this rank stores something.
+        slabs: In the order of the sum.
+        reads: What is read into the slabs.
+        writes: What is written from where the slabs end.
+        whole: The Gram matrices one after the other, with what fills up the last share.
+        parts: A share of them from each rank.
+    """
+
+    what: str
+    sum: Sum
+    group: dist.ProcessGroup
+    order: Tensor
+    held: tuple[int, ...]
+    slabs: tuple[_Slab, ...]
+    reads: Ends
+    writes: Ends
+    whole: Tensor
+    parts: Tensor
+
+
+class GramExchange:
+    """Takes the matrices of a plan that have no owner through a step, in fp32 or, if asked for, fp64.
+
+    Sums are taken two at a time: while one travels, the other is computed.
+
+    Args:
+        plan: Whose.
+        wire: To the other ranks.
+        rank: This one.
+        dtype: Of the wire of an owner exchange; here it is at least fp32.
+        device: Where the slabs are.
+        meshes: See `Exchange`. Process groups are made here, so all ranks of the plan make this together.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        wire: Wire,
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        meshes: Callable[[int], Sequence[dist.ProcessGroup]],
+    ) -> None:
+        self._plan, self._wire, self._rank, self._device = plan, wire, rank, device
+        self._dtype = torch.promote_types(dtype, torch.float32)
+        self._sums = sums_of(plan, rank)
+        self.memory: dict[str, Tensor] = {}  # by role; taken at the first step and kept
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for some in self._sums:  # in the same order on all ranks, so none waits for one that waits for it
+            if some.ranks not in self._groups:
+                group = group_of(some.ranks, meshes(plan.assignments[some.numbers[0]].parameter))
+                assert group is not None  # `fits` takes matrices that several ranks share
+                self._groups[some.ranks] = group
+
+    def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
+        """Take every sum once; ``meanwhile`` is called while the first norms travel."""
+        for pair in self._pairs:
+            # Each stage goes on until it has sent something. All ranks take turns by the number of the sum, so of two
+            # ranks with two sums in common neither waits in one for what the other sends after the other one.
+            walks = [self._walk(stage, work) for stage in pair]
+            while walks:
+                walks = [walk for walk in walks if next(walk, False)]
+                meanwhile()
+                meanwhile = _nothing
+        meanwhile()
+
+    @cached_property
+    def _pairs(self) -> list[list[_Stage]]:
+        """The stages, two that follow each other in the plan together; takes the memory, at the first step."""
+        drafts = [_Draft(self._plan, some, self._rank) for some in self._sums]
+        numels: dict[str, int] = {}
+        for draft in drafts:
+            for role, numel in draft.numels().items():
+                slot = f"{role}.{draft.sum.turn % 2}"
+                numels[slot] = max(numel, numels.get(slot, 0))
+        self.memory = memory_of(numels, self._dtype, self._device)
+        pairs: dict[int, list[_Stage]] = {}
+        for draft in drafts:
+            stage = draft.stage(self._groups[draft.sum.ranks], self.memory)
+            pairs.setdefault(draft.sum.turn // 2, []).append(stage)
+        return list(pairs.values())
+
+    def _walk(self, stage: _Stage, work: Work) -> Iterator[bool]:
+        """Orthogonalise the matrices of one sum; yields True whenever something is under way."""
+        work.prepare(stage.held)
+        for part in stage.slabs:
+            part.x[0].zero_()  # a shard may lack what a matrix has
+        read_all(work, stage.reads, self._device)
+        norms = yield from self._norms(stage)
+        for part, norm in zip(stage.slabs, norms.unbind(), strict=True):
+            divide(part.x[0], norm)
+        for segment in range(stage.slabs[0].segments):
+            active = stage.slabs[: stage.sum.active(segment)]
+            for part in active:
+                gram_of(part.x[segment % 2], part.gram)
+            yield from self._add_up(stage, segment)
+            for part in active:
+                x, out = part.x[segment % 2], part.x[1 - segment % 2]
+                if x.numel():
+                    multiply(work.factor(part.assignment, segment, part.gram), x, out)
+        write_all(work, stage.writes, self._device)
+
+    def _norms(self, stage: _Stage) -> Generator[bool, None, Tensor]:
+        """Return the norms of the matrices, fp64 (n,)."""
+        squares = sums_of_squares([part.x[0] for part in stage.slabs])
+        sent = squares.repeat(len(stage.order), 1)
+        received = torch.empty_like(sent)
+        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group)
+        yield True
+        self._wire.finish(transfer)
+        return norms_of(added(received[stage.order]))
+
+    def _add_up(self, stage: _Stage, segment: int) -> Iterator[bool]:
+        """Replace the Gram matrices by their sums over the ranks."""
+        share, ranks = stage.sum.share(segment), len(stage.order)
+        whole, parts = stage.whole[: ranks * share], stage.parts[: ranks * share]
+        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group)
+        yield True
+        self._wire.finish(transfer)
+        of_each = parts.view(ranks, share)
+        of_each.copy_(added(of_each[stage.order]))  # to each rank the same
+        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}, summed", parts, whole, stage.group)
+        yield True
+        self._wire.finish(transfer)
+
+
+class _Draft:
+    """A stage before there is memory for it."""
+
+    def __init__(self, plan: Plan, some: Sum, rank: int) -> None:
+        self.sum = some
+        self._legs: list[tuple[Leg, ...]] = []
+        self._widths: list[int] = []
+        for number in some.numbers:
+            assignment = plan.assignments[number]
+            found = slab(plan.parameters[assignment.parameter].target, rank, assignment.matrix)
+            assert found is not None  # `fits` has seen to it
+            width, parts = found
+            self._widths.append(width)
+            self._legs.append(tuple(Leg(number, assignment.parameter, piece, 0) for piece in parts))
+
+    def numels(self) -> dict[str, int]:
+        """Return how much memory the stage needs for each role."""
+        columns = sum(aligned(rows * width) for rows, width in zip(self.sum.rows, self._widths, strict=True))
+        squares = len(self.sum.ranks) * self.sum.share(0)
+        return {"x": columns, "next x": columns, "whole": squares, "parts": squares}
+
+    def stage(self, group: dist.ProcessGroup, memory: dict[str, Tensor]) -> _Stage:
+        """Return the stage with its views of the memory."""
+        mine = {role: memory[f"{role}.{self.sum.turn % 2}"][:numel] for role, numel in self.numels().items()}
+        shapes = list(zip(self.sum.rows, self._widths, strict=True))
+        x, after = (_laid_out(mine[role], shapes) for role in ("x", "next x"))
+        grams = _laid_out(mine["whole"], [(rows, rows) for rows in self.sum.rows])
+        slabs = tuple(
+            _Slab(number, segments, (one, other), gram)
+            for number, segments, one, other, gram in zip(
+                self.sum.numbers, self.sum.segments, x, after, grams, strict=True
+            )
+        )
+        peers = dist.get_process_group_ranks(group)
+        return _Stage(
+            f"sum {self.sum.turn} of Gram matrices",
+            self.sum,
+            group,
+            torch.tensor([peers.index(rank) for rank in self.sum.ranks], device=mine["x"].device),
+            tuple(number for number, legs in zip(self.sum.numbers, self._legs, strict=True) if legs),
+            slabs,
+            self._ends(slabs, lambda part: part.x[0]),
+            self._ends(slabs, lambda part: part.x[part.segments % 2]),
+            mine["whole"],
+            mine["parts"],
+        )
+
+    def _ends(self, slabs: Sequence[_Slab], which: Callable[[_Slab], Tensor]) -> Ends:
+        return tuple(
+            (leg, place(leg.piece, which(part))) for part, legs in zip(slabs, self._legs, strict=True) for leg in legs
+        )
+
+
+def _laid_out(memory: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return matrices that lie one after the other, each aligned."""
+    found, start = [], 0
+    for rows, cols in shapes:
+        found.append(memory[start : start + rows * cols].view(rows, cols))
+        start += aligned(rows * cols)
+    return found
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,107 @@
+"""The owner exchange: whole matrices travel to one owner each, and their updates back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.schedule import Copies, Schedule, Way
+from muonmesh.comm.wire import Transfer, Wire
+from muonmesh.comm.work import Work, read_all, write_all
+from muonmesh.layout import Plan
+from muonmesh.numerics.threads import run_all
+
+
+class OwnerExchange:
+    """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalise, scatter the results.
+
+    One bucket travels while another computes. A bucket moves by one ``all_to_all_single`` each way with unequal splits;
+    what stays on a rank never enters it. One rank alone runs the same code with nothing to move.
+
+    Args:
+        plan: Whose buckets to run.
+        wire: To the other ranks.
+        rank: This one.
+        peers: All ranks, in the order of their process group.
+        dtype: Of wire and orthogonalisation.
+        device: Where the matrices are assembled.
+    """
+
+    def __init__(
+        self, plan: Plan, wire: Wire, *, rank: int, peers: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._wire = wire
+        self._device = device
+        self._arguments = plan, rank, peers, dtype, device
+        self._gathered: dict[int, Transfer | None] = {}
+        self._scattered: dict[int, Transfer | None] = {}
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What this rank does; takes the memory for it, so it is worked out when the first step begins."""
+        return Schedule.of(*self._arguments)
+
+    def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
+        """Run every bucket once; ``meanwhile`` is called while the first one travels."""
+        count = len(self.schedule.stages)
+        if count:
+            self._gather(0, work)
+        meanwhile()
+        for number in range(count):
+            if number + 1 < count:
+                self._gather(number + 1, work)
+            self._compute(number, work)
+            self._scatter(number)
+            work.local(self.schedule.stages[number].local)
+            if number:
+                self._receive(number - 1, work)
+        if count:
+            self._receive(count - 1, work)
+        self._wire.counts.orthogonalized += self.schedule.local_count
+
+    def _gather(self, number: int, work: Work) -> None:
+        """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
+        stage = self.schedule.stages[number]
+        work.prepare(stage.moving)
+        read_all(work, stage.reads, self._device)
+        self._gathered[number] = self._start(stage.gather)
+
+    def _compute(self, number: int, work: Work) -> None:
+        """Assemble this rank's matrices from what arrived and orthogonalise them."""
+        stage = self.schedule.stages[number]
+        self._finish(self._gathered.pop(number))
+        self._copy(stage.arriving)
+        work.orthogonalize(stage.batches)
+        self._wire.counts.orthogonalized += stage.owned
+
+    def _scatter(self, number: int) -> None:
+        """Start to move the results to every holder."""
+        stage = self.schedule.stages[number]
+        self._copy(stage.leaving)
+        self._scattered[number] = self._start(stage.scatter)
+
+    def _receive(self, number: int, work: Work) -> None:
+        """Apply what stayed here while the rest travels, then what arrived."""
+        stage = self.schedule.stages[number]
+        write_all(work, stage.staying, self._device)
+        self._finish(self._scattered.pop(number))
+        write_all(work, stage.arrived, self._device)
+
+    def _start(self, way: Way | None) -> Transfer | None:
+        if way is None:
+            return None
+        return self._wire.swap(way.what, way.send, way.receive, sent=way.sent, received=way.received)
+
+    def _finish(self, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            self._wire.finish(transfer)
+
+    def _copy(self, copies: Copies) -> None:
+        run_all([partial(_copy, to, of) for to, of in copies], device=self._device)
+
+
+def _copy(to: Tensor, of: Tensor) -> None:
+    to.copy_(of)

@@ -1,0 +1,31 @@
+"""Views: the elements that a piece names, in a matrix, and the memory that keeps its place from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from muonmesh.layout import Piece
+from muonmesh.numerics.kernels.memory import scratch
+
+
+def place(piece: Piece, matrix: Tensor) -> Tensor:
+    """Return a piece's elements within its whole, contiguous matrix."""
+    if piece.matrix_start == 0 and piece.shape == matrix.shape and piece.matrix_strides == matrix.stride():
+        return matrix  # the common case of a matrix that one rank holds
+    return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
+
+
+def contiguous(update: Tensor) -> Tensor:
+    """Return a tensor as it is or, if it is not contiguous, copied to memory that the thread uses again."""
+    if update.is_contiguous():
+        return update
+    return scratch("update", update.shape, dtype=update.dtype, device=update.device).copy_(update)
+
+
+def memory_of(numels: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Return uninitialised memory by role, to be kept."""
+    with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
+        return {role: torch.empty(numel, dtype=dtype, device=device) for role, numel in numels.items()}

@@ -1,0 +1,121 @@
+"""Wire: the collectives of a step, counted, and told apart when one fails. Nothing else in a step sends anything."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.comm.meeting import meeting
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many wires of these ranks this process has made; they make them together."""
+
+
+@dataclass
+class Counts:
+    """What the last step did on this rank; `Plan` and routes say what it should have been.
+
+    Attributes:
+        orthogonalized: Matrices.
+        collectives: That this rank took part in.
+        bytes_sent: To other ranks, flags and sums of `reduce` not counted.
+        bytes_received: From other ranks, likewise.
+        seconds_waiting: For flags and transfers.
+    """
+
+    orthogonalized: int = 0
+    collectives: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_waiting: float = 0.0
+
+
+@dataclass
+class Transfer:
+    """A collective under way, which holds the memory that it reads and writes; ``work`` is None when it is over."""
+
+    what: str
+    ranks: tuple[int, ...]
+    memory: tuple[Tensor, ...]
+    work: dist.Work | None
+
+
+class Wire:
+    """The collectives of one connected set of ranks.
+
+    Attributes:
+        ranks: The connected set.
+        group: Its process group; None for one rank.
+        counts: Of the step; whoever begins one sets new ones.
+        steps: Begun, for messages.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
+        self.ranks = ranks
+        self.group = group
+        self.counts = Counts()
+        self.steps = 0
+        self._key = f"waited/{ranks}/{_made[ranks]}"
+        _made[ranks] += 1
+
+    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+        """Return the elementwise reduction of a small vector over all ranks, in place; ``what`` names it in errors."""
+        if self.group is not None:
+            with self._meeting(what, self.ranks):
+                dist.all_reduce(values, op=op, group=self.group)
+        return values
+
+    def swap(self, what: str, send: Tensor, receive: Tensor, *, sent: list[int], received: list[int]) -> Transfer:
+        """Start to move elements between all ranks of the connected set.
+
+        Args:
+            what: Names it in errors.
+            send: One segment for each rank, in the order of the group.
+            receive: Likewise.
+            sent: Their elements; 0 for this rank.
+            received: Likewise.
+        """
+        with self._meeting(what, self.ranks):
+            work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)
+        return self._started(what, self.ranks, send, receive, work, send.numel(), receive.numel())
+
+    def swap_parts(self, what: str, send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> Transfer:
+        """Start to give each rank of a group its part of ``send``, all of one size, and receive one from each."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        with self._meeting(what, ranks):
+            work = dist.all_to_all_single(receive, send, group=group, async_op=True)
+        travels = send.numel() - send.numel() // len(ranks)
+        return self._started(what, ranks, send, receive, work, travels, travels)
+
+    def _started(
+        self,
+        what: str,
+        ranks: tuple[int, ...],
+        send: Tensor,
+        receive: Tensor,
+        work: dist.Work | None,
+        sent: int,
+        received: int,
+    ) -> Transfer:
+        self.counts.collectives += 1
+        self.counts.bytes_sent += sent * send.element_size()
+        self.counts.bytes_received += received * receive.element_size()
+        return Transfer(what, ranks, (send, receive), work)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait for a transfer."""
+        if transfer.work is not None:
+            started = time.perf_counter()
+            with self._meeting(transfer.what, transfer.ranks):
+                transfer.work.wait()
+            self.counts.seconds_waiting += time.perf_counter() - started
+            transfer.work, transfer.memory = None, ()
+
+    def _meeting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        return meeting(ranks, self._key, f"step {self.steps}", what)

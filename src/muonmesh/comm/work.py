@@ -1,0 +1,105 @@
+"""Work: what an exchange asks of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.views import contiguous
+from muonmesh.layout.plan import Leg
+from muonmesh.numerics.threads import run_all
+
+Ends = tuple[tuple[Leg, Tensor], ...]
+"""Legs whose storage is on this rank, each with the view that it is read into, or written from."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """A Matrix that a rank holds whole, owns, and shares with nobody: nothing of it moves."""
+
+    assignment: int
+    read: tuple[Leg, ...]
+    write: tuple[Leg, ...]
+
+
+class Work(Protocol):
+    """What the exchange asks of the optimizer, of which it knows nothing else.
+
+    A `Leg` names elements of one matrix: where they lie in the local storage of parameter number ``leg.parameter`` of
+    the plan, read as a contiguous array, and where they lie in the assembled matrix.
+    """
+
+    def prepare(self, assignments: Sequence[int]) -> None:
+        """Get ready to read what this rank stores of these matrices, each named once a step."""
+
+    def local(self, alike: Sequence[Sequence[Local]]) -> None:
+        """Read, orthogonalise and write matrices that are this rank's alone; they have not been prepared.
+
+        Those of one sequence have one shape and one setting.
+        """
+
+    def read(self, leg: Leg, into: Tensor) -> None:
+        """Write the values of a leg's elements ``into`` a tensor of the shape of its piece, any strides."""
+
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+        """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and whose settings they share.
+
+        The last is the number of one of the batch's assignments.
+        """
+
+    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
+        """Return F (rows, rows) so that F X is X after a segment of the steps, from X Xᵀ (rows, rows)."""
+
+    def write(self, leg: Leg, update: Tensor) -> None:
+        """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
+
+    def step_adamw(self) -> None:
+        """Step AdamW's half, which needs no exchange, while the first transfer is under way."""
+
+
+class Idle:
+    """Work of a rank that takes part in what others wait for, and has nothing to read, compute or write itself."""
+
+    def prepare(self, assignments: Sequence[int]) -> None:
+        """Nothing."""
+
+    def local(self, alike: Sequence[Sequence[Local]]) -> None:
+        """Nothing."""
+
+    def read(self, leg: Leg, into: Tensor) -> None:
+        """Send zeros."""
+        into.zero_()
+
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+        """Send back zeros."""
+        for _, out, _ in batches:
+            out.zero_()
+
+    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
+        """Change nothing."""
+        return torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+
+    def write(self, leg: Leg, update: Tensor) -> None:
+        """Nothing."""
+
+    def step_adamw(self) -> None:
+        """Nothing."""
+
+
+def read_all(work: Work, ends: Ends, device: torch.device) -> None:
+    """Read every leg into its view."""
+    run_all([partial(work.read, leg, into) for leg, into in ends], device=device)
+
+
+def write_all(work: Work, ends: Ends, device: torch.device) -> None:
+    """Write every leg from its view."""
+    run_all([partial(_write, work, leg, update) for leg, update in ends], device=device)
+
+
+def _write(work: Work, leg: Leg, update: Tensor) -> None:
+    work.write(leg, contiguous(update))
