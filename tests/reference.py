@@ -76,21 +76,38 @@ def muon(
     weight_decay: float = 0.1,
     scale_mode: str = "match_rms_adamw",
     extra_scale_factor: float = 1.0,
+    cautious: bool = False,
+    normuon: dict[str, Any] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One Muon step of one parameter. A matrix without a non-zero gradient keeps weights and momentum."""
+    """One Muon step of one parameter. A matrix without a non-zero gradient keeps weights and momentum.
+
+    `cautious` decays only where update and weight agree in sign: x ← x − η(u + λ·1[u·x ≥ 0]·x) (arXiv 2510.12402).
+    `normuon` is {"beta2", "eps", "longer"} for NorMuon (arXiv 2510.05491, as its authors' code rescales).
+    """
     spec = matrices if matrices is not None else {2: "whole", 3: "stack"}[p.ndim]
     p, m = p.clone(), state.get("momentum", torch.zeros_like(p)).clone()
     if g is None:
         return p, state
-    for at in split(torch.arange(p.numel()).reshape(p.shape), spec):  # flat indices of one matrix
+    moments = [m.clone() for m in state.get("moments", [])]  # of NorMuon, for each matrix
+    for number, at in enumerate(split(torch.arange(p.numel()).reshape(p.shape), spec)):  # flat indices of one matrix
+        if normuon is not None and len(moments) <= number:
+            tall = not normuon["longer"] or at.shape[0] >= at.shape[1]
+            moments.append(p.new_zeros((at.shape[0], 1) if tall else (1, at.shape[1])))
         grad, w, buf = g.flatten()[at], p.view(-1), m.view(-1)
         if grad.count_nonzero() == 0:
             continue
         buf[at] = momentum * buf[at] + (1 - momentum) * grad
         direction = (1 - momentum) * grad + momentum * buf[at] if nesterov else buf[at]
         scale = SCALES[scale_mode](*at.shape) * extra_scale_factor
-        w[at] = w[at] * (1 - lr * weight_decay) - lr * scale * polar(direction, coefficients)
-    return p, {"momentum": m}
+        update = polar(direction, coefficients)
+        if normuon is not None:
+            mean = (update**2).mean(dim=1 if moments[number].shape[1] == 1 else 0, keepdim=True)
+            moments[number] = normuon["beta2"] * moments[number] + (1 - normuon["beta2"]) * mean
+            even = update / (moments[number].sqrt() + normuon["eps"])
+            update = even * (update.norm() / even.norm())
+        decays = (update * w[at] >= 0).double() if cautious else 1.0
+        w[at] = w[at] * (1 - lr * weight_decay * decays) - lr * scale * update
+    return p, {"momentum": m} | ({"moments": moments} if normuon is not None else {})
 
 
 def adamw(
@@ -102,6 +119,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    cautious: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One AdamW step of one parameter; without a gradient nothing happens."""
     if g is None:
@@ -111,7 +129,8 @@ def adamw(
     m = betas[0] * state.get("exp_avg", zero) + (1 - betas[0]) * g
     v = betas[1] * state.get("exp_avg_sq", zero) + (1 - betas[1]) * g * g
     update = (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
-    return p * (1 - lr * weight_decay) - lr * update, {"step": step, "exp_avg": m, "exp_avg_sq": v}
+    decays = (update * p >= 0).double() if cautious else 1.0
+    return p * (1 - lr * weight_decay * decays) - lr * update, {"step": step, "exp_avg": m, "exp_avg_sq": v}
 
 
 def reference_step(

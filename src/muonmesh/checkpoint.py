@@ -15,13 +15,12 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
 from muonmesh.settings import Precision, check_group, check_structure
+from muonmesh.step.homes import Home
 from muonmesh.step.planning import Member, Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
-_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
-_KEYS = {"muon": ("momentum_buffer", *RUNNING, "master"), "adamw": ("step", "exp_avg", "exp_avg_sq", "master")}
-_NEEDED = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
-_NEVER_NEGATIVE = ("step", "exp_avg_sq", *RUNNING)
+_ADAMW = ("step", "exp_avg", "exp_avg_sq")
+_NEVER_NEGATIVE = ("step", "exp_avg_sq", "row_second_moment", "col_second_moment", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
 
@@ -33,16 +32,26 @@ _LEFT_OUT = (*_WORKED_OUT, "param_names")
 
 
 class Place(NamedTuple):
-    """Where a parameter lives, where its momentum does, and how many matrices it holds."""
+    """Where a parameter lives, where all lives that its rule keeps, and how many matrices it holds."""
 
     storage: Storage
-    momentum_storage: Storage
+    homes: Mapping[str, Home]
     matrices: int
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The keys that its state must have."""
+        return tuple(self.homes) if self.matrices else _ADAMW
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The keys that its state may have."""
+        return (*self.needed, *(RUNNING if self.matrices else ()), "master")
 
     @staticmethod
     def of(member: Member, planned: Planned) -> Place:
         """Read it off a plan."""
-        return Place(member.storage, member.momentum_storage, len(planned.matrices_of.get(member.tensor, ())))
+        return Place(member.storage, member.homes, len(planned.matrices_of.get(member.tensor, ())))
 
 
 class SavedGroup(OrderedDict[str, Any]):
@@ -105,7 +114,9 @@ def restore_state(
             optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
         for parameter, saved in _pairs(before, given):
             for key, value in saved.items():
-                optimizer.state[parameter][key] = _restored(key, _tensor(key, value), parameter, precision)
+                optimizer.state[parameter][key] = _restored(
+                    key, _tensor(key, value), parameter, places[parameter].homes.get(key), precision
+                )
 
     # Ours is the last hook before torch loads and the first after it, so users' hooks see what they expect.
     handles = [
@@ -129,14 +140,14 @@ def _pairs(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> list[
     return pairs
 
 
-def _restored(key: str, value: Tensor, parameter: Tensor, precision: Precision) -> Tensor:
+def _restored(key: str, value: Tensor, parameter: Tensor, home: Home | None, precision: Precision) -> Tensor:
     device = parameter.device
     if key == "step":
         return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
     if key in RUNNING:
         dtype = torch.float32
-    elif key == "momentum_buffer":
-        dtype = precision.state
+    elif home is not None:
+        dtype = home.dtype(precision)
     elif key == "master":
         dtype = precision.master or value.dtype
     else:
@@ -210,7 +221,7 @@ def _check(
 
 
 def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, entry: Mapping[str, Any]) -> None:
-    missing = [key for key in _NEEDED[algorithm] if key not in entry]
+    missing = [key for key in place.needed if key not in entry]
     if missing:
         raise StateError(
             explain_error(
@@ -222,9 +233,9 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
         )
     for key, given in entry.items():
         value = _tensor(str(key), given)
-        if key not in _KEYS[algorithm] or not isinstance(value, Tensor):
+        if key not in place.known or not isinstance(value, Tensor):
             found = f"{key!r} = {given!r}" if not isinstance(given, Tensor) else repr(key)
-            needed = f"tensors by the names {', '.join(_KEYS[algorithm])}: nobody would read it"
+            needed = f"tensors by the names {', '.join(place.known)}: nobody would read it"
             raise StateError(explain_error(name, f"{found} in its state", needed, "Remove it from the state"))
         if key in RUNNING and tuple(value.shape) != running_shape(place.matrices):
             found, shape = f"{key} of shape {tuple(value.shape)}", running_shape(place.matrices)
@@ -232,8 +243,8 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
         if key == "step" and value.numel() != 1:
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
-        if key in _MOMENTS:
-            storage = place.momentum_storage if key == "momentum_buffer" else place.storage
+        if key != "step" and key not in RUNNING:
+            storage = place.homes[key].storage if key in place.homes else place.storage
             if not _fits(value, storage, parameter):
                 raise StateError(
                     explain_error(
@@ -245,7 +256,7 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
 
 def _check_values(name: str, key: str, local: Tensor) -> None:
     """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
-    if local.is_meta or local.is_complex() or (key in _MOMENTS and not local.is_floating_point()):
+    if local.is_meta or local.is_complex() or (key != "step" and key not in RUNNING and not local.is_floating_point()):
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
         raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
     least = local.float().min() if local.numel() and key in _NEVER_NEGATIVE else torch.zeros(())
@@ -257,15 +268,22 @@ def _check_values(name: str, key: str, local: Tensor) -> None:
 
 def _fits(value: Tensor, storage: Storage, parameter: Tensor) -> bool:
     if not isinstance(value, DTensor) or storage.mesh is None:
-        return not isinstance(value, DTensor) and storage.mesh is None and value.shape == parameter.shape
+        return (
+            not isinstance(value, DTensor) and storage.mesh is None and tuple(value.shape) == _shape(storage, parameter)
+        )
     expected = local_shape(storage)
     placed = tuple(value.placements) == storage.placements and tuple(value.shape) == storage.shape
     return placed and tuple(local_of(value).shape) == expected
 
 
+def _shape(storage: Storage, parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a plain tensor that lives there."""
+    return tuple(parameter.shape) if storage.layout is None else local_shape(storage)
+
+
 def _needed(storage: Storage, parameter: Tensor) -> str:
     if storage.mesh is None:
-        return _told(parameter)
+        return f"a plain tensor of shape {_shape(storage, parameter)}"
     return f"a DTensor of shape {storage.shape} placed {storage.placements}, {local_shape(storage)} here"
 
 

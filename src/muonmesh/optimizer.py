@@ -25,7 +25,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
-from muonmesh.numerics.rules import MuonRule
+from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
@@ -78,6 +78,8 @@ class Muon(torch.optim.Optimizer):
         momentum: μ of ``m ← lerp(m, g, 1 − μ)``.
         nesterov: Orthogonalise ``lerp(g, m, μ)`` instead of m.
         weight_decay: Decoupled, for both halves: ``p ← p·(1 − lr·weight_decay)``.
+        decay_mode: "full", or "cautious": only weights decay that the update moves towards zero too
+            (arXiv 2510.12402).
         scale_mode: See `update_scale`. "match_rms_adamw" lets one learning rate serve both halves (Moonlight).
         extra_scale_factor: Multiplies the scale.
         ns_coefficients: Newton–Schulz coefficient set, see `orthogonalize`.
@@ -121,6 +123,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
+        decay_mode: DecayMode = "full",
         scale_mode: ScaleMode = "match_rms_adamw",
         extra_scale_factor: float = 1.0,
         ns_coefficients: Coefficients = "polar_express",
@@ -155,6 +158,7 @@ class Muon(torch.optim.Optimizer):
                 "momentum": momentum,
                 "nesterov": nesterov,
                 "weight_decay": weight_decay,
+                "decay_mode": decay_mode,
                 "scale_mode": scale_mode,
                 "extra_scale_factor": extra_scale_factor,
                 "ns_coefficients": ns_coefficients,
@@ -332,7 +336,7 @@ class Muon(torch.optim.Optimizer):
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
-            [None if slot is None else MuonRule.of(groups[slot.group]) for slot in slots.muon],
+            [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups],
             flags,
             kept.precision,
             device=planned.device,
@@ -538,7 +542,7 @@ class Muon(torch.optim.Optimizer):
         if (error := check_groups(self.param_groups).error) is not None:
             raise error
         planned = plan(self.param_groups, self._kept)
-        return explain(self.param_groups, planned, self._kept.precision.compute.itemsize)
+        return explain(self.param_groups, planned, self._kept.precision)
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.
@@ -567,9 +571,11 @@ def from_model(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    rule: str = "muon",
     momentum: float = 0.95,
     nesterov: bool = True,
     weight_decay: float = 0.1,
+    decay_mode: DecayMode = "full",
     scale_mode: ScaleMode = "match_rms_adamw",
     extra_scale_factor: float = 1.0,
     ns_coefficients: Coefficients = "polar_express",
@@ -595,9 +601,11 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
+        rule: What matrices are stepped by: "muon", "normuon", or what `register_rule` has made known.
         momentum: Like the rest, an argument of `Muon`, which tells more of it: how much of the momentum stays.
         nesterov: Whether to look ahead with the momentum.
         weight_decay: Of both halves; norms, biases and other vectors have none.
+        decay_mode: Which weights decay.
         scale_mode: How large an update is, see `update_scale`.
         extra_scale_factor: Multiplies that.
         ns_coefficients: Newton–Schulz coefficients, see `orthogonalize`.
@@ -625,12 +633,16 @@ def from_model(
         if process_group != "local":
             note_failure(error)
         raise
+    for group in groups:
+        if group["algorithm"] == "muon":
+            group["algorithm"] = rule
     return Muon(
         groups,
         lr,
         momentum=momentum,
         nesterov=nesterov,
         weight_decay=weight_decay,
+        decay_mode=decay_mode,
         scale_mode=scale_mode,
         extra_scale_factor=extra_scale_factor,
         ns_coefficients=ns_coefficients,

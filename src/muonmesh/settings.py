@@ -18,9 +18,12 @@ from muonmesh.errors import about, explain_error
 from muonmesh.layout import Rates
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.newton_schulz import Method, resolve_method
+from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 
-Algorithm = Literal["muon", "adamw"]
+Algorithm = Literal["muon", "normuon", "adamw"]
+"""What comes with muonmesh; `muonmesh.register_rule` adds others."""
+
 ExchangeMode = Literal["owner", "gram", "auto"] | Rates
 """Who computes a matrix: its owner; the ranks that hold it, by summing Gram matrices; or what is cheaper."""
 
@@ -37,6 +40,7 @@ _SETTINGS = (
     "momentum",
     "nesterov",
     "weight_decay",
+    "decay_mode",
     "scale_mode",
     "extra_scale_factor",
     "ns_coefficients",
@@ -94,6 +98,11 @@ class Precision:
     compute: torch.dtype
     state: torch.dtype
     master: torch.dtype | None
+
+    @property
+    def carried(self) -> torch.dtype:
+        """Of what a rule keeps by row, column or matrix: fp32, or fp64 where any of the others is."""
+        return torch.promote_types(torch.promote_types(self.compute, self.state), torch.float32)
 
 
 class SettingsFound(NamedTuple):
@@ -169,7 +178,7 @@ def check_process_group(process_group: object) -> None:
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
 
-def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
+def algorithm_of(group: Mapping[str, Any]) -> str:
     """Return a group's algorithm: its key, or the alias ``use_muon``, or "muon".
 
     Raises:
@@ -178,14 +187,21 @@ def algorithm_of(group: Mapping[str, Any]) -> Algorithm:
     algorithm: Any = group.get("algorithm")
     if "use_muon" in group:
         alias = "muon" if group["use_muon"] else "adamw"
-        if algorithm not in (None, alias):
+        of_matrices = isinstance(algorithm, str) and algorithm in RULES and is_matrix_rule(algorithm)
+        if algorithm not in (None, alias) and not (alias == "muon" and of_matrices):
             found = f"algorithm={algorithm!r} and use_muon={group['use_muon']!r}"
             raise ValueError(explain_error("group", found, "one of them", "Remove use_muon"))
-        algorithm = alias
+        algorithm = algorithm or alias
     algorithm = "muon" if algorithm is None else algorithm
-    if algorithm not in ("muon", "adamw"):
-        raise ValueError(explain_error("group", f"algorithm={algorithm!r}", '"muon" or "adamw"'))
-    return "muon" if algorithm == "muon" else "adamw"
+    if not isinstance(algorithm, str) or algorithm not in RULES:
+        raise ValueError(explain_error("group", f"algorithm={algorithm!r}", needed_algorithm()))
+    return algorithm
+
+
+def needed_algorithm() -> str:
+    """Return the known algorithms, for messages."""
+    others = ", ".join(f'"{name}"' for name in RULES if name not in ("muon", "adamw"))
+    return f'"muon" or "adamw", or another rule: {others}. Register one of your own with muonmesh.register_rule first'
 
 
 def _check(holds: bool, name: str, found: object, needed: str) -> None:
@@ -253,7 +269,12 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     fits = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
     _check(fits, f"{where}: adamw_betas", betas, "two numbers in [0, 1)")
     _check_keys(where, group)
-    for key, choices in (("scale_mode", get_args(ScaleMode)), ("ns_method", get_args(Method))):
+    named = {
+        "scale_mode": get_args(ScaleMode),
+        "ns_method": get_args(Method),
+        "decay_mode": get_args(DecayMode),
+    }
+    for key, choices in named.items():
         known = isinstance(group[key], str) and group[key] in choices
         _check(known, f"{where}: {key}", group[key], "one of " + ", ".join(map(repr, choices)))
     steps = group["ns_steps"]
@@ -264,6 +285,11 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
         resolve_method(1, 1, coefficients=coefficients, steps=steps, method=method)
     except (TypeError, ValueError) as error:
         raise type(error)(about(where, _ARGUMENT.sub("ns_", str(error)))) from None
+    if "algorithm" in group:
+        try:
+            rule_of(group).check()
+        except ValueError as error:
+            raise ValueError(about(where, str(error))) from None
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
@@ -293,7 +319,9 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
         if key not in group:
             needed = "it as the constructor had made it"
             raise ValueError(explain_error(where, f"no {key!r}", needed, f"Set group[{key!r}] again"))
-    _check(group["algorithm"] in ("muon", "adamw"), f"{where}: algorithm", group["algorithm"], '"muon" or "adamw"')
+    algorithm = group["algorithm"]
+    known = isinstance(algorithm, str) and algorithm in RULES
+    _check(known, f"{where}: algorithm", algorithm, needed_algorithm())
     _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
     count = len(group["params"])
     if not isinstance(group["param_names"], (list, tuple)) or not all(isinstance(n, str) for n in group["param_names"]):
@@ -308,7 +336,7 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
     _check(fits, f"{where}: reasons", reasons, f"a list with one entry for each of the {count} parameters")
     specs = group.get("matrices")
     if (
-        group["algorithm"] == "muon"
+        is_matrix_rule(algorithm)
         and specs is not None
         and not (isinstance(specs, (list, tuple)) and len(specs) == count)
     ):
@@ -319,8 +347,9 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
 
 def _check_keys(where: str, group: Mapping[str, Any]) -> None:
     """Refuse keys that nobody reads: what they ask for would silently not happen."""
+    rule = RULES[group["algorithm"]] if "algorithm" in group else Hyperparameters
     for key, value in group.items():
-        if key in _GROUP_KEYS or key in FOREIGN_KEYS:
+        if key in _GROUP_KEYS or key in FOREIGN_KEYS or key in rule.settings():
             continue
         if key in _TORCH_SWITCHES:
             _check(value is None or value is False, f"{where}: {key}", value, "False: muonmesh has no such switch")

@@ -26,7 +26,7 @@ from tests.workers import Pool
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-ONE_PROCESS = ("README.md", "docs/optimizer.md", "docs/clipping.md", "docs/groups.md")
+ONE_PROCESS = ("README.md", "docs/optimizer.md", "docs/clipping.md", "docs/groups.md", "docs/rules.md")
 RANKS = ("docs/layouts.md", "docs/deepspeed.md")
 
 
@@ -132,6 +132,21 @@ def test_the_page_about_clipping() -> None:
     assert [stepped() for _ in range(3)] == [True] * 3
     assert logged[0] > 0
     assert issubclass(next(written)["Clip"], TrainerCallback)  # `test_trainer` shows what it does
+
+
+def test_the_page_about_rules() -> None:
+    """In one process; `tests/parallel/test_rules.py` proves the page's rule on ranks."""
+    model = Net()
+    *_, names = run("docs/rules.md", {"model": model}, {}, {})
+    assert names["optimizer"].param_groups[0]["algorithm"] == "normuon"
+    written = next(text for text in (ROOT / "docs/rules.md").read_text().split("```python\n") if "even-rows" in text)
+    assert len(written.partition("```")[0].strip().splitlines()) <= 30
+    optimizer = mm.from_model(model, lr=0.01, rule="even-rows", muon={"row_beta": 0.5})
+    model(**batch()).loss.backward()
+    optimizer.step()
+    weight = model.attn["wqkv"].weight
+    assert tuple(optimizer.state[weight]["row_norm"].shape) == (48, 1)
+    assert torch.allclose(optimizer.state[weight]["mean_weights"], 0.5 * weight.detach())
 
 
 def test_the_page_about_groups() -> None:

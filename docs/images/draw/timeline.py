@@ -102,12 +102,12 @@ class WatchedWork:
         self._work.read(leg, into)
         self._watch.note("host", "2 momentum", self._bucket_of[leg.assignment], begin)
 
-    def orthogonalize(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+    def orthogonalize(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor, Sequence[int]]]) -> None:
         """Orthogonalise the matrices of a bucket that this rank owns."""
         begin = time.perf_counter()
         self._work.orthogonalize(batches)
         if batches:
-            self._watch.note("host", "4 orthogonalise", self._bucket_of[batches[0][2]], begin)
+            self._watch.note("host", "4 orthogonalise", self._bucket_of[batches[0][2][0]], begin)
 
     def write(self, leg: Any, update: torch.Tensor) -> None:
         """Update weights."""

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.carried import CarriedExchange
 from muonmesh.comm.gram import GramExchange
 from muonmesh.comm.owner import OwnerExchange
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.wire import Counts, Wire
 from muonmesh.comm.work import Work
 from muonmesh.layout import Plan
+from muonmesh.layout.carried import Carried
 
 
 class Strategy(Protocol):
@@ -32,12 +34,14 @@ class Exchange:
     """Runs a Plan over a process group. The only runtime object with state, and the only caller of collectives.
 
     Matrices that have an owner are moved by the `OwnerExchange`, the others stay where they are, and their Gram
-    matrices are summed by the `GramExchange`. Flags, sums and counts are the same for both.
+    matrices are summed by the `GramExchange`. What rules keep by row, column or matrix travels before them and after
+    them, by the `CarriedExchange`. Flags, sums and counts are the same for both.
 
     Args:
         plan: The same on every rank of the group.
         group: Process group of exactly ``plan.ranks``; None when that is one rank.
         dtype: Dtype of the wire and of the orthogonalisation.
+        carried: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the buffers live.
         meshes: Gives the process groups that there are already among the ranks of a parameter of the plan, the same on
             each of them; asked for with numbers of parameters that this rank holds.
@@ -49,6 +53,7 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
+        carried: torch.dtype = torch.float32,
         device: torch.device,
         meshes: Callable[[int], Sequence[dist.ProcessGroup]] = lambda parameter: (),
     ) -> None:
@@ -66,6 +71,11 @@ class Exchange:
             self._strategies.append(
                 GramExchange(plan, self._wire, rank=rank, dtype=dtype, device=device, meshes=meshes)
             )
+
+        beside = Carried.beside(plan)
+        self._carried: CarriedExchange | None = None
+        if beside is not None:
+            self._carried = CarriedExchange(beside, self._wire, rank=rank, peers=peers, dtype=carried, device=device)
 
     @property
     def counts(self) -> Counts:
@@ -97,10 +107,14 @@ class Exchange:
 
     def run(self, work: Work) -> None:
         """Take every matrix of the plan through one step; all ranks of the group call it."""
+        if self._carried is not None:
+            self._carried.gather(work)
         first, *others = self._strategies
         first.run(work, work.step_adamw)
         for strategy in others:
             strategy.run(work, _nothing)
+        if self._carried is not None:
+            self._carried.scatter(work)
 
 
 def _nothing() -> None:

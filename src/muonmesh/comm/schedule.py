@@ -71,7 +71,7 @@ class Stage:
     reads: Ends
     gather: Way | None
     arriving: Copies
-    batches: tuple[tuple[Tensor, Tensor, int], ...]
+    batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
     owned: int
     leaving: Copies
     scatter: Way | None
@@ -196,7 +196,7 @@ class _Draft:
             tuple(reads),
             to_owners,
             arriving,
-            tuple((x, out, some[0]) for some, x, out in zip(self._batches, matrices, results, strict=True)),
+            tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True)),
             len(of_matrix),
             leaving,
             back,

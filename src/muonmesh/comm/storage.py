@@ -93,6 +93,10 @@ class Storage:
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
 
+    def companion(self, layout: Layout) -> Storage:
+        """Return where a companion of what lives here lives (`muonmesh.layout.companion`), by its layout."""
+        return Storage(layout, layout.shape, row_major(layout.shape), self.mesh, self.placements)
+
     @property
     def copies(self) -> int:
         """How many ranks hold each element, as far as known."""

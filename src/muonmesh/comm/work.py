@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.views import contiguous
+from muonmesh.layout import Piece
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.threads import run_all
 
@@ -46,14 +47,26 @@ class Work(Protocol):
     def read(self, leg: Leg, into: Tensor) -> None:
         """Write the values of a leg's elements ``into`` a tensor of the shape of its piece, any strides."""
 
-    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and whose settings they share.
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
+        """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and their assignments.
 
-        The last is the number of one of the batch's assignments.
+        Those of one batch share their settings.
         """
 
     def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
         """Return F (rows, rows) so that F X is X after a segment of the steps, from X Xᵀ (rows, rows)."""
+
+    def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
+        """Write what is kept by row, column or matrix ``into`` a tensor of the shape of the piece, any strides.
+
+        ``key`` names it among what is kept of the parameter of the assignment.
+        """
+
+    def carry(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take what is kept of the matrices that this rank owns, by assignment and key, to be written in place."""
+
+    def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
+        """Keep numbers again that were read so, unless their matrix is left alone."""
 
     def write(self, leg: Leg, update: Tensor) -> None:
         """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
@@ -75,7 +88,7 @@ class Idle:
         """Send zeros."""
         into.zero_()
 
-    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
         """Send back zeros."""
         for _, out, _ in batches:
             out.zero_()
@@ -83,6 +96,16 @@ class Idle:
     def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
         """Change nothing."""
         return torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+
+    def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
+        """Send zeros."""
+        into.zero_()
+
+    def carry(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Nothing."""
+
+    def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
+        """Nothing."""
 
     def write(self, leg: Leg, update: Tensor) -> None:
         """Nothing."""

@@ -3,6 +3,7 @@
 Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/architecture.md``.
 """
 
+from muonmesh.layout.companion import Companion, Side, companion_matrices
 from muonmesh.layout.cost import cost
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
 from muonmesh.layout.gram import Rates
@@ -14,6 +15,7 @@ from muonmesh.layout.region import Block, Piece, Region, overlap
 __all__ = [
     "Assignment",
     "Block",
+    "Companion",
     "Elementwise",
     "FlatParameter",
     "FlatShards",
@@ -31,7 +33,9 @@ __all__ = [
     "Replicate",
     "Routes",
     "Shard",
+    "Side",
     "StridedShard",
+    "companion_matrices",
     "cost",
     "make_plan",
     "overlap",

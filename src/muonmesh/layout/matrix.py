@@ -102,14 +102,14 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
         needed, write = "sizes of at least 1", "Leave empty parameters out"
         raise ValueError(explain_error(name, f"shape {shape}", needed, write))
     try:
-        parts = list(_parse(shape, _normalise(spec)))
+        parts = list(_parse(shape, normalised_spec(spec)))
     except (_Misfit, ValueError, TypeError) as error:
         found, needed = f"matrices {spec!r} for shape {shape}: {error}", "a form that fits the shape"
         raise ValueError(explain_error(name, found, needed, f"Write one of {_FORMS}")) from None
     return tuple(_matrix(name, index, view, spans) for index, (view, spans) in enumerate(parts))
 
 
-def _normalise(spec: MatrixSpec) -> tuple[Any, ...]:
+def normalised_spec(spec: MatrixSpec) -> tuple[Any, ...]:
     """Return a spec as a tuple; checkpoints and configuration files turn tuples into lists."""
     if isinstance(spec, str):
         return (spec,)
@@ -133,7 +133,7 @@ def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[_Part]:
         _arity(arguments, 0, 1)
         if len(shape) < 3:
             raise _Misfit("a stack needs at least three dims")
-        inner = _normalise(arguments[0]) if arguments else ("whole",)
+        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
         leading = len(shape) - 2
         return [
             part
@@ -155,7 +155,7 @@ def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
         return [(view, [whole])]
     if form == "transposed":
         _arity(arguments, 0, 1)
-        inner = _normalise(arguments[0]) if arguments else ("whole",)
+        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
         if inner[0] in ("stack", "flatten"):
             raise _Misfit(f"{inner[0]} cannot stand inside transposed; nest them the other way round")
         return _split(_View(view.shape, view.fixed, view.col_dims, view.row_dims), inner)

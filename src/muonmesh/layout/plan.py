@@ -11,6 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
+from muonmesh.layout.companion import Companion
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.region import Block, Piece, Region, overlap
@@ -29,6 +30,7 @@ class Parameter:
         settings: Text of everything that decides what an orthogonalisation computes. Matrices are batched
             only with equals, and the ranks compare it.
         segments: Into how many sums over the ranks a Gram exchange divides the steps; 0 if there can be none.
+        companions: What its rule keeps by row, column or matrix, which travels to the owners and back.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Parameter:
     flops: tuple[int, ...]
     settings: str
     segments: int = 0
+    companions: tuple[Companion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ def describe(parameter: Parameter | Elementwise) -> str:
         return f"{line}, not orthogonalised"
     sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
     momentum = parameter.momentum_storage.describe()
-    return f"{line}, state {momentum}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
+    kept = "".join(f", {companion.describe()}" for companion in parameter.companions)
+    return f"{line}, state {momentum}{kept}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
 
 
 def _told(ranks: Sequence[int]) -> str:
@@ -443,6 +447,10 @@ def _prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) 
             parameter.momentum_storage.prove_cover()
             if parameter.target is not parameter.momentum_storage:
                 parameter.target.prove_cover()
+            for companion in parameter.companions:
+                companion.storage.prove_cover()
+                regions = [block.region for matrix in companion.matrices for block in matrix.blocks]
+                _prove_tiling(regions, companion.storage.shape)
         except LayoutError as error:
             raise LayoutError(explain_error(parameter.name, str(error), _ONCE, _CORRECT)) from None
         if proved.get(shape) != blocks:  # layers are alike

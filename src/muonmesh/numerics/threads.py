@@ -44,6 +44,23 @@ def run_all(tasks: Sequence[Callable[[], None]], *, device: torch.device, costs:
         task()
 
 
+def run_on_one_thread(task: Callable[[], None], *, device: torch.device) -> None:
+    """Run a task whose bits depend on the number of threads that share one operation: on a CPU, on one.
+
+    Args:
+        task: May be called on a thread of `run_all`, which is alone already.
+        device: What it computes on.
+
+    Raises:
+        Exception: what the task raised.
+    """
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads == 1:
+        task()
+    else:
+        list(_threads(threads).map(_run, [task]))
+
+
 def _how_many_alone(costs: Sequence[float], threads: int) -> int:
     """Return how many of the tasks should have one thread each; the rest, fewer than threads, follow on all."""
 

@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from muonmesh.layout import Parameter, Plan
+from muonmesh.layout.carried import Carried
 from muonmesh.layout.gram import sums_of
 from muonmesh.numerics.scale import step_size
+from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
 
 
@@ -22,7 +24,7 @@ class Row:
 
     Attributes:
         parameter: Canonical name.
-        algorithm: "muon" or "adamw".
+        algorithm: "muon", "adamw", or the rule of its group.
         reason: Why.
         matrices: What is orthogonalised, e.g. ``3 of 768×768``.
         layout: Where the parameter lives.
@@ -141,8 +143,9 @@ def _rate(lr: object) -> str:
     return f"{float(lr):.4g}" if known else repr(lr)  # type: ignore[arg-type]
 
 
-def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int) -> Explanation:
-    """Tell a plan. ``itemsize`` is that of the wire dtype in bytes."""
+def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision) -> Explanation:
+    """Tell a plan, with the bytes that travel in these dtypes."""
+    itemsize = precision.compute.itemsize
     plan, rank = planned.plan, planned.rank
     numbers: dict[int, list[int]] = {}
     for number, member in enumerate(planned.muon):
@@ -156,6 +159,15 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int
         collectives += plan.gathers(bucket) + plan.scatters(bucket)
         sent += _moved(gather.held, rank) + _moved(scatter.owned, rank)
         received += sum((_moved(gather.owned, rank) + _moved(scatter.held, rank)).values())
+    beside = Carried.beside(plan)
+    carried = 0, 0
+    if beside is not None:
+        there, back = (beside.plan.routes(0, rank, gather=gather) for gather in (True, False))
+        collectives += beside.plan.gathers(0) + beside.plan.scatters(0)
+        legs = (there.held, back.owned), (there.owned, back.held)
+        elements = (sum(sum(_moved(some, rank).values()) for some in way) for way in legs)
+        sent_elements, received_elements = elements
+        carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize
     summed_numbers = set(plan.grams)
     sums = sums_of(plan, rank)
     collectives += sum(some.collectives for some in sums)
@@ -176,8 +188,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, itemsize: int
         rank,
         sum(rank in a.team and number not in summed_numbers for number, a in enumerate(plan.assignments)),
         collectives + (len(plan.ranks) > 1),  # one more for the flags
-        sum(sent.values()) * itemsize + reduced,
-        received * itemsize + reduced,
+        sum(sent.values()) * itemsize + reduced + carried[0],
+        received * itemsize + reduced + carried[1],
         plan.loads,
     )
 
@@ -190,7 +202,7 @@ def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Para
     steps = [step_size(group, matrix.rows, matrix.cols) for matrix in parameter.matrices]
     return Row(
         parameter.name,
-        "muon",
+        group["algorithm"],
         reason,
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
         parameter.target.describe(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,16 +37,36 @@ def step_adamw(
     for slots in slots_of:
         if not slots:
             continue
-        group = groups[slots[0].group]
+        rule: AdamWRule = AdamWRule.of(groups[slots[0].group])
+        for slot in slots:
+            create_master(slot, precision)
+        if rule.weight_decay and rule.decay_mode == "cautious":
+            for slot in slots:
+                _decay(slot, rule, flags)
+            rule = replace(rule, weight_decay=0.0)
         before = [local_of(slot.tensor).double() for slot in slots] if sums is not None else []
-        _step(slots, AdamWRule.of(group), precision, flags)
+        _step(slots, rule, flags)
         for slot, old in zip(slots, before, strict=False):
             assert sums is not None
-            moved = local_of(slot.tensor).double() - old * (1 - group["lr"] * group["weight_decay"])
+            moved = local_of(slot.tensor).double() - old * (1 - rule.lr * rule.weight_decay)
             sums.add(slot.group, moved.square().sum() / slot.storage.copies)
 
 
-def _step(slots: Sequence[Slot], rule: AdamWRule, precision: Precision, flags: Flags) -> None:
+def _decay(slot: Slot, rule: AdamWRule, flags: Flags) -> None:
+    """Decay the weights that AdamW is about to move towards zero: its update has the sign of the new first moment."""
+    if slot.gradient is None or flags.only_creates_state:
+        return
+    weight = local_of(slot.state.get("master", slot.tensor))
+    gradient = slot.gradient.to(weight.dtype)
+    mean = local_of(slot.state["exp_avg"]) if "exp_avg" in slot.state else torch.zeros_like(weight)
+    fresh = weight.clone()
+    rule.decay(fresh, torch.lerp(mean, gradient, 1 - rule.betas[0]))
+    weight.copy_(fresh if flags.stop is None else torch.where(flags.stop, weight, fresh))
+    if "master" in slot.state and flags.stop is None:
+        local_of(slot.tensor).copy_(weight)
+
+
+def _step(slots: Sequence[Slot], rule: AdamWRule, flags: Flags) -> None:
     """Step one AdamW group with torch's own AdamW on what this rank stores.
 
     Moments have the dtype of the weights they move: the parameter's, or the master's.
@@ -53,7 +74,6 @@ def _step(slots: Sequence[Slot], rule: AdamWRule, precision: Precision, flags: F
     weights, gradients, means, squares, steps, masters = [], [], [], [], [], []
     fused = slots[0].tensor.device.type == "cuda"
     for slot in slots:
-        create_master(slot, precision)
         weight = slot.state.get("master", slot.tensor)
         if "step" not in slot.state:
             local = local_of(weight)

@@ -79,6 +79,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         planned.plan,
         group=group,
         dtype=kept.precision.compute,
+        carried=kept.precision.carried,
         device=planned.device,
         meshes=lambda number: mesh_groups([m.storage for m in members[number : number + 1] if m is not None]),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.views import contiguous, place
 from muonmesh.comm.work import Local
-from muonmesh.layout import Layout, Plan, overlap
+from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
-from muonmesh.numerics.rules import MuonRule, apply_update, update_momentum, write_direction
-from muonmesh.numerics.scale import update_scale
+from muonmesh.numerics.rules import Rule, parts
 from muonmesh.numerics.threads import run_all
 from muonmesh.settings import Precision
 from muonmesh.step.flags import Flags
@@ -37,15 +36,17 @@ class _Held(NamedTuple):
         slot: Where it comes from.
         rule: Of its group.
         weights: The parameter, or a copy of one that is not contiguous.
-        momentum: Written in place; None if no rank has ever had a gradient.
+        folded: What the rule keeps as "momentum", written in place; None if no rank has ever had a gradient.
+        beside: What it keeps as "weights", written in place.
         gradient: Stored as the momentum is; zeros where this rank has none.
         master: Written in place and rounded to the weights; None if there is none.
     """
 
     slot: Slot
-    rule: MuonRule
+    rule: Rule
     weights: Tensor
-    momentum: Tensor | None
+    folded: dict[str, Tensor] | None
+    beside: dict[str, Tensor]
     gradient: Tensor | None
     master: Tensor | None
 
@@ -62,7 +63,7 @@ class MuonStep:
         plan: Plan,
         holdings: Holdings,
         slots: Sequence[Slot | None],
-        rules: Sequence[MuonRule | None],
+        rules: Sequence[Rule | None],
         flags: Flags,
         precision: Precision,
         *,
@@ -81,6 +82,7 @@ class MuonStep:
         self.step_adamw = step_adamw
         self._sums = sums
         self._held: dict[int, _Held] = {}  # by parameter; filled before threads read it
+        self._carried: Mapping[int, Mapping[str, Tensor]] = {}
         self._scales: dict[tuple[int, int, int], float] = {}
 
     def prepare(self, assignments: Sequence[int]) -> None:
@@ -93,32 +95,34 @@ class MuonStep:
         """Take what is stored of the parameters of these matrices, once a step."""
         for assignment in assignments:
             number = self._plan.assignments[assignment].parameter
-            slot, rule = self._slots[number], self._rules[number]
-            if slot is None or rule is None or number in self._held:
+            slot = self._slots[number]
+            if slot is None or number in self._held:
                 continue
+            rule = self._rules[slot.group]
+            assert rule is not None
             if self._flags.present[number]:
                 create_state(slot, self._precision)
-            state, gradient = slot.state, slot.gradient
-            momentum, master = state.get("momentum_buffer"), state.get("master")
-            if momentum is not None:
-                momentum = local_of(momentum)
+            gradient, master = slot.gradient, slot.state.get("master")
+            folded = slot.kept("momentum") if slot.created else None
+            if folded is not None:
                 if gradient is None:  # missing on this shard only: counts as zero
-                    gradient = torch.zeros_like(momentum)
+                    shape = local_shape(slot.momentum_storage)
+                    gradient = torch.zeros(shape, dtype=self._precision.state, device=self._device)
                 elif slot.momentum_storage is not slot.storage:
                     gradient = _restricted(gradient, slot.storage, slot.momentum_storage)
             local = local_of(slot.tensor)
             weights = local if local.is_contiguous() else local.contiguous()
             master = None if master is None else local_of(master)
-            self._held[number] = _Held(slot, rule, weights, momentum, gradient, master)
+            self._held[number] = _Held(slot, rule, weights, folded, slot.kept("weights"), gradient, master)
 
     def _fold(self, assignment: int) -> None:
         flag = self._nonzero[assignment]
         held = self._held[self._plan.assignments[assignment].parameter]
         if flag is False or held.gradient is None:
             return
-        assert held.momentum is not None
+        assert held.folded is not None
         for piece in self._holdings[assignment]:
-            update_momentum(view_of(held.momentum, piece), view_of(held.gradient, piece), held.rule, active=_mask(flag))
+            parts.fold(held.rule, view_of(held.gradient, piece), _views(held.folded, piece), active=_mask(flag))
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, one batch on one thread after the other.
@@ -144,7 +148,7 @@ class MuonStep:
         for local, target in zip(batch, x.unbind(), strict=True):
             for leg in local.read:
                 self.read(leg, place(leg.piece, target), fold=True)
-        self._orthogonalize(x, out, batch[0].assignment)
+        self._orthogonalize(x, out, [matrix.assignment for matrix in batch])
         for local, result in zip(batch, out.unbind(), strict=True):
             for leg in local.write:
                 self.write(leg, contiguous(place(leg.piece, result)))
@@ -152,25 +156,49 @@ class MuonStep:
     def read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
         """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
         held, piece = self._held[leg.parameter], leg.piece
-        if held.momentum is None:  # no rank has ever had a gradient
+        if held.folded is None:  # no rank has ever had a gradient
             into.zero_()
             return
         assert held.gradient is not None
-        momentum, gradient = view_of(held.momentum, piece), view_of(held.gradient, piece)
+        folded, gradient = _views(held.folded, piece), view_of(held.gradient, piece)
         flag = self._nonzero[leg.assignment]
         if fold and flag is not False:
-            update_momentum(momentum, gradient, held.rule, active=_mask(flag), into=into)
+            parts.fold(held.rule, gradient, folded, active=_mask(flag), into=into)
         else:
-            write_direction(momentum, gradient, held.rule, into)
+            parts.write_direction(held.rule, gradient, folded, into)
 
-    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """Orthogonalise batches (matrices, results, an assignment whose settings they share)."""
+    def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
+        """Write what a rule keeps by row, column or matrix; zeros if no rank has ever had a gradient."""
+        self._take([assignment])
+        slot = self._held[self._plan.assignments[assignment].parameter].slot
+        if slot.created:
+            into.copy_(view_of(local_of(slot.state[key]), piece))
+        else:
+            into.zero_()
+
+    def carry(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take what is kept of the matrices that this rank owns."""
+        self._carried = kept
+
+    def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
+        """Keep what `whole` has made of it, unless the matrix is left alone."""
+        flag = self._nonzero[assignment]
+        slot = self._held[self._plan.assignments[assignment].parameter].slot
+        if flag is False or not slot.created:
+            return
+        kept = view_of(local_of(slot.state[key]), piece)
+        kept.copy_(numbers if flag is True else torch.where(flag, numbers, kept))
+
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
+        """Orthogonalise batches (matrices, results, their assignments)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
-        for batch, out, assignment in batches:
+        for batch, out, assignments in batches:
             size = self._at_once(len(batch), (batch.shape[1], batch.shape[2]))
-            flops = self._plan.assignments[assignment].flops
-            for part, into in zip(torch.split(batch, size), torch.split(out, size), strict=True):
-                tasks.append((flops * len(part), functools.partial(self._orthogonalize, part, into, assignment)))
+            flops = self._plan.assignments[assignments[0]].flops
+            for start in range(0, len(assignments), size):
+                some = slice(start, start + size)
+                task = functools.partial(self._orthogonalize, batch[some], out[some], assignments[some])
+                tasks.append((flops * len(assignments[some]), task))
         self._run(tasks)
 
     def _at_once(self, count: int, shape: tuple[int, int]) -> int:
@@ -191,8 +219,8 @@ class MuonStep:
             for task in ordered:
                 task()
 
-    def _orthogonalize(self, batch: Tensor, out: Tensor, assignment: int) -> None:
-        rule = self._rule(assignment)
+    def _orthogonalize(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
+        rule = self._rule(assignments[0])
         orthogonalize(
             batch,
             coefficients=rule.coefficients,
@@ -202,9 +230,15 @@ class MuonStep:
             out=out,
             overwrite=True,
         )
+        if rule.changes_matrices():
+            for assignment, matrix in zip(assignments, out.unbind(), strict=True):
+                own, size = self._rule(assignment), self._plan.assignments[assignment].matrix
+                parts.change_whole(own, matrix, self._carried.get(assignment, {}), rows=size.rows, cols=size.cols)
 
-    def _rule(self, assignment: int) -> MuonRule:
-        rule = self._rules[self._plan.assignments[assignment].parameter]
+    def _rule(self, assignment: int) -> Rule:
+        slot = self._slots[self._plan.assignments[assignment].parameter]
+        assert slot is not None
+        rule = self._rules[slot.group]
         assert rule is not None
         return rule
 
@@ -221,26 +255,25 @@ class MuonStep:
         held, piece = self._held[leg.parameter], leg.piece
         slot, rule = held.slot, held.rule
         scale = self._scale(leg.assignment, slot.group, rule)
-        weights = view_of(held.weights, piece)
+        weights, beside = view_of(held.weights, piece), _views(held.beside, piece)
         if held.master is None:
-            apply_update(weights, update, rule, scale=scale, active=_mask(flag))
+            parts.apply(rule, weights, update, beside, scale=scale, active=_mask(flag))
         else:
             master = view_of(held.master, piece)
-            apply_update(master, update, rule, scale=scale, active=_mask(flag))
+            parts.apply(rule, master, update, beside, scale=scale, active=_mask(flag))
             weights.copy_(master)
         if self._sums is not None:
             copies = slot.storage.copies
             squares = update.double().square().sum() * (rule.lr * scale) ** 2 / copies
             self._sums.add(slot.group, squares)
 
-    def _scale(self, assignment: int, group: int, rule: MuonRule) -> float:
+    def _scale(self, assignment: int, group: int, rule: Rule) -> float:
         """Return the update scale of the whole matrix; there are few shapes and many legs."""
         matrix = self._plan.assignments[assignment].matrix
         key = group, matrix.rows, matrix.cols
         found = self._scales.get(key)
         if found is None:
-            found = rule.extra_scale_factor * update_scale(matrix.rows, matrix.cols, rule.scale_mode)
-            self._scales[key] = found
+            found = self._scales[key] = rule.scale(matrix.rows, matrix.cols)
         return found
 
     def finish(self) -> None:
@@ -270,6 +303,10 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
                 part = local.as_strided(shared.shape, shared.storage_strides, shared.storage_start)
                 kept.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
     return kept
+
+
+def _views(kept: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
+    return {key: view_of(value, piece) for key, value in kept.items()}
 
 
 def _mask(flag: bool | Tensor) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -34,8 +34,10 @@ from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.layout.plan import pieces
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
+from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, Precision, ProcessGroup
 from muonmesh.step.census import Census
+from muonmesh.step.homes import Held, Home, homes_of
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -52,6 +54,7 @@ class Member:
         spec: How it splits into matrices.
         storage: Where it lives.
         momentum_storage: Where its momentum lives: there too, or shared among the replicas.
+        homes: Where all lives that its rule keeps of it, by key; empty for AdamW's.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Member:
     spec: Any
     storage: Storage
     momentum_storage: Storage
+    homes: Mapping[str, Home] = field(default_factory=dict)
 
 
 @dataclass
@@ -174,7 +178,7 @@ def members_of(
     names = Counter[tuple[str, tuple[int, ...]]]()
     ranks_by_group: dict[int, tuple[int, ...] | None] = {}  # one tuple for all parameters of a group
     for number, settings in enumerate(groups):
-        muon = settings["algorithm"] == "muon"
+        muon = is_matrix_rule(settings["algorithm"])
         specs = settings.get("matrices") or [None] * len(settings["params"])
         for name, tensor, spec in zip(settings["param_names"], settings["params"], specs, strict=True):
             declared = unknown.pop(name, None)
@@ -263,6 +267,7 @@ def signature_of(
                 str(group["ns_coefficients"]),
                 group["ns_steps"],
                 group["ns_method"],
+                tuple(rule_of(group).keeps().items()) if is_matrix_rule(group["algorithm"]) else (),
             )
             for group in groups
         ),
@@ -334,7 +339,8 @@ def plan_members(
     Raises:
         LayoutError: a parameter is held in a way that cannot be mapped to whole matrices.
     """
-    muon = tuple(member for member in members if groups[member.group]["algorithm"] == "muon")
+    members = _with_homes(groups, members)
+    muon = tuple(member for member in members if is_matrix_rule(groups[member.group]["algorithm"]))
     devices = {member.tensor.device for member in muon}
     if len(devices) > 1:
         found, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
@@ -434,6 +440,33 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     settings = f"{group['ns_coefficients']}, {len(schedule)} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
+    rule = RULES[group["algorithm"]]
+    assert issubclass(rule, Rule)
+    if rule.changes_matrices():  # which the Gram exchange never has whole
+        settings, segments = f"{settings}, {group['algorithm']}", 0
+    companions = tuple(home.companion for home in member.homes.values() if home.companion is not None)
     return Parameter(
-        member.name, member.momentum_storage.layout, member.storage.layout, matrices, each, settings, segments
+        member.name,
+        member.momentum_storage.layout,
+        member.storage.layout,
+        matrices,
+        each,
+        settings,
+        segments,
+        companions,
     )
+
+
+def _with_homes(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
+    """Return the members with the homes of what their rules keep."""
+    sharing: dict[int, list[int]] = {}
+    for number, member in enumerate(members):
+        if is_matrix_rule(groups[member.group]["algorithm"]):
+            sharing.setdefault(id(member.tensor), []).append(number)
+    found = list(members)
+    for numbers in sharing.values():
+        keeps = rule_of(groups[members[numbers[0]].group]).keeps()
+        together = {n: Held(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}
+        for number, homes in homes_of(keeps, together).items():
+            found[number] = replace(members[number], homes=homes)
+    return found

@@ -35,8 +35,8 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
 
 def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterable[tuple[str, Tensor, Storage]]:
     for key, value in sorted(state.get(member.tensor, {}).items()):
-        storage = member.momentum_storage if key == "momentum_buffer" else member.storage
-        if isinstance(value, Tensor) and storage is member.storage:
+        storage = member.homes[key].storage if key in member.homes else member.storage
+        if isinstance(value, Tensor) and storage.copies == member.storage.copies:
             yield key, value, storage
 
 

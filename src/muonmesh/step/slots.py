@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +13,15 @@ from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, u
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.layout import Piece
+from muonmesh.numerics.rules import Kept, is_matrix_rule
 from muonmesh.settings import Precision
+from muonmesh.step.homes import Home
 from muonmesh.step.planning import Member, Planned
 
 RUNNING = ("running_norm", "running_norm_steps")
 """State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
 
-_STORED = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
+_STORED = ("exp_avg", "exp_avg_sq", "master")
 """State that is stored as the parameter is."""
 
 
@@ -36,6 +38,7 @@ class Slot:
         storage: Where it lives.
         momentum_storage: Where its momentum lives.
         matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
+        homes: Where all lives that its rule keeps of it, by key; empty for AdamW's.
     """
 
     name: str
@@ -46,6 +49,17 @@ class Slot:
     storage: Storage
     momentum_storage: Storage
     matrices: int
+    homes: Mapping[str, Home] = field(default_factory=dict)
+
+    def kept(self, kept: Kept) -> dict[str, Tensor]:
+        """Return the local parts of what its rule keeps in one way, by key; empty if it has not been created."""
+        keys = [key for key, home in self.homes.items() if home.kept == kept]
+        return {key: local_of(self.state[key]) for key in keys if key in self.state}
+
+    @property
+    def created(self) -> bool:
+        """Whether there is all that its rule keeps."""
+        return all(key in self.state for key in self.homes)
 
 
 class Collected(NamedTuple):
@@ -111,9 +125,10 @@ def collect(
             member.storage,
             member.momentum_storage,
             len(planned.matrices_of.get(member.tensor, ())),
+            member.homes,
         )
         try:
-            check_state(slot, muon=groups[member.group]["algorithm"] == "muon")
+            check_state(slot, muon=is_matrix_rule(groups[member.group]["algorithm"]))
         except (LayoutError, StateError) as found:
             error = error or found
         return slot
@@ -128,12 +143,13 @@ def collect(
 
 
 def create_state(slot: Slot, precision: Precision) -> None:
-    """Create the momentum, the running norms of `clip` and the master of a Muon parameter where missing."""
+    """Create what the rule keeps, the running norms of `clip` and the master of a Muon parameter where missing."""
     local = local_of(slot.tensor)
-    if "momentum_buffer" not in slot.state:
-        shape = local.shape if slot.momentum_storage is slot.storage else local_shape(slot.momentum_storage)
-        zeros = torch.zeros(shape, dtype=precision.state, device=local.device)
-        slot.state["momentum_buffer"] = slot.momentum_storage.wrap(zeros)
+    for key, home in slot.homes.items():
+        if key not in slot.state:
+            shape = local.shape if home.storage is slot.storage else local_shape(home.storage)
+            zeros = torch.zeros(shape, dtype=home.dtype(precision), device=local.device)
+            slot.state[key] = home.storage.wrap(zeros)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in slot.state:
             slot.state[key] = torch.zeros(running_shape(slot.matrices), dtype=torch.float32, device=local.device)
@@ -177,13 +193,13 @@ def check_state(slot: Slot, *, muon: bool) -> None:
                 "Write del optimizer.state[parameter] to begin with fresh state, or set the group back",
             )
         )
-    for key in _STORED:
+    for key in dict.fromkeys((*_STORED, *slot.homes)):
         value: object = slot.state.get(key)
         if value is None:
             continue
         if not isinstance(value, Tensor):
             raise StateError(explain_error(slot.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
-        place = slot.momentum_storage if key == "momentum_buffer" else slot.storage
+        place = slot.homes[key].storage if key in slot.homes else slot.storage
         local, same = local_of(value), place is slot.storage
         needed = tuple(local_of(slot.tensor).shape) if same else local_shape(place)
         if tuple(local.shape) != needed:

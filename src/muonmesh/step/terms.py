@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,7 +92,7 @@ class Terms:
 def _said(group: Mapping[str, Any]) -> str:
     """Return what a group's rule reads, as text that is the same on every rank that has set the same."""
     rule = RULES[group["algorithm"]].of(group)
-    fields = {name: getattr(rule, name) for name in rule.__dataclass_fields__}
+    fields = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
     lr = fields["lr"]
     if isinstance(lr, Tensor):
         fields["lr"] = "on the device" if _on_device(lr) else float(lr.detach())

@@ -1,0 +1,133 @@
+"""What rules keep by row, column or matrix: it travels to the owners before the matrices are computed, and back after.
+
+It is small beside the matrices, one number for a row of thousands, so all of it travels at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.views import place
+from muonmesh.comm.wire import Wire
+from muonmesh.comm.work import Work
+from muonmesh.layout.carried import Carried
+from muonmesh.layout.plan import Leg
+
+
+class CarriedExchange:
+    """Gathers what is kept of each matrix to its owner, and scatters it to all that store it.
+
+    One ``all_to_all_single`` each way with unequal splits, unless nothing leaves its rank.
+
+    Args:
+        carried: What travels.
+        wire: To the other ranks.
+        rank: This one.
+        peers: All ranks, in the order of their process group.
+        dtype: Of all that is carried.
+        device: Where it is.
+    """
+
+    def __init__(
+        self,
+        carried: Carried,
+        wire: Wire,
+        *,
+        rank: int,
+        peers: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._carried = carried
+        self._wire = wire
+        self._rank, self._peers = rank, peers
+        self._dtype, self._device = dtype, device
+
+    @cached_property
+    def _ways(self) -> tuple[Mapping[int, Sequence[Leg]], ...]:
+        """Legs by peer: held here on the way to the owners and owned here on it; the same on the way back."""
+        plan = self._carried.plan
+        there, back = (plan.routes(0, self._rank, gather=gather) for gather in (True, False))
+        return there.held, there.owned, back.held, back.owned
+
+    @cached_property
+    def _moves(self) -> tuple[bool, bool]:
+        """Whether anything travels to the owners, and back."""
+        return self._carried.plan.gathers(0), self._carried.plan.scatters(0)
+
+    @cached_property
+    def _owned(self) -> dict[int, Tensor]:
+        """The numbers of each part that this rank owns, by its assignment, whole: zeros until something arrives."""
+        assignments = self._carried.plan.assignments
+        return {
+            number: torch.zeros(assignment.matrix.numel, dtype=self._dtype, device=self._device)
+            for number, assignment in enumerate(assignments)
+            if assignment.owner == self._rank
+        }
+
+    def gather(self, work: Work) -> None:
+        """Bring what is kept to the owners, and give it to the work; all ranks call it."""
+        held, owned, _, _ = self._ways
+        for leg in held.get(self._rank, ()):
+            self._read(work, leg, place(leg.piece, self._owned[leg.assignment]))
+        if self._moves[0]:
+            send, sent = self._segments(held)
+            for leg, view in self._travelling(held, send, sent):
+                self._read(work, leg, view)
+            receive, received = self._segments(owned)
+            transfer = self._wire.swap("the gather of what rules keep", send, receive, sent=sent, received=received)
+            self._wire.finish(transfer)
+            for leg, view in self._travelling(owned, receive, received):
+                place(leg.piece, self._owned[leg.assignment]).copy_(view)
+        kept: dict[int, dict[str, Tensor]] = {}
+        for number, numbers in self._owned.items():
+            assignment, companion = self._carried.of[number]
+            kept.setdefault(assignment, {})[companion.key] = numbers
+        work.carry(kept)
+
+    def scatter(self, work: Work) -> None:
+        """Bring what the work has made of it to all ranks that store it; all ranks call it."""
+        _, _, held, owned = self._ways
+        for leg in held.get(self._rank, ()):
+            self._write(work, leg, place(leg.piece, self._owned[leg.assignment]))
+        if self._moves[1]:
+            send, sent = self._segments(owned)
+            for leg, view in self._travelling(owned, send, sent):
+                view.copy_(place(leg.piece, self._owned[leg.assignment]))
+            receive, received = self._segments(held)
+            transfer = self._wire.swap("the scatter of what rules keep", send, receive, sent=sent, received=received)
+            self._wire.finish(transfer)
+            for leg, view in self._travelling(held, receive, received):
+                self._write(work, leg, view)
+
+    def _read(self, work: Work, leg: Leg, into: Tensor) -> None:
+        assignment, companion = self._carried.of[leg.assignment]
+        work.read_kept(assignment, companion.key, leg.piece, into)
+
+    def _write(self, work: Work, leg: Leg, numbers: Tensor) -> None:
+        assignment, companion = self._carried.of[leg.assignment]
+        work.write_kept(assignment, companion.key, leg.piece, numbers)
+
+    def _segments(self, legs: Mapping[int, Sequence[Leg]]) -> tuple[Tensor, list[int]]:
+        """Return a buffer for what travels, and the elements of each rank's segment of it; this rank's is empty."""
+        sizes = [
+            0 if peer == self._rank or peer not in legs else legs[peer][-1].start + legs[peer][-1].piece.numel
+            for peer in self._peers
+        ]
+        return torch.empty(sum(sizes), dtype=self._dtype, device=self._device), sizes
+
+    def _travelling(
+        self, legs: Mapping[int, Sequence[Leg]], buffer: Tensor, sizes: Sequence[int]
+    ) -> list[tuple[Leg, Tensor]]:
+        """Return the legs that leave or reach this rank, each with its elements of a buffer."""
+        segments = dict(zip(self._peers, torch.split(buffer, list(sizes)), strict=True))
+        return [
+            (leg, segments[peer][leg.start :][: leg.piece.numel].view(leg.piece.shape))
+            for peer, some in legs.items()
+            if peer != self._rank
+            for leg in some
+        ]

@@ -1,0 +1,141 @@
+"""Companion: where one number for each row, each column, or each matrix of a parameter lives.
+
+It is laid out like a parameter of its own, whose matrices have one column (or row, or element) each: a fused weight of
+40 × 24 that is three matrices of 24, 8 and 8 rows has a companion of 40 × 1 for rows, 3 × 24 for columns and 3 × 1 for
+matrices. It is placed as its parameter is, so what is true of any parameter is true of it: routes, checkpoints and
+resharding need nothing new.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from muonmesh.layout.flat import FlatShards, Interval
+from muonmesh.layout.layout import Layout, MeshLayout
+from muonmesh.layout.matrix import Matrix, MatrixSpec, normalised_spec, split_matrices
+
+Side = Literal["rows", "cols", "matrix"]
+"""What a companion has one number for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """One number for each row, column or matrix of a parameter.
+
+    Attributes:
+        key: Its name in the state of the parameter.
+        side: What it has one number for.
+        storage: Where it lives.
+        matrices: The numbers of each of the parameter's matrices, in their order: rows × 1, 1 × cols, or 1 × 1.
+    """
+
+    key: str
+    side: Side
+    storage: Layout
+    matrices: tuple[Matrix, ...]
+
+    def describe(self) -> str:
+        """Return a short text for comparing plans between ranks."""
+        return f"{self.key} by {self.side} {self.storage.describe()}"
+
+
+def companion_matrices(
+    name: str, shape: Sequence[int], spec: MatrixSpec, side: Side
+) -> tuple[tuple[int, ...], tuple[Matrix, ...]]:
+    """Return the shape of a companion and the part of it that belongs to each of a parameter's matrices.
+
+    Args:
+        name: The parameter's name.
+        shape: Its global shape.
+        spec: How it splits, see `split_matrices`.
+        side: What the companion has one number for.
+
+    Raises:
+        ValueError: the spec is unknown or does not fit the shape.
+    """
+    split_matrices(name, shape, spec)  # which refuses what does not fit
+    if spec is None:
+        spec = "whole" if len(shape) == 2 else "stack"
+    shrunk, own = _companion(tuple(shape), normalised_spec(spec), side)
+    return shrunk, split_matrices(name, shrunk, own)
+
+
+def _companion(
+    shape: tuple[int, ...], spec: tuple[object, ...], side: Side
+) -> tuple[tuple[int, ...], tuple[object, ...]]:
+    """Return the shape of a companion and how it splits."""
+    form, *arguments = spec
+    if form == "stack":
+        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
+        last, own = _companion(shape[-2:], inner, side)
+        return (*shape[:-2], *last), ("stack", own)
+    if form == "transposed":
+        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
+        (rows, cols), own = _companion((shape[1], shape[0]), inner, side)
+        return (cols, rows), ("transposed", own)
+    if form == "flatten":
+        first, rest = shape[0], shape[1:]
+        return (first if side == "rows" else 1, *((1,) * len(rest) if side != "cols" else rest)), ("flatten",)
+    if form == "whole":
+        return (shape[0] if side == "rows" else 1, shape[1] if side == "cols" else 1), ("whole",)
+    # The other forms cut one dim into matrices. Along it the companion keeps every index, or one for each matrix.
+    dim, count = _cut(form, arguments)
+    kept = {"rows": 0, "cols": 1}.get(side)
+    ones = ("cols" if dim else "rows", *(1,) * count)
+    sizes = [shape[d] if d == kept else 1 for d in (0, 1)]
+    if dim == kept:
+        return (sizes[0], sizes[1]), spec
+    sizes[dim] = count
+    return (sizes[0], sizes[1]), ones
+
+
+def _cut(form: object, arguments: Sequence[object]) -> tuple[int, int]:
+    """Return the dim that a form cuts, and into how many matrices."""
+    if form in ("rows", "cols"):
+        return int(form == "cols"), len(arguments)
+    count, dim = arguments[0], arguments[1]
+    assert isinstance(dim, int)
+    if isinstance(count, (tuple, list)):
+        return dim, len(count)
+    assert isinstance(count, int)
+    return dim, count
+
+
+def companion_on_mesh(layout: MeshLayout, shape: tuple[int, ...]) -> MeshLayout:
+    """Return where a companion of this shape lives: placed on the same mesh as its parameter."""
+    return replace(layout, shape=shape)
+
+
+def companions_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]]) -> dict[str, FlatShards]:
+    """Return where the companions of all parameters of one flat buffer live, end to end in a flat buffer of their own.
+
+    In each replica every rank takes the share of the numbers that it has of the elements, in the order of the ranks.
+    So where ranks hold one interval each, as in ZeRO, the first element of a row has its number beside it.
+
+    Args:
+        pairs: For each name the layout of a parameter and the shape of its companion, in one order on all ranks. All
+            of them are held by the same ranks.
+    """
+    filled: dict[int, int] = {}
+    intervals: dict[str, dict[int, Interval]] = {}
+    for name, (layout, shape) in pairs.items():
+        count, total = math.prod(shape), math.prod(layout.shape)
+        for replica in layout.replicas:
+            held = [sum(interval.length for interval in layout.held(rank)) for rank in replica]
+            borders = [-(-end * count // total) for end in itertools.accumulate(held, initial=0)]
+            for rank, (low, high) in zip(replica, itertools.pairwise(borders), strict=True):
+                start = filled.get(rank, 0)
+                intervals.setdefault(name, {})[rank] = Interval(low, high - low, start)
+                filled[rank] = start + high - low
+    found = {}
+    for name, (layout, shape) in pairs.items():
+        ranks, own = layout.ranks, intervals[name]
+        some = tuple((own[rank],) if own[rank].length else () for rank in ranks)
+        sizes = tuple(filled[rank] for rank in ranks)
+        within = MeshLayout.replicated(shape, ranks)
+        found[name] = FlatShards(within, some, sizes, layout.replicas)
+    return found

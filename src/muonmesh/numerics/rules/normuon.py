@@ -1,0 +1,78 @@
+"""NorMuon: Muon whose rows all learn at one pace (Li et al., arXiv 2510.05491)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import Kept, Rule
+
+NorMuonSide: TypeAlias = Literal["rows", "longer"]
+"""Whose second moments NorMuon keeps: each row's, as in the paper; or each row's of a tall matrix and each column's of
+a wide one, as in nanochat and modded-nanogpt."""
+
+
+@dataclass(frozen=True, slots=True)
+class NorMuonRule(MuonRule):
+    """Muon with a second moment for each output neuron, kept from step to step.
+
+    With O the orthogonalised direction and v one number a row: ``v ← β₂ v + (1 − β₂)·mean(O², over the row)``, without
+    bias correction, and ``O / (√v + ε)``, scaled back to the Frobenius norm of O (as the authors' code does it).
+
+    Attributes:
+        beta2: β₂; the key of a group is ``normuon_beta2``.
+        eps: ε, ``normuon_eps``.
+        side: Rows, or the longer side of each matrix, ``normuon_side``.
+    """
+
+    keys: ClassVar[Mapping[str, str]] = {
+        **Rule.keys,
+        "beta2": "normuon_beta2",
+        "eps": "normuon_eps",
+        "side": "normuon_side",
+    }
+
+    beta2: float = 0.95
+    eps: float = 1e-8
+    side: NorMuonSide = "rows"
+
+    def check(self) -> None:
+        """Check β₂, ε and the side.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        for key, value, low, high in (("beta2", self.beta2, 0.0, 1.0), ("eps", self.eps, 0.0, math.inf)):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not low <= value < high:
+                raise ValueError(f"normuon_{key}: found {value!r}; needed a number in [{low:g}, {high:g})")
+        if self.side not in ("rows", "longer"):
+            raise ValueError(f"normuon_side: found {self.side!r}; needed 'rows' or 'longer'")
+
+    def keeps(self) -> Mapping[str, Kept]:
+        """Return the momentum and the second moments."""
+        kept: dict[str, Kept] = {"momentum_buffer": "momentum", "row_second_moment": "rows"}
+        if self.side == "longer":  # one parameter may consist of tall and wide matrices
+            kept["col_second_moment"] = "cols"
+        return kept
+
+    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the matrices with their rows (or columns) brought to one pace."""
+        by_cols = self.side == "longer" and update.shape[-1] > update.shape[-2]
+        second = state["col_second_moment" if by_cols else "row_second_moment"]
+        second.lerp_(update.square().mean(-2 if by_cols else -1, keepdim=True), 1 - self.beta2)
+        paced = update / (second.sqrt() + self.eps)
+        before, after = _norm(update), _norm(paced)
+        # A matrix of zeros stays one.
+        return paced.mul_(torch.where(after == 0, 1.0, before / after))
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Return Frobenius norms, (batch, 1, 1). By rows first: one fp32 sum of ten million terms would stop growing."""
+    return x.square().sum(-1, keepdim=True).sum(-2, keepdim=True).sqrt_()

@@ -1,0 +1,59 @@
+"""The rules by the names that groups call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from muonmesh.numerics.rules.adamw import AdamWRule
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.normuon import NorMuonRule
+from muonmesh.numerics.rules.rule import Hyperparameters, Rule
+
+RULES: dict[str, type[Hyperparameters]] = {"muon": MuonRule, "adamw": AdamWRule, "normuon": NorMuonRule}
+"""The rule of each ``algorithm`` of a group."""
+
+_OWN = frozenset(RULES)
+
+AnyRule = TypeVar("AnyRule", bound=Rule)
+
+
+def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
+    """Return a class decorator that makes a rule known as the ``algorithm`` of groups.
+
+    Every process that steps such groups, or loads their state, registers the rule first. A name of one's own may be
+    registered again, as happens when a notebook's cell is run twice.
+
+    Args:
+        algorithm: The name.
+
+    Raises:
+        ValueError: the name is taken by a rule of muonmesh.
+        TypeError: what is decorated is no dataclass derived from `Rule`.
+    """
+
+    def register(rule: type[AnyRule]) -> type[AnyRule]:
+        if algorithm in _OWN:
+            raise ValueError(
+                f"register_rule: found {algorithm!r}, a rule of muonmesh; needed a name of its own. Write "
+                f'@register_rule("my-{algorithm}")'
+            )
+        if not (isinstance(rule, type) and issubclass(rule, Rule) and "__dataclass_fields__" in vars(rule)):
+            raise TypeError(
+                f"register_rule({algorithm!r}): found {rule!r}; needed a dataclass derived from muonmesh.Rule. Write "
+                "@dataclass(frozen=True) between @register_rule and the class"
+            )
+        RULES[algorithm] = rule
+        return rule
+
+    return register
+
+
+def rule_of(group: Mapping[str, Any]) -> Any:
+    """Return the snapshot of a group by its algorithm's rule."""
+    return RULES[group["algorithm"]].of(group)
+
+
+def is_matrix_rule(algorithm: str) -> bool:
+    """Whether an algorithm steps whole matrices, rather than AdamW's elements."""
+    return issubclass(RULES[algorithm], Rule)

@@ -1,0 +1,191 @@
+"""Rule: what a step does with a gradient, in parts none of which can see how the matrix is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.coefficients import Coefficients
+from muonmesh.numerics.newton_schulz import Method
+from muonmesh.numerics.scale import ScaleMode, update_scale
+
+DecayMode: TypeAlias = Literal["full", "cautious"]
+"""Which weights decay: all; or those that the update moves towards zero, as the decay does (arXiv 2510.12402)."""
+
+Kept: TypeAlias = Literal["momentum", "rows", "cols", "matrix", "weights"]
+"""What a rule keeps has one number for each element ("momentum": where the gradient is folded in; "weights": where the
+weights are), for each row or column of a matrix, or for each matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """What the group of every algorithm says, snapshotted for one step.
+
+    Attributes:
+        scale_invariant: Whether the update stays the same when all gradients are multiplied by one number. Then
+            clipping them by their norm makes no step smaller. The gradients of a rule without this are always clipped.
+        keys: The key of a group that holds a field, where it has another name.
+        lr: Learning rate, a number or a 0-d tensor.
+        weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
+        decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
+    """
+
+    scale_invariant: ClassVar[bool] = False
+    keys: ClassVar[Mapping[str, str]] = {}
+
+    lr: float | Tensor
+    weight_decay: float
+    decay_mode: DecayMode
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Any:
+        """Snapshot a group: each field from its key, or by its default.
+
+        Raises:
+            KeyError: the group lacks the key of a field without a default.
+        """
+        values = {}
+        for field in fields(cls):
+            key = cls.keys.get(field.name, field.name)
+            if key in group or (field.default is MISSING and field.default_factory is MISSING):
+                values[field.name] = group[key]
+        if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
+            values["lr"] = values["lr"].reshape(())
+        return cls(**values)
+
+    @classmethod
+    def settings(cls) -> tuple[str, ...]:
+        """Return the keys of a group that this reads."""
+        return tuple(cls.keys.get(field.name, field.name) for field in fields(cls))
+
+    def check(self) -> None:
+        """Check the values of the fields that this class adds.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+
+    def decay(self, weights: Tensor, update: Tensor) -> None:
+        """Decay weights in place.
+
+        The cautious mode of Chen et al. (arXiv 2510.12402, algorithm 1) leaves a weight alone if the step would move it
+        away from zero: with ``p ← p − lr·u`` that is where u and p have different signs. Signs are compared, not the
+        product with zero, which underflows.
+
+        Args:
+            weights: Any shape, written.
+            update: Same shape, u of the step ``p ← p − lr·u`` up to a positive factor; read only.
+        """
+        if not self.weight_decay:
+            return
+        keep = 1 - self.lr * self.weight_decay
+        if self.decay_mode == "full":
+            weights.mul_(keep)
+        else:
+            agree = update.sign().mul_(weights.sign()) >= 0
+            weights.copy_(torch.where(agree, weights * keep, weights))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(Hyperparameters):
+    """What a group does with its matrices, in the order in which a step calls it.
+
+    1. `fold` and `direction`, element by element, on every rank that stores some of the gradient.
+    2. The direction is gathered and orthogonalised; `whole` has the whole matrix, on one rank.
+    3. `apply`, element by element, on every rank that stores some of the weights.
+
+    A rule of your own overrides some of these, says with `keeps` what they keep from step to step, and is made known
+    with `register_rule`. By themselves they are Muon without momentum.
+
+    Elementwise parts are given any elements in any shape, as they lie in memory. So they may only use operations whose
+    result for an element depends on nothing but that element's inputs, for tensors of every length: ``lerp_``,
+    ``mul_``, ``sub_``, ``copy_``, ``where``, ``sqrt``, casts. Scalars may come from the fields.
+    `muonmesh.testing.prove_rule` shows whether a rule keeps to that.
+
+    Attributes:
+        scale_mode: See `update_scale`.
+        extra_scale_factor: Multiplies the scale.
+        coefficients: Coefficient set, see `orthogonalize`; the key of a group is ``ns_coefficients``.
+        steps: Newton–Schulz steps, ``ns_steps``.
+        method: See `orthogonalize`, ``ns_method``.
+    """
+
+    keys: ClassVar[Mapping[str, str]] = {
+        "coefficients": "ns_coefficients",
+        "steps": "ns_steps",
+        "method": "ns_method",
+    }
+
+    scale_mode: ScaleMode
+    extra_scale_factor: float
+    coefficients: Coefficients
+    steps: int
+    method: Method
+
+    def keeps(self) -> Mapping[str, Kept]:
+        """Return what is kept from step to step, by the name that it has in the optimizer's state.
+
+        All of it begins as zeros. A matrix that is left alone, since its gradient is zero, keeps it unchanged.
+        """
+        return {}
+
+    def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Fold a gradient into what is kept as "momentum", in place.
+
+        Args:
+            gradient: Any shape, any real dtype, read only.
+            state: What is kept as "momentum", each of that shape, in ``state_dtype``.
+        """
+
+    def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return what is orthogonalised, after `fold`.
+
+        Args:
+            gradient: Any shape, any real dtype, read only.
+            state: What is kept as "momentum", each of that shape, read only.
+
+        Returns:
+            The same shape, any real dtype; it is rounded to the compute dtype.
+        """
+        return gradient
+
+    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return what becomes of orthogonalised matrices, before they are scattered and scaled.
+
+        Every layout gives it the same matrix in the same memory order, and on a CPU one matrix and one thread at a
+        time, so any operation may be used here.
+
+        Args:
+            update: Shape (batch, rows, cols), out × in whatever the module stores; fp32 or wider; may be written.
+            state: What is kept as "rows", (batch, rows, 1), "cols", (batch, 1, cols), or "matrix", (batch, 1, 1), of
+                the dtype of ``update``; written in place.
+
+        Returns:
+            Shape (batch, rows, cols).
+        """
+        return update
+
+    def apply(self, weights: Tensor, update: Tensor, size: float | Tensor, state: Mapping[str, Tensor]) -> None:
+        """Decay and update weights in place: ``p ← p·(1 − lr·wd) − size·u``.
+
+        Args:
+            weights: Any shape, fp32 or wider, written; rounded once to the dtype of the parameter.
+            update: That shape and dtype, may be written.
+            size: Learning rate times the scale of the whole matrix.
+            state: What is kept as "weights", each of that shape, in ``state_dtype``, written in place.
+        """
+        self.decay(weights, update)
+        weights.sub_(update.mul_(size))
+
+    @classmethod
+    def changes_matrices(cls) -> bool:
+        """Return whether there is a part on whole matrices beyond orthogonalising them."""
+        return cls.whole is not Rule.whole
+
+    def scale(self, rows: int, cols: int) -> float:
+        """Return what the learning rate is multiplied by for a whole matrix of rows × cols."""
+        return self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)

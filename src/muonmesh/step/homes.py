@@ -1,0 +1,87 @@
+"""Homes: where each thing lives that a rule keeps of a parameter, and in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from muonmesh.comm.storage import Storage
+from muonmesh.layout import Companion, FlatShards, MatrixSpec, MeshLayout, companion_matrices
+from muonmesh.layout.companion import companion_on_mesh, companions_in_buffers
+from muonmesh.numerics.rules import Kept
+from muonmesh.settings import Precision
+
+
+class Home(NamedTuple):
+    """Where one thing lives that a rule keeps of a parameter.
+
+    Attributes:
+        kept: What it has one number for.
+        storage: Where it lives.
+        companion: Its part in the plan, if it travels to the owners of the matrices.
+    """
+
+    kept: Kept
+    storage: Storage
+    companion: Companion | None = None
+
+    def dtype(self, precision: Precision) -> torch.dtype:
+        """Return what it is kept in: ``state_dtype``, but fp32 or wider where there are few numbers of it."""
+        return precision.state if self.companion is None else precision.carried
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter as `homes_of` sees it.
+
+    Attributes:
+        name: Canonical name.
+        spec: How it splits into matrices.
+        storage: Where it lives.
+        momentum_storage: Where its momentum lives.
+    """
+
+    name: str
+    spec: MatrixSpec
+    storage: Storage
+    momentum_storage: Storage
+
+
+def homes_of(keeps: Mapping[str, Kept], together: Mapping[int, Held]) -> dict[int, dict[str, Home]]:
+    """Return the homes of all that a rule keeps of parameters that share one tensor, which is mostly one.
+
+    What has a number for each row, column or matrix follows the momentum: it is placed on its mesh, or lies in a flat
+    buffer cut between the same ranks.
+
+    Args:
+        keeps: See `Rule.keeps`.
+        together: The parameters of the tensor, in its order.
+
+    Raises:
+        ValueError: a parameter does not split as its group says.
+    """
+    homes: dict[int, dict[str, Home]] = {number: {} for number in together}
+    for key, kept in keeps.items():
+        if kept == "momentum" or kept == "weights":
+            for number, held in together.items():
+                homes[number][key] = Home(kept, held.momentum_storage if kept == "momentum" else held.storage)
+            continue
+        shapes, parts, buffers = {}, {}, dict[str, tuple[FlatShards, tuple[int, ...]]]()
+        for number, held in together.items():
+            layout = held.momentum_storage.layout
+            shapes[number], parts[number] = companion_matrices(held.name, held.storage.shape, held.spec, kept)
+            if isinstance(layout, FlatShards):
+                buffers[str(number)] = layout, shapes[number]
+        flat = companions_in_buffers(buffers)
+        for number, held in together.items():
+            layout = held.momentum_storage.layout
+            if isinstance(layout, MeshLayout):
+                place: MeshLayout | FlatShards = companion_on_mesh(layout, shapes[number])
+            else:
+                place = flat[str(number)]
+            companion = Companion(key, kept, place, parts[number])
+            homes[number][key] = Home(kept, held.momentum_storage.companion(place), companion)
+    return homes

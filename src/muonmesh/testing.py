@@ -1,0 +1,263 @@
+"""For tests of rules of your own: whether a rule gives the same bits however its parameters are held."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from muonmesh.comm.storage import Storage, local_of, placements_of, this_rank, world_size
+from muonmesh.layout import FlatShards, Layout, MeshLayout
+from muonmesh.layout.region import row_major
+from muonmesh.numerics.rules import RULES, Rule
+from muonmesh.optimizer import Muon
+
+_SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
+    ((1, 1), "whole"),
+    ((1, 9), "whole"),
+    ((7, 1), "whole"),
+    ((3, 20), "whole"),
+    ((26, 12), "whole"),
+    ((13, 30), "whole"),
+    ((16, 16), "whole"),
+    ((20, 12), ("rows", 12, 4, 4)),
+    ((10, 26), ("cols", 7, 19)),
+    ((24, 14), ("heads", 4, 0)),
+    ((12, 24), ("heads", 3, 1)),
+    ((22, 12), ("interleaved", 2, 0)),
+    ((12, 18), ("interleaved", 3, 1, 2)),
+    ((10, 30), ("transposed", ("rows", 10, 10, 10))),
+    ((5, 6, 14), "stack"),
+    ((3, 8, 10), ("stack", ("rows", 4, 4))),
+    ((9, 4, 3, 3), "flatten"),
+)
+"""Shapes and splittings: smaller than the ranks, divided by none of their numbers, tall, wide and square."""
+
+_STEPS = 3
+
+
+def prove_rule(
+    rule: type[Rule] | str, *, examples: int = 40, seed: int = 0, settings: Mapping[str, Any] | None = None
+) -> None:
+    """Prove that a rule gives bit for bit the same weights and state however its parameters are held.
+
+    Every rank of the default process group calls it, on the CPU (gloo). First the elementwise parts are given vectors
+    whole and cut in two at every kind of place. Then, in each of ``examples`` generated cases, a parameter is held in
+    one process and by all ranks in one of many ways (replicated, sharded on a mesh of one or two axes,
+    flat; momentum shared by replicas or not), and both take a few steps, some without a gradient. One process without
+    torch.distributed proves the first half and that the rule runs.
+
+    Args:
+        rule: The rule, or the algorithm that it is registered as.
+        examples: Cases to generate.
+        seed: Of all that is generated.
+        settings: For the rule's group, such as hyperparameters of its own.
+
+    Raises:
+        AssertionError: on every rank, naming the part of the rule or the case, and what differs.
+        ValueError: the rule is not registered.
+    """
+    names = [name for name, known in RULES.items() if rule in (name, known)]
+    found = RULES[names[0]] if names else None
+    if found is None or not issubclass(found, Rule):
+        raise ValueError(
+            f"prove_rule: found {rule!r}; needed a rule that groups can name. Write "
+            '@muonmesh.register_rule("a name") in front of it'
+        )
+    group = {"algorithm": names[0], **(settings or {})}
+    generator = random.Random(seed)
+    _agree(_parts_that_see_neighbours(group, generator))
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    for _ in range(examples):
+        case = _case(generator)
+        for sizes in case.sizes:
+            if sizes not in meshes:
+                meshes[sizes] = init_device_mesh("cpu", sizes)
+        _agree(_differences(case, group, meshes))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A parameter and how it is held.
+
+    Attributes:
+        shape: Its global shape.
+        spec: How it splits.
+        how: "plain", "flat" or "mesh".
+        sizes: The mesh, if it is on one.
+        placements: On that mesh.
+        borders: Where a flat one is cut.
+        options: Of the optimizer, the same in one process.
+        shard_state: Whether replicas share the momentum.
+        gradients: For each step whether it is given, none, or zero.
+        seed: Of the values.
+    """
+
+    shape: tuple[int, ...]
+    spec: Any
+    how: str
+    sizes: tuple[tuple[int, ...], ...]
+    placements: tuple[Placement, ...]
+    borders: tuple[int, ...]
+    options: Mapping[str, Any]
+    shard_state: bool
+    gradients: tuple[str, ...]
+    seed: int
+
+
+def _case(generator: random.Random) -> _Case:
+    world = world_size()
+    shape, spec = generator.choice(_SPECS)
+    several = dist.is_available() and dist.is_initialized()
+    how = generator.choice(["mesh", "mesh", "mesh", "plain", "flat"] if several else ["plain", "flat"])
+    factors = [size for size in range(1, world + 1) if world % size == 0]
+    first = generator.choice(factors)
+    sizes = generator.choice([(world,), (first, world // first)])
+    dims = range(len(shape))
+    placements = tuple(
+        generator.choice(
+            [
+                Replicate(),
+                Shard(generator.choice(dims)),
+                Shard(generator.choice(dims)),
+                _StridedShard(generator.choice(dims), split_factor=generator.randint(1, 3)),
+            ]
+        )
+        for _ in sizes
+    )
+    count = math.prod(shape)
+    borders = (0, *sorted(generator.randint(0, count) for _ in range(world - 1)), count)
+    options = {
+        "compute_dtype": generator.choice([torch.float32, torch.bfloat16]),
+        "bucket_cap_mb": generator.choice([16.0, 0.001]),
+    }
+    gradients = tuple(generator.choice(["given", "given", "given", "none", "zero"]) for _ in range(_STEPS))
+    return _Case(
+        shape,
+        spec,
+        how,
+        (sizes,) if how == "mesh" else (),
+        placements,
+        borders,
+        options,
+        generator.random() < 0.5,
+        gradients,
+        generator.randrange(10**6),
+    )
+
+
+def _differences(case: _Case, group: Mapping[str, Any], meshes: Mapping[tuple[int, ...], DeviceMesh]) -> str:
+    """Step a case in its layout and in one process; return what differs here, as text."""
+    ranks = tuple(range(world_size()))
+    if case.how == "mesh":
+        mesh = meshes[case.sizes[0]]
+        layout: Layout = MeshLayout(case.shape, case.sizes[0], ranks, placements_of("parameter", case.placements))
+        storage = Storage(layout, case.shape, row_major(case.shape), mesh, case.placements)
+    else:
+        flat = case.how == "flat"
+        layout = FlatShards.cut(case.shape, ranks, case.borders) if flat else MeshLayout.replicated(case.shape, ranks)
+        storage = Storage(layout, case.shape)
+    random_numbers = torch.Generator().manual_seed(case.seed)
+    start = torch.randn(case.shape, generator=random_numbers)
+    alone, shared = nn.Parameter(start.clone()), nn.Parameter(storage.wrap(_cut(start, layout)))
+    where: dict[str, Any] = {"process_group": "world"} if case.how == "plain" else {}
+    if case.how == "flat":
+        where["layouts"] = {"parameter": layout}
+    optimizers = []
+    for parameter, held in ((alone, {"process_group": "local"}), (shared, {**where, "shard_state": case.shard_state})):
+        entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
+        optimizers.append(Muon([entry], lr=0.02, **case.options, **held))
+    for kind in case.gradients:
+        gradient = torch.randn(case.shape, generator=random_numbers)
+        if kind == "zero":
+            gradient.zero_()
+        alone.grad = gradient if kind != "none" else None
+        shared.grad = storage.wrap(_cut(gradient, layout)) if kind != "none" else None
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = {"weights": alone.detach(), **optimizers[0].state[alone]}
+    found = {"weights": shared.detach(), **optimizers[1].state[shared]}
+    homes = optimizers[1].members[0].homes
+    wrong = sorted(expected.keys() ^ found.keys())
+    for key in expected.keys() & found.keys():
+        place = layout if key == "weights" else homes[key].storage.layout if key in homes else None
+        value = _cut(expected[key], place) if place is not None else expected[key]
+        if not torch.equal(local_of(found[key]).reshape(value.shape), value):
+            wrong.append(key)
+    return f"{', '.join(wrong)} differ from one process in {case}" if wrong else ""
+
+
+def _cut(value: Tensor, layout: Layout) -> Tensor:
+    """Return what this rank stores of a whole tensor."""
+    rank = this_rank()
+    local = torch.zeros(layout.local_shape(rank), dtype=value.dtype)
+    for block in layout.blocks(rank):
+        region = block.region
+        box = tuple(slice(low, low + size) for low, size in zip(region.offset, region.shape, strict=True))
+        local.as_strided(region.shape, block.strides, block.start).copy_(value[box])
+    return local
+
+
+def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Random) -> str:
+    """Return which elementwise part of a rule gives an element other bits if its neighbours are elsewhere."""
+    settings = Muon([{**group, "params": [nn.Parameter(torch.zeros(1, 1))]}]).param_groups[0]
+    rule: Rule = RULES[group["algorithm"]].of(settings)
+    keeps = rule.keeps()
+    numbers = torch.Generator().manual_seed(generator.randrange(10**6))
+    for length, dtype in itertools.product((1, 2, 7, 16, 33, 64, 131, 1024), (torch.float32, torch.bfloat16)):
+        border = generator.randint(0, length)
+        inputs: dict[str, Tensor] = {
+            "gradient": torch.randn(length, generator=numbers).to(dtype),
+            "weights": torch.randn(length, generator=numbers),
+            "update": torch.randn(length, generator=numbers),
+        }
+        inputs |= {key: torch.randn(length, generator=numbers).abs() for key in keeps}
+        whole = _run_parts(rule, {key: value.clone() for key, value in inputs.items()})
+        halves = [
+            _run_parts(rule, {key: value[cut].clone() for key, value in inputs.items()})
+            for cut in (slice(0, border), slice(border, None))
+        ]
+        for part, values in whole.items():
+            for one, low, high in zip(values, halves[0][part], halves[1][part], strict=True):
+                if not torch.equal(one, torch.cat([low, high])):
+                    return (
+                        f"{type(rule).__name__}.{part}: {length} elements together have other bits than {border} and "
+                        f"{length - border} apart; needed operations that work element by element. What needs whole "
+                        "matrices belongs into whole()"
+                    )
+    return ""
+
+
+def _run_parts(rule: Rule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
+    """Return what each elementwise part of a rule makes of vectors."""
+    folded = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "momentum"}
+    applied = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "weights"}
+    rule.fold(inputs["gradient"], folded)
+    direction = rule.direction(inputs["gradient"], folded).clone()
+    rule.apply(inputs["weights"], inputs["update"], 0.01, applied)
+    return {
+        "fold": tuple(folded.values()),
+        "direction": (direction,),
+        "apply": (inputs["weights"], *applied.values()),
+    }
+
+
+def _agree(error: str) -> None:
+    """Raise on every rank if there is an error on any."""
+    everyone = [error]
+    if world_size() > 1:
+        everyone = [""] * world_size()
+        dist.all_gather_object(everyone, error)
+    for rank, text in enumerate(everyone):
+        if text:
+            raise AssertionError(f"rank {rank}: {text}" if len(everyone) > 1 else text)

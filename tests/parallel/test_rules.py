@@ -1,0 +1,435 @@
+"""Rules with a part on whole matrices: the same bits whatever holds the matrix, state that travels and reshards."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Placement
+
+import muonmesh as mm
+from muonmesh.comm.storage import local_of
+from muonmesh.numerics.rules import register_rule
+from muonmesh.step.slots import RUNNING
+from muonmesh.testing import prove_rule
+from tests import layouts, problem
+from tests.meshes import mesh_of
+from tests.parallel.test_every_layout import MESHES
+from tests.parallel.test_same_update import LAYOUTS
+from tests.unit.test_docs import run as run_page
+
+STEPS = 4
+RULES: dict[str, dict[str, Any]] = {
+    "normuon": {"algorithm": "normuon", "normuon_side": "longer", "normuon_beta2": 0.8},
+    "rows": {"algorithm": "normuon"},
+    "cautious": {"decay_mode": "cautious", "weight_decay": 3.0},
+    "both": {"algorithm": "normuon", "decay_mode": "cautious", "weight_decay": 3.0},
+}
+EXAMPLES = int(os.environ.get("FUZZ", "2000")) // 50
+"""Generated layouts a rule; `make fuzz N=` sets it."""
+
+
+def ruled(groups: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
+    """The same groups under a rule; AdamW's decay cautiously where it does."""
+    settings = RULES[rule]
+    own = {key: value for key, value in settings.items() if not key.startswith(("algorithm", "normuon"))}
+    return [{**group, **(own if group["algorithm"] == "adamw" else settings)} for group in groups]
+
+
+def stepped(groups: list[dict[str, Any]], give: Any, rule: str, settings: dict[str, Any]) -> mm.Muon:
+    optimizer = mm.Muon(ruled(groups, rule), **{**problem.SETTINGS, **settings})
+    for step in range(STEPS):
+        give(problem.gradients(step))
+        optimizer.step()
+    return optimizer
+
+
+def alone(rule: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Weights and state of one process, by name."""
+    model = problem.Bag(problem.initial())
+
+    def give(gradients: dict[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            model.get_parameter(name).grad = gradient
+
+    settings = {key: value for key, value in settings.items() if key != "shard_state"}
+    optimizer = stepped(problem.groups(model), give, rule, {**settings, "process_group": "local"})
+    state = {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
+    return {name: p.detach() for name, p in model.named_parameters()}, state
+
+
+def differing(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[str]:
+    """What this rank stores of weights and state, by the layouts' own blocks, against one process."""
+    weights, state = alone(rule, settings)
+    wrong = []
+    for member in optimizer.members:
+        found = {"weights": member.tensor.detach(), **optimizer.state[member.tensor]}
+        expected = {"weights": weights[member.name], **state[member.name]}
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            if key in RUNNING or key == "step":  # neither sharded nor of a rule
+                continue
+            layout = (member.homes[key].storage if key in member.homes else member.storage).layout
+            assert layout is not None
+            whole, local = expected[key].reshape(layout.shape), local_of(value)
+            for block in layout.blocks(dist.get_rank()):
+                region = block.region
+                box = tuple(slice(low, low + size) for low, size in zip(region.offset, region.shape, strict=True))
+                if not torch.equal(local.as_strided(region.shape, block.strides, block.start), whole[box]):
+                    wrong.append(f"{member.name}.{key}")
+    return wrong
+
+
+def promised(optimizer: mm.Muon) -> bool:
+    """Whether a step did what explain() says."""
+    told, did = optimizer.explain(), optimizer.counts
+    return (told.orthogonalizations, told.collectives, told.bytes_sent, told.bytes_received) == (
+        did.orthogonalized,
+        did.collectives,
+        did.bytes_sent,
+        did.bytes_received,
+    )
+
+
+def in_a_module(layout: str, rule: str, settings: dict[str, Any]) -> tuple[list[str], bool]:
+    model, group = problem.hold(layout, problem.initial())
+
+    def give(gradients: dict[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            parameter.grad = problem.placed_like(parameter, gradient)
+
+    optimizer = stepped(problem.groups(model), give, rule, {**settings, "process_group": group})
+    return differing(optimizer, rule, settings), promised(optimizer)
+
+
+def on_mesh(name: str, how: str, rule: str, settings: dict[str, Any]) -> tuple[list[str], bool]:
+    sizes, place = MESHES[name]
+    hold = layouts.declared if how == "declared" else layouts.dtensors
+
+    def placements(_: str, shape: tuple[int, ...]) -> Sequence[Placement]:
+        return place(len(shape))
+
+    held = hold(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placements)
+    optimizer = stepped(held.groups, held.give, rule, {**settings, **held.settings})
+    return differing(optimizer, rule, settings), promised(optimizer)
+
+
+def flat(tensor_parallel: int, seed: int, rule: str, settings: dict[str, Any]) -> tuple[list[str], bool]:
+    held = layouts.flat(problem.PARAMETERS, problem.initial(), tensor_parallel=tensor_parallel, seed=seed)
+    optimizer = stepped(held.groups, held.give, rule, {**settings, **held.settings})
+    return differing(optimizer, rule, settings), promised(optimizer)
+
+
+FP32: dict[str, Any] = {"compute_dtype": torch.float32}
+
+
+def check(outcomes: Sequence[tuple[list[str], bool]]) -> None:
+    assert outcomes == [([], True)] * len(outcomes)
+
+
+@pytest.mark.parametrize("rule", ["normuon", "both"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bit_for_bit(workers, ranks: int, layout: str, rule: str) -> None:
+    check(workers(ranks).run(in_a_module, layout, rule, FP32))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+def test_bit_for_bit_in_bf16(workers, layout: str) -> None:
+    check(workers(4).run(in_a_module, layout, "normuon", {"bucket_cap_mb": 0.005}))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "shard1"])
+@pytest.mark.parametrize("dtype", ["compute_dtype", "state_dtype"])
+def test_bit_for_bit_in_fp64(workers, layout: str, dtype: str) -> None:
+    check(workers(2).run(in_a_module, layout, "rows", {**FP32, dtype: torch.float64}))
+
+
+def test_cautious_decay_is_bit_for_bit_too(workers) -> None:
+    for layout in ("ddp", "fsdp", "shard-last"):
+        check(workers(4).run(in_a_module, layout, "cautious", {}))
+
+
+@pytest.mark.parametrize("how", ["dtensor", "declared"])
+@pytest.mark.parametrize("name", MESHES)
+def test_bit_for_bit_on_any_mesh(workers, name: str, how: str) -> None:
+    check(workers(4).run(on_mesh, name, how, "both", FP32))
+
+
+@pytest.mark.parametrize("name", ["hsdp", "hsdp, shard 1", "replicate inside", "all replicated", "three axes"])
+def test_bit_for_bit_where_replicas_share_the_state(workers, name: str) -> None:
+    check(workers(4).run(on_mesh, name, "dtensor", "normuon", {**FP32, "shard_state": True}))
+
+
+def test_bit_for_bit_where_ddp_shares_the_state(workers) -> None:
+    check(workers(4).run(in_a_module, "ddp", "both", {**FP32, "shard_state": True}))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_bit_for_bit_in_flat_buffers(workers, ranks: int, seed: int) -> None:
+    check(workers(ranks).run(flat, 1, seed, "normuon", FP32))
+
+
+def test_bit_for_bit_in_flat_buffers_of_tensor_parallel_shards(workers) -> None:
+    for seed in range(2):
+        check(workers(4).run(flat, 2, seed, "normuon", FP32))
+
+
+def zeroed(layout: str, waits: bool) -> list[str]:
+    """Steps in which matrices have no gradient or a zero one, in turns: they keep all that their rule keeps."""
+    optimizers = []
+    for held in (layout, "local"):
+        model, group = problem.hold(held, problem.initial())
+        settings = {**problem.SETTINGS, **FP32, "process_group": group}
+        optimizer = mm.Muon(ruled(problem.groups(model), "both"), **settings)
+        optimizer._kept.waits = waits if held == layout else True
+        for step in range(STEPS):
+            for number, (name, gradient) in enumerate(problem.gradients(step).items()):
+                parameter = model.get_parameter(name)
+                kind = (number + step) % 3
+                given = gradient if kind else gradient * 0
+                parameter.grad = None if kind == 2 else problem.placed_like(parameter, given)
+            optimizer.step()
+        optimizers.append((model, optimizer))
+    return problem.differing(*[problem.result(*both) for both in optimizers])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+def test_matrices_that_are_left_alone_keep_everything(workers, layout: str, waits: bool) -> None:
+    """Without waiting, as on CUDA, every write is masked by the flags on the device."""
+    assert workers(2).run(zeroed, layout, waits) == [[], []]
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def build(layout: str) -> tuple[nn.Module, mm.Muon]:
+    """``-shared`` after the name of a layout stores momentum, and what follows it, sharded over its replicas."""
+    model, group = problem.hold(layout.removesuffix("-shared"), problem.initial())
+    settings = {**problem.SETTINGS, **FP32, "shard_state": layout.endswith("-shared"), "process_group": group}
+    return model, mm.Muon(ruled(problem.groups(model), "normuon"), **settings)
+
+
+def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
+    for step in range(first, last):
+        for name, gradient in problem.gradients(step).items():
+            parameter = model.get_parameter(name)
+            parameter.grad = problem.placed_like(parameter, gradient)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def states(model: nn.Module, optimizer: mm.Muon, options: StateDictOptions) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def save(layout: str, path: str, flat: bool) -> None:
+    model, optimizer = build(layout)
+    advance(model, optimizer, 0, 2)
+    dcp.save(states(model, optimizer, StateDictOptions(flatten_optimizer_state_dict=flat)), checkpoint_id=path)
+
+
+def load(layout: str, path: str, flat: bool) -> list[str]:
+    model, optimizer = build(layout)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = states(model, optimizer, options)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    advance(model, optimizer, 2, STEPS)
+    return differing(optimizer, "normuon", FP32)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, "fsdp"), (2, "fsdp")),
+        ((2, "fsdp"), (4, "shard1")),
+        ((4, "ddp-shared"), (2, "fsdp")),
+        ((4, "shard-last"), (2, "ddp")),
+    ],
+    ids=["4-to-2", "other-dim", "shared-to-fsdp", "to-ddp"],
+)
+def test_resharding_continues_bit_for_bit(
+    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool
+) -> None:
+    workers(before[0]).run(save, before[1], str(tmp_path), flat)
+    for wrong in workers(after[0]).run(load, after[1], str(tmp_path), flat):
+        assert wrong == []
+
+
+def reloaded(layout: str) -> list[str]:
+    """Through torch's own state_dict and load_state_dict, in the middle."""
+    model, optimizer = build(layout)
+    advance(model, optimizer, 0, 2)
+    fresh, other = build(layout)
+    fresh.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    advance(fresh, other, 2, STEPS)
+    return differing(other, "normuon", FP32)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "shard1", "ddp-shared"])
+def test_a_state_dict_brings_it_back(workers, layout: str) -> None:
+    assert workers(2).run(reloaded, layout) == [[], []]
+
+
+def refused(kind: str) -> str:
+    model, optimizer = build("shard0")
+    advance(model, optimizer, 0, 1)
+    saved = optimizer.state_dict()
+    entry = saved["state"][4]
+    if kind == "missing":
+        del entry["row_second_moment"]
+    elif kind == "shape":
+        entry["row_second_moment"] = entry["momentum_buffer"]
+    else:
+        entry["row_second_moment"] = entry["row_second_moment"] - 1
+    with pytest.raises(mm.StateError) as error:
+        optimizer.load_state_dict(saved)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("missing", "needed 'row_second_moment'"),
+        ("shape", r"needed a DTensor of shape \(66, 1\)"),
+        ("negative", "row_second_moment with nan, inf or negative numbers"),
+    ],
+)
+def test_what_does_not_fit_is_refused(workers, kind: str, told: str) -> None:
+    for message in workers(2).run(refused, kind):
+        assert re.search(told, message), message
+
+
+# ------------------------------------------------------------------ rules of one's own
+
+
+@register_rule("test-all-kinds")
+@dataclass(frozen=True)
+class AllKinds(mm.MuonRule):
+    """Keeps something in every way there is."""
+
+    beta: float = 0.9
+
+    def keeps(self) -> dict[str, Any]:
+        return {
+            "momentum_buffer": "momentum",
+            "second": "momentum",
+            "by_row": "rows",
+            "by_col": "cols",
+            "by_matrix": "matrix",
+            "mean": "weights",
+        }
+
+    def fold(self, gradient: Tensor, state: Any) -> None:
+        super().fold(gradient, state)
+        state["second"].lerp_(gradient.to(state["second"].dtype).sign().mul_(0.25), 1 - self.beta)
+
+    def direction(self, gradient: Tensor, state: Any) -> Tensor:
+        return super().direction(gradient, state) + state["second"] * 0
+
+    def whole(self, update: Tensor, state: Any) -> Tensor:
+        state["by_row"].lerp_(update.norm(dim=-1, keepdim=True), 1 - self.beta)
+        state["by_col"].lerp_(update.norm(dim=-2, keepdim=True), 1 - self.beta)
+        state["by_matrix"].add_(update.norm(dim=(-2, -1), keepdim=True))
+        return update / (1 + state["by_row"]) / (1 + state["by_col"]) / (1 + state["by_matrix"])
+
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> None:
+        super().apply(weights, update, size, state)
+        state["mean"].lerp_(weights, 1 - self.beta)
+
+
+def on_the_page() -> None:
+    """The rule that docs/rules.md shows."""
+    for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}):
+        pass
+    prove_rule("even-rows", examples=EXAMPLES, seed=1, settings={"row_beta": 0.5})
+
+
+def test_the_rule_of_the_page_is_proved(workers) -> None:
+    workers(2).run(on_the_page)
+
+
+@register_rule("test-sees-its-rank")
+@dataclass(frozen=True)
+class SeesItsRank(mm.MuonRule):
+    def whole(self, update: Tensor, state: Any) -> Tensor:
+        return update * (1 + dist.get_rank())
+
+
+@register_rule("test-normalises-gradients")
+@dataclass(frozen=True)
+class NormalisesGradients(mm.MuonRule):
+    def fold(self, gradient: Tensor, state: Any) -> None:
+        super().fold(gradient / gradient.norm(), state)
+
+
+@register_rule("test-centres-weights")
+@dataclass(frozen=True)
+class CentresWeights(mm.MuonRule):
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> None:
+        super().apply(weights, update, size, state)
+        weights.sub_(weights.mean())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("rule", ["muon", "normuon", "test-all-kinds"])
+def test_a_rule_is_proved_on_generated_layouts(workers, ranks: int, rule: str) -> None:
+    workers(ranks).run(prove_rule, rule, examples=EXAMPLES)
+
+
+def test_cautious_decay_is_proved_on_generated_layouts(workers) -> None:
+    settings = {"decay_mode": "cautious", "weight_decay": 3.0, "normuon_side": "longer"}
+    workers(4).run(prove_rule, "normuon", examples=EXAMPLES, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ("test-sees-its-rank", "weights differ from one process"),
+        ("test-normalises-gradients", r"NormalisesGradients\.fold: .* belongs into whole"),
+        ("test-centres-weights", r"CentresWeights\.apply: .* belongs into whole"),
+    ],
+)
+def test_a_rule_that_sees_sharding_is_found(workers, rule: str, told: str) -> None:
+    for outcome in workers(2).run_expecting_errors(prove_rule, rule, examples=20, timeout=60.0):
+        assert outcome.error is AssertionError
+        assert re.search(told, outcome.message), outcome.message
+
+
+def test_one_process_proves_its_parts() -> None:
+    prove_rule(AllKinds, examples=5)
+    with pytest.raises(AssertionError, match=r"NormalisesGradients\.fold"):
+        prove_rule("test-normalises-gradients")
+    with pytest.raises(ValueError, match="register_rule"):
+        prove_rule("unheard of")
+
+
+def test_gram_matrices_are_not_summed_for_a_rule_on_whole_matrices(workers) -> None:
+    """The Gram exchange never has a matrix whole."""
+    check(workers(2).run(in_a_module, "shard-last", "normuon", {**FP32, "exchange": "gram"}))

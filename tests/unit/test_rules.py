@@ -1,0 +1,235 @@
+"""Rules: what NorMuon and cautious decay compute, against fp64 references; who may become a rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muonmesh as mm
+from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.rules import RULES, MuonRule, NorMuonRule, Rule, parts, register_rule
+from tests import reference
+from tests.problem import PARAMETERS
+
+STEPS = 4
+COEFFICIENTS = [tuple(step) for step in coefficient_schedule("polar_express", 5)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def stepped(settings: dict[str, Any], options: dict[str, Any], names: list[str]) -> list[tuple[str, float]]:
+    """Step by the package in fp64 and by the oracle; return the largest difference of each parameter."""
+    values = {name: random(*PARAMETERS[name][0], seed=n) for n, name in enumerate(names)}
+    tensors = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    specs = [PARAMETERS[name][1] for name in names]
+    group = {"params": list(tensors.values()), "param_names": names, **settings}
+    if settings.get("algorithm") != "adamw":
+        group["matrices"] = specs
+    optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float64, state_dtype=torch.float64, momentum=0.9)
+    state: dict[str, Any] = {}
+    for step in range(STEPS):
+        grads = {name: random(*PARAMETERS[name][0], seed=100 * step + n) for n, name in enumerate(names)}
+        for name, tensor in tensors.items():
+            tensor.grad = grads[name].clone()
+        optimizer.step()
+        told = {}
+        for name, spec in zip(names, specs, strict=True):
+            told[name] = {"algorithm": "muon", "coefficients": COEFFICIENTS, "matrices": spec, "momentum": 0.9}
+            if settings.get("algorithm") == "adamw":
+                told[name] = {"algorithm": "adamw"}
+            told[name] |= {"lr": 0.02, "weight_decay": 0.1, **options}
+        values, state = reference.reference_step(values, grads, state, told)
+    return [(name, float((tensors[name] - values[name]).abs().max())) for name in names]
+
+
+MATRICES = [name for name, (_, spec) in PARAMETERS.items() if spec != "adamw"]
+
+
+@pytest.mark.parametrize("side", ["rows", "longer"])
+def test_normuon_agrees_with_the_oracle(side: str) -> None:
+    normuon = {"beta2": 0.8, "eps": 1e-6, "longer": side == "longer"}
+    settings = {"algorithm": "normuon", "normuon_side": side, "normuon_beta2": 0.8, "normuon_eps": 1e-6}
+    for name, difference in stepped(settings, {"normuon": normuon}, MATRICES):
+        assert difference < 1e-9, name
+
+
+def test_the_two_sides_of_normuon_differ_for_wide_matrices_only() -> None:
+    def after(side: str, shape: tuple[int, int]) -> Tensor:
+        weight = nn.Parameter(random(*shape).float())
+        optimizer = mm.Muon([{"params": [weight], "algorithm": "normuon", "normuon_side": side}])
+        weight.grad = random(*shape, seed=1).float()
+        optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(after("rows", (12, 8)), after("longer", (12, 8)))
+    assert not torch.equal(after("rows", (8, 12)), after("longer", (8, 12)))
+
+
+def test_cautious_decay_agrees_with_the_oracle() -> None:
+    settings = {"decay_mode": "cautious", "weight_decay": 5.0}
+    for name, difference in stepped(settings, {"cautious": True, "weight_decay": 5.0}, MATRICES):
+        assert difference < 1e-9, name
+
+
+def test_adamw_decays_cautiously_too() -> None:
+    settings = {"algorithm": "adamw", "decay_mode": "cautious", "weight_decay": 5.0}
+    options = {"cautious": True, "weight_decay": 5.0}
+    for name, difference in stepped(settings, options, ["embedding", "norm", "bias"]):
+        assert difference < 1e-9, name
+
+
+def test_cautious_decay_decays_what_the_step_moves_towards_zero() -> None:
+    """The convention: the step is −lr·u, so u and p of one sign move p towards zero, as the decay does."""
+    rule = MuonRule(1.0, 0.5, "cautious", "none", 1.0, "polar_express", 5, "auto", 0.9, True)
+    weights = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0, 0.0, 1e-30, 1e-30])
+    update = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, 1e-30, -1e-30])
+    expected = torch.where(update * weights.sign() >= 0, weights * 0.5, weights)
+    rule.decay(weights, update)
+    assert torch.equal(weights, expected)
+    assert weights[-2] < weights[-1]  # their products with the update both vanish in fp32
+
+
+@pytest.mark.parametrize("mode", ["full", "cautious"])
+def test_no_decay_is_no_decay(mode: str) -> None:
+    rule = MuonRule(1.0, 0.0, mode, "none", 1.0, "polar_express", 5, "auto", 0.9, True)  # type: ignore[arg-type]
+    weights = random(5).float()
+    before = weights.clone()
+    rule.decay(weights, before)
+    assert torch.equal(weights, before)
+
+
+def test_normuon_does_not_depend_on_the_scale_of_gradients() -> None:
+    results = []
+    for scale in (1.0, 2.0**-60, 2.0**60):
+        weight = nn.Parameter(random(12, 20).float())
+        optimizer = mm.Muon([{"params": [weight], "algorithm": "normuon"}], lr=0.1)
+        for step in range(3):
+            weight.grad = random(12, 20, seed=step + 1).float() * scale
+            optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_matrix_without_a_gradient_keeps_its_second_moments() -> None:
+    weights = [nn.Parameter(random(6, 8, seed=n).float()) for n in range(2)]
+    optimizer = mm.Muon([{"params": weights, "algorithm": "normuon"}])
+    for weight in weights:
+        weight.grad = random(6, 8, seed=3).float()
+    optimizer.step()
+    before = [optimizer.state[weight]["row_second_moment"].clone() for weight in weights]
+    assert all(bool((moment > 0).all()) for moment in before)
+    assert [tuple(moment.shape) for moment in before] == [(6, 1), (6, 1)]
+    weights[0].grad = torch.zeros(6, 8)
+    optimizer.step()
+    after = [optimizer.state[weight]["row_second_moment"] for weight in weights]
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+
+
+def test_normuon_keeps_the_frobenius_norm_of_the_update() -> None:
+    rule = NorMuonRule(1.0, 0.0, "full", "none", 1.0, "polar_express", 5, "auto", 0.9, True)
+    update = mm.orthogonalize(random(10, 16).float(), dtype=torch.float32)
+    state = {"row_second_moment": torch.zeros(10)}
+    changed = update.clone()
+    parts.change_whole(rule, changed, state, rows=10, cols=16)
+    assert float(changed.norm()) == pytest.approx(float(update.norm()), rel=1e-6)
+    assert not torch.equal(changed, update)
+    rows = changed.norm(dim=1)  # one step without bias correction: all rows at one pace
+    assert float(rows.max() / rows.min()) == pytest.approx(1.0, rel=1e-4)
+    nothing = torch.zeros(10, 16)
+    parts.change_whole(rule, nothing, state, rows=10, cols=16)
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [("normuon_beta2", 1.0, "a number in"), ("normuon_eps", -1.0, "a number in"), ("normuon_side", "cols", "longer")],
+)
+def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=f"{key}: found .*; needed .*{needed}"):
+        mm.Muon([{"params": [weight], "algorithm": "normuon", key: value}])
+    with pytest.raises(ValueError, match="nobody reads"):  # and are refused where nobody reads them
+        mm.Muon([{"params": [weight], "algorithm": "muon", key: value}])
+    with pytest.raises(ValueError, match="'full', 'cautious'"):
+        mm.Muon([{"params": [weight], "decay_mode": "half"}])
+
+
+# ------------------------------------------------------------------ rules of one's own
+
+
+def test_a_rule_says_its_name_once() -> None:
+    with pytest.raises(ValueError, match="a rule of muonmesh"):
+        register_rule("muon")(MuonRule)
+
+    class Bare(MuonRule):
+        pass
+
+    with pytest.raises(TypeError, match="needed a dataclass"):
+        register_rule("bare")(Bare)
+    with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
+        mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
+
+
+def test_a_rule_without_parts_orthogonalises_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Plain(Rule):
+        pass
+
+    monkeypatch.setitem(RULES, "plain", Plain)
+    weight = nn.Parameter(random(6, 9).float())
+    start, gradient = weight.detach().clone(), random(6, 9, seed=1).float()
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "plain"}], lr=0.5, scale_mode="none", weight_decay=0.0)
+    weight.grad = gradient.clone()
+    optimizer.step()
+    update = mm.orthogonalize(gradient.bfloat16(), dtype=torch.bfloat16).float()
+    assert torch.equal(weight, start - update * 0.5)
+    assert sorted(optimizer.state[weight]) == ["running_norm", "running_norm_steps"]
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_whole_matrices_are_changed_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch, compute: torch.dtype, count: int
+) -> None:
+    """Sums round otherwise on another number of threads, and a matrix may be alone or one of many."""
+    seen: list[int] = []
+
+    @dataclass(frozen=True)
+    class Counts(MuonRule):
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return update
+
+    monkeypatch.setitem(RULES, "counts", Counts)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        weights = [nn.Parameter(random(40, 60, seed=n).float()) for n in range(count)]
+        optimizer = mm.Muon([{"params": weights, "algorithm": "counts"}], compute_dtype=compute)
+        for weight in weights:
+            weight.grad = random(40, 60, seed=9).float()
+        optimizer.step()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1] * count
+
+
+def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
+    weight = nn.Parameter(random(6, 8).float())
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = random(6, 8, seed=1).float()
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    optimizer.param_groups[0]["algorithm"] = "normuon"
+    optimizer.step()
+    assert optimizer.state[weight]["momentum_buffer"] is momentum
+    assert bool(optimizer.state[weight]["row_second_moment"].all())
