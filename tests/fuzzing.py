@@ -198,7 +198,7 @@ def ranks_alike(layout: MeshLayout) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Held:
+class Placed:
     """Parameters that lie together: one alone, or several in one flat buffer a rank.
 
     Attributes:
@@ -217,20 +217,20 @@ class Held:
 class Case:
     """What is planned together, and how many matrix elements go into a bucket."""
 
-    held: tuple[Held, ...]
+    held: tuple[Placed, ...]
     bucket_elements: int
 
 
 @st.composite
-def on_mesh(draw: st.DrawFn, ranks: Sequence[int] = range(8), largest: int = 300, *, every: bool = False) -> Held:
+def on_mesh(draw: st.DrawFn, ranks: Sequence[int] = range(8), largest: int = 300, *, every: bool = False) -> Placed:
     """A parameter placed on a mesh, its momentum there too."""
     shape, spec = draw(specs(largest))
     layout = draw(mesh_layouts(shape, ranks, every=every))
-    return Held((shape,), (spec,), (layout,), (layout,))
+    return Placed((shape,), (spec,), (layout,), (layout,))
 
 
 @st.composite
-def with_momentum_elsewhere(draw: st.DrawFn, ranks: Sequence[int] = range(8)) -> Held:
+def with_momentum_elsewhere(draw: st.DrawFn, ranks: Sequence[int] = range(8)) -> Placed:
     """A parameter placed on a mesh, its momentum shared by the replicas, flat, or anywhere else on these ranks."""
     held = draw(on_mesh(ranks))
     (target,) = held.targets
@@ -238,13 +238,13 @@ def with_momentum_elsewhere(draw: st.DrawFn, ranks: Sequence[int] = range(8)) ->
     anywhere = mesh_layouts(target.shape, sorted(target.ranks), every=True)
     shared = shared_by_replicas(target)
     source = draw(st.one_of(shared, shared, flat_layouts([target]).map(lambda layouts: layouts[0]), anywhere))
-    return Held(held.shapes, held.specs, (target,), (source,))
+    return Placed(held.shapes, held.specs, (target,), (source,))
 
 
 @st.composite
 def in_flat_buffers(
     draw: st.DrawFn, ranks: Sequence[int] = range(8), largest: int = 300, *, every: bool = False
-) -> Held:
+) -> Placed:
     """Several parameters in one flat buffer a rank: of replicated parameters, or of shards."""
     pairs = draw(st.lists(specs(largest), min_size=1, max_size=3))
     first = draw(mesh_layouts(pairs[0][0], ranks, every=every))
@@ -254,11 +254,11 @@ def in_flat_buffers(
         placed = [Replicate() if plain else draw(placements(len(shape))) for _ in first.mesh]
         withins.append(MeshLayout(shape, first.mesh, first.ranks, tuple(placed)))
     layouts = draw(flat_layouts(withins))
-    return Held(tuple(shape for shape, _ in pairs), tuple(spec for _, spec in pairs), layouts, layouts)
+    return Placed(tuple(shape for shape, _ in pairs), tuple(spec for _, spec in pairs), layouts, layouts)
 
 
 @st.composite
-def cases(draw: st.DrawFn, holding: Callable[..., st.SearchStrategy[Held]]) -> Case:
+def cases(draw: st.DrawFn, holding: Callable[..., st.SearchStrategy[Placed]]) -> Case:
     """One to three holdings on some of up to 8 ranks, whose numbers need not begin at 0."""
     begin, world = draw(st.sampled_from([0, 0, 3])), draw(st.integers(1, 8))
     held = draw(st.lists(holding(range(begin, begin + world)), min_size=1, max_size=3))
@@ -291,7 +291,7 @@ def stored(layout: MeshLayout, rank: int, whole: Tensor) -> Tensor:
 
 
 def contents(layouts: Sequence[Layout], rank: int, wholes: Sequence[Tensor], padding: float) -> Tensor:
-    """What a rank's memory for the parameters of one `Held` holds, as a vector; ``padding`` where no parameter is."""
+    """What a rank's memory for the parameters of one `Placed` holds, as a vector; ``padding`` where no parameter is."""
     first = layouts[0]
     if isinstance(first, MeshLayout):
         return stored(first, rank, wholes[0]).flatten()

@@ -19,6 +19,31 @@ from muonmesh.comm.storage import placements_of
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout, split_matrices
 from muonmesh.step.slots import RUNNING
 
+# name: (mesh, placements of a matrix by its number of dims); a dim that is not there is dim 0
+S, R = Shard, Replicate()
+
+
+def strided(dim: int, factor: int) -> Placement:
+    return _StridedShard(dim, split_factor=factor)
+
+
+MESHES: dict[str, tuple[tuple[int, ...], Any]] = {
+    "hsdp": ((2, 2), lambda n: [R, S(0)]),
+    "hsdp, shard 1": ((2, 2), lambda n: [R, S(1 % n)]),
+    "replicate inside": ((2, 2), lambda n: [S(0), R]),
+    "rows by cols": ((2, 2), lambda n: [S(0), S(1 % n)]),
+    "cols by rows": ((2, 2), lambda n: [S(1 % n), S(0)]),
+    "rows twice": ((2, 2), lambda n: [S(0), S(0)]),
+    "fsdp over colwise": ((2, 2), lambda n: [strided(0, 2), S(0)]),
+    "fsdp over rowwise": ((2, 2), lambda n: [S(0), S(n - 1)]),
+    "strided alone": ((4,), lambda n: [strided(0, 3)]),
+    "all replicated": ((2, 2), lambda n: [R, R]),
+    "one axis of one": ((4, 1), lambda n: [S(0), S(n - 1)]),
+    "three axes": ((2, 1, 2), lambda n: [R, S(0), S(n - 1)]),
+    "four axes": ((1, 2, 1, 2), lambda n: [R, S(0), S(1 % n), strided(0, 2)]),
+    "experts": ((2, 2), lambda n: [S(0), S(1 % n)] if n == 3 else [R, R]),
+}
+
 
 @dataclass
 class Held:

@@ -74,7 +74,7 @@ def backward(model: nn.Module, batch: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Held:
+class Share:
     """A model on this rank, the part of each batch that is its own, and what the optimizer must be told."""
 
     model: nn.Module
@@ -86,7 +86,7 @@ class Held:
         return batch.chunk(self.parts)[self.part]
 
 
-def hold(family: str, layout: str) -> Held:
+def hold(family: str, layout: str) -> Share:
     """Hold the model of a family by all ranks.
 
     Layouts:
@@ -101,16 +101,16 @@ def hold(family: str, layout: str) -> Held:
     model, world = build(family), dist.get_world_size()
     if layout == "fsdp":
         shard(model, init_device_mesh("cpu", (world,)))
-        return Held(model, dist.get_rank(), world)
+        return Share(model, dist.get_rank(), world)
     if layout == "tp":
         tensor_parallel(model, init_device_mesh("cpu", (world,)), sequence_parallel=True)
-        return Held(model, 0, 1)
+        return Share(model, 0, 1)
     mesh = mesh_of((2, world // 2), names=("outer", "inner"))
     if layout == "hsdp":
         shard(model, mesh)
-        return Held(model, dist.get_rank(), world)
+        return Share(model, dist.get_rank(), world)
     data, inner = mesh["outer"], mesh["inner"]
-    held = Held(model, data.get_local_rank(), data.size(), "world" if "ep" in layout else None)
+    held = Share(model, data.get_local_rank(), data.size(), "world" if "ep" in layout else None)
     if "tp" in layout:
         tensor_parallel(model, inner, sequence_parallel="plain" not in layout)
     else:

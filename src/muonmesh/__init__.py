@@ -1,26 +1,39 @@
 """Muon for PyTorch that computes the same update whatever holds the matrix."""
 
+from muonmesh.clip import ClipPolicy, GradNorms
+from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
-from muonmesh.groups import split_params
+from muonmesh.groups import ParamGroups, split_params
 from muonmesh.layout import FlatParameter, FlatShards, Rates
-from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.numerics.coefficients import CoefficientName
+from muonmesh.numerics.newton_schulz import Method, orthogonalize
 from muonmesh.numerics.rules import MuonRule, NorMuonRule, Rule, register_rule
-from muonmesh.numerics.scale import update_scale
+from muonmesh.numerics.scale import ScaleMode, update_scale
 from muonmesh.optimizer import Muon, from_model
 from muonmesh.report.explain import Explanation
+from muonmesh.settings import Algorithm, ExchangeMode
 
 __all__ = [
+    "Algorithm",
+    "ClipPolicy",
+    "CoefficientName",
+    "ExchangeMode",
     "Explanation",
     "FlatParameter",
     "FlatShards",
+    "GradNorms",
+    "GradientSource",
     "LayoutError",
+    "Method",
     "Muon",
     "MuonMeshError",
     "MuonRule",
     "NorMuonRule",
+    "ParamGroups",
     "PlanError",
     "Rates",
     "Rule",
+    "ScaleMode",
     "StateError",
     "from_model",
     "orthogonalize",

@@ -173,35 +173,32 @@ def _tensor(key: str, value: Any) -> Any:
     return torch.tensor(float(value)) if is_number and key in ("step", *RUNNING) else value
 
 
+_AS_SAVED = "Build the groups as when the state was saved"
+
+
 def _check(
     groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: Mapping[Tensor, Place], precision: Precision
 ) -> None:
     saved_groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
-        raise StateError(
-            f"found {len(saved_groups)} groups of {[len(g['params']) for g in saved_groups]} parameters; needed "
-            f"{len(groups)} of {[len(g['params']) for g in groups]}. Build the groups as when the state was saved"
+        found, needed = (
+            f"{len(some)} groups of {[len(g['params']) for g in some]} parameters" for some in (saved_groups, groups)
         )
+        raise StateError(explain_error("the state", found, needed, _AS_SAVED))
     known = {key for saved in saved_groups for key in saved["params"]}
     strangers = [key for key in state_dict["state"] if key not in known]
     if strangers:
-        raise StateError(
-            f"found state of the parameters {strangers[:8]}, which are in none of the saved groups; needed state of "
-            "those alone. Save state_dict() as it is"
-        )
+        found = f"state of the parameters {strangers[:8]}, which are in none of the saved groups"
+        raise StateError(explain_error("the state", found, "state of those alone", "Save state_dict() as it is"))
     for group, saved in zip(groups, saved_groups, strict=True):
         where = f"group {group['name']!r}"
         if "lr" in saved and saved["lr"] is None:
-            raise StateError(
-                f"{where}: found lr None, which torch leaves where one saved group is loaded into "
-                "several; needed a learning rate. Build the groups as when the state was saved"
-            )
+            found = "lr None, which torch leaves where one saved group is loaded into several"
+            raise StateError(explain_error(where, found, "a learning rate", _AS_SAVED))
         for key in ("algorithm", "matrices"):
             if saved.get(key) is not None and key in group and _plain(saved[key]) != _plain(group[key]):
-                raise StateError(
-                    f"{where}: found {key} {saved[key]!r} in the state; needed {group[key]!r}, as this "
-                    "optimizer was built. Build the groups as when the state was saved"
-                )
+                found, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
+                raise StateError(explain_error(where, found, needed, _AS_SAVED))
         kept = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
         try:
             check_structure(f"{where} of the state", {**group, **kept, "params": group["params"]})
@@ -210,11 +207,9 @@ def _check(
             raise StateError(str(error)) from None
         names = list(map(canonical_name, saved.get("param_names") or group["param_names"]))
         if names != group["param_names"] and sorted(names) == sorted(group["param_names"]):
-            raise StateError(
-                f"{where}: found its parameters in another order in the state; needed the order of this optimizer, "
-                f"{group['param_names'][:4]} and so on, or each would get the state of another. Build the groups as "
-                "when the state was saved"
-            )
+            found = "its parameters in another order in the state"
+            needed = f"the order of this optimizer, {group['param_names'][:4]} and so on, or each would get the state "
+            raise StateError(explain_error(where, found, f"{needed}of another", _AS_SAVED))
         for parameter, name, key in zip(group["params"], group["param_names"], saved["params"], strict=True):
             entry = state_dict["state"].get(key)
             if entry:

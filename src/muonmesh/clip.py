@@ -14,8 +14,7 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import agree_on_plan
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.gradients import own_gradient, whole_gradient
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.gradients import GradientSource, multiply, own_gradient, scale_gradient, whole_gradient
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
@@ -86,20 +85,18 @@ class Limits:
         """Raise ValueError unless the arguments can be met."""
         if self.policy not in get_args(ClipPolicy):
             known = ", ".join(f'"{policy}"' for policy in get_args(ClipPolicy))
-            raise ValueError(f"policy: found {self.policy!r}; needed one of {known}")
+            raise ValueError(explain_error("policy", f"{self.policy!r}", f"one of {known}"))
         for name, value, meaning in (
             ("max_norm", self.max_norm, "to measure only"),
             ("skip_above", self.skip_above, "to skip none but non-finite ones"),
         ):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(f"{name}: found {value!r}; needed a number of at least 0, or inf {meaning}")
+                raise ValueError(explain_error(name, f"{value!r}", f"a number of at least 0, or inf {meaning}"))
         if not isinstance(self.norms, bool):
-            raise ValueError(f"norms: found {self.norms!r}; needed True or False")
+            raise ValueError(explain_error("norms", f"{self.norms!r}", "True or False"))
         if self.norm_type != 2:
-            raise ValueError(
-                f"norm_type: found {self.norm_type!r}; needed 2: Euclidean norms alone. For others call "
-                "torch.nn.utils.clip_grad_norm_ on the AdamW parameters"
-            )
+            write = "For others call torch.nn.utils.clip_grad_norm_ on the AdamW parameters"
+            raise ValueError(explain_error("norm_type", f"{self.norm_type!r}", "2: Euclidean norms alone", write))
 
     @property
     def whole(self) -> bool:
@@ -150,6 +147,7 @@ def clip_gradients(
     exchange: Exchange,
     limits: Limits,
     *,
+    source: GradientSource,
     process_group: dist.ProcessGroup | None,
     waits: bool,
 ) -> tuple[GradNorms, Clip]:
@@ -167,7 +165,7 @@ def clip_gradients(
     if not _reduces(planned, measured, process_group):
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
-    error = measure(planned, groups, measured, sums, matrices=limits.policy == "per_matrix")
+    error = measure(planned, groups, source, measured, sums, matrices=limits.policy == "per_matrix")
     try:
         limits.check()
         sums[ALIKE], sums[SQUARED] = limits.digest, limits.digest**2
@@ -184,7 +182,8 @@ def clip_gradients(
         raise error  # an argument, which is the same everywhere
     if waits and float(sums[ERRORS]):
         if not float(here[ERRORS]):
-            raise PlanError("clip_grad_norm_: found an error on another rank of process_group=; its message names it")
+            told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
+            raise PlanError(explain_error("clip_grad_norm_", told, "none on any", write))
         agree_on_plan(exchange.group, exchange.plan, error)
     if waits and float(here[REPLAN]):
         raise PlanAgain
@@ -198,9 +197,9 @@ def clip_gradients(
     skip = limits.skips(sums) | (sums[ERRORS] != 0) | (here[REPLAN] != 0) | unequal
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if error is None:
-        scale_groups(groups, limits.coefficients(sums, skip))
+        scale_groups(groups, source, limits.coefficients(sums, skip))
         if limits.policy == "per_matrix":
-            running = _limit_matrices(planned, state, sums[MATRICES:], skip, limits.max_norm)
+            running = _limit_matrices(planned, state, source, sums[MATRICES:], skip, limits.max_norm)
     return limits.told(sums, skip), Clip(skip, running, error)
 
 
@@ -262,7 +261,13 @@ def stand_aside(
 
 
 def measure(
-    planned: Planned, groups: Sequence[Mapping[str, Any]], measured: set[int], sums: Tensor, *, matrices: bool
+    planned: Planned,
+    groups: Sequence[Mapping[str, Any]],
+    source: GradientSource,
+    measured: set[int],
+    sums: Tensor,
+    *,
+    matrices: bool,
 ) -> Exception | None:
     """Add the squares of the gradients stored here to the sums.
 
@@ -271,6 +276,7 @@ def measure(
     Args:
         planned: Whose gradients.
         groups: The param groups.
+        source: Where they are.
         measured: The halves to measure, as places in the sums.
         sums: fp64 vector, written: see `ERRORS` and what follows it.
         matrices: Whether to tell the matrices apart.
@@ -285,7 +291,7 @@ def measure(
         if member is None or (half := half_of(groups[member.group])) not in measured:
             continue
         try:
-            gradient = whole_gradient(member.name, member.tensor)
+            gradient = whole_gradient(member.name, member.tensor, source)
         except (LayoutError, TypeError) as found:
             error = error or found
             continue
@@ -334,19 +340,25 @@ def add_other_sets(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup) -
     dist.all_reduce(sums, group=group)
 
 
-def scale_groups(groups: Sequence[Mapping[str, Any]], coefficients: Mapping[int, Tensor]) -> None:
+def scale_groups(
+    groups: Sequence[Mapping[str, Any]], source: GradientSource, coefficients: Mapping[int, Tensor]
+) -> None:
     """Multiply the gradients of each half by its coefficient, a 0-d fp64 tensor."""
     for group in groups:
         coefficient = coefficients.get(half_of(group))
         if coefficient is None or _is_one(coefficient):
             continue
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                _multiply(local_of(parameter.grad), coefficient)
+            scale_gradient(parameter, source, coefficient)
 
 
 def _limit_matrices(
-    planned: Planned, state: Mapping[Tensor, Mapping[str, Any]], squares: Tensor, skip: Tensor, max_norm: float
+    planned: Planned,
+    state: Mapping[Tensor, Mapping[str, Any]],
+    source: GradientSource,
+    squares: Tensor,
+    skip: Tensor,
+    max_norm: float,
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """Limit the gradient of each matrix that is stored here by its running norm; return the fresh running norms."""
     sizes = [len(numbers) for numbers in planned.matrices_of.values()]
@@ -364,17 +376,21 @@ def _limit_matrices(
     numbers = numbers.to(squares.device, non_blocking=True)
     factors, fresh = _limited(squares[numbers].sqrt(), torch.stack([torch.cat(some) for some in held]), max_norm)
     every = torch.ones_like(squares).index_copy_(0, numbers, torch.where(skip, 1.0, factors))
-    gradients = {
-        number: own_gradient(member.name, member.tensor)
-        for number, member in enumerate(planned.muon)
-        if member is not None
-    }
+    members = {number: member for number, member in enumerate(planned.muon) if member is not None}
+    # By tensor: a flat one holds several parameters, and its gradient is handed back once.
+    names = {member.tensor: member.name for member in members.values()}
+    gradients = {tensor: own_gradient(name, tensor, source) for tensor, name in names.items()}
+    scaled = dict[Tensor, Tensor]()
     for factor, assignment, pieces in zip(every, planned.plan.assignments, planned.holdings, strict=True):
-        gradient = gradients.get(assignment.parameter)
-        if gradient is None or _is_one(factor):
+        member = members.get(assignment.parameter)
+        own = None if member is None else gradients[member.tensor]
+        if member is None or own is None or _is_one(factor):
             continue
+        local, scaled[member.tensor] = own
         for piece in pieces:
-            _multiply(view_of(gradient, piece), factor)
+            multiply(view_of(local, piece), factor)
+    for tensor, gradient in scaled.items():
+        source.write(tensor, gradient)
     return tuple(zip(planned.matrices_of, torch.split(fresh, sizes, dim=1), strict=True))
 
 
@@ -408,7 +424,3 @@ def half_of(group: Mapping[str, Any]) -> int:
 def _is_one(coefficient: Tensor) -> bool:
     """Whether there is nothing to multiply, where asking does not make the host wait."""
     return coefficient.device.type == "cpu" and float(coefficient) == 1
-
-
-def _multiply(local: Tensor, coefficient: Tensor) -> None:
-    local.mul_(coefficient.to(torch.promote_types(local.dtype, torch.float32)))

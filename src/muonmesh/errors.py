@@ -19,6 +19,22 @@ class StateError(MuonMeshError, RuntimeError):
     """Optimizer state does not fit the parameters or the settings it is loaded into."""
 
 
-def explain_error(parameter: str, found: str, needed: str, write: str) -> str:
-    """Compose the four parts every message has: which parameter, what was found, what is needed, what to write."""
-    return f"{parameter}: found {found}; needed {needed}. {write}"
+class NotCovered(LayoutError):
+    """What was found where elements are held twice or by nobody; whoever knows the parameter composes the message."""
+
+
+def explain_error(parameter: str, found: str, needed: str, write: str | None = None) -> str:
+    """Compose the four parts every message has; no part ends in a full stop.
+
+    Args:
+        parameter: Which parameter, group or argument.
+        found: What was found.
+        needed: What is needed.
+        write: What to write, a sentence; None where ``needed`` says it.
+    """
+    return f"{parameter}: found {found}; needed {needed}" + ("" if write is None else f". {write}")
+
+
+def about(where: str, error: Exception | str) -> str:
+    """Say first what a message, which has its four parts already, is about."""
+    return f"{where}: {error}"

@@ -17,16 +17,17 @@ from muonmesh.checkpoint import Place, SavedGroup, restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
-from muonmesh.errors import StateError
+from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
-from muonmesh.report.explain import Explanation, explain
+from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
     LOST_GROUP,
@@ -82,7 +83,8 @@ class Muon(torch.optim.Optimizer):
         scale_mode: See `update_scale`. "match_rms_adamw" lets one learning rate serve both halves (Moonlight).
         extra_scale_factor: Multiplies the scale.
         ns_coefficients: Newton–Schulz coefficient set, see `orthogonalize`.
-        ns_steps: Newton–Schulz steps.
+        ns_steps: Newton–Schulz steps; None: as many as a sequence of one's own has polynomials, and of a published set
+            5, of "deepseekv4" 10.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
         adamw_betas: AdamW's decay rates of the moments.
         adamw_eps: AdamW's ε.
@@ -101,6 +103,8 @@ class Muon(torch.optim.Optimizer):
             result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
             whichever takes less time.
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
+        gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
+            ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.
 
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
@@ -123,7 +127,7 @@ class Muon(torch.optim.Optimizer):
         scale_mode: ScaleMode = "match_rms_adamw",
         extra_scale_factor: float = 1.0,
         ns_coefficients: Coefficients = "polar_express",
-        ns_steps: int = 5,
+        ns_steps: int | None = None,
         ns_method: Method = "auto",
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -135,6 +139,7 @@ class Muon(torch.optim.Optimizer):
         shard_state: bool = False,
         exchange: ExchangeMode = "owner",
         bucket_cap_mb: float = 16.0,
+        gradients: GradientSource | None = None,
     ) -> None:
         try:
             check_optimizer(
@@ -147,6 +152,7 @@ class Muon(torch.optim.Optimizer):
                 exchange=exchange,
                 bucket_cap_mb=bucket_cap_mb,
             )
+            check_source(gradients)
             defaults = {
                 "lr": lr,
                 "momentum": momentum,
@@ -163,12 +169,17 @@ class Muon(torch.optim.Optimizer):
             }
             check_group("Muon", defaults)
             if isinstance(params, nn.Module):
-                raise TypeError("params: found a module; needed param groups. Write muonmesh.from_model(model, lr=...)")
+                write = "Write muonmesh.from_model(model, lr=...)"
+                raise TypeError(explain_error("params", "a module", "param groups", write))
+            if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
+                needed = "ordered collections, the same order on every rank"
+                raise TypeError(explain_error("params", "a set", needed, "Write a list"))
             precision = Precision(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
+            self._kept.source = PARAMETER_GRAD if gradients is None else gradients
             self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
@@ -196,6 +207,16 @@ class Muon(torch.optim.Optimizer):
     def layouts(self, layouts: Mapping[str, Declared]) -> None:
         self._kept.layouts = layouts
 
+    @property
+    def gradients(self) -> GradientSource:
+        """Where gradients, names and sharing groups come from; all ranks may set another one before the same step."""
+        return self._kept.source
+
+    @gradients.setter
+    def gradients(self, source: GradientSource) -> None:
+        check_source(source)
+        self._kept.source = source
+
     # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -204,25 +225,29 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: a vector in a Muon group, a parameter twice, a name twice, or a setting out of range.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(
+                explain_error("param_group", f"{type(param_group)}", "a dict", 'Write {"params": [...], ...}')
+            )
         group = dict(param_group)
         if self._kept.complete and "algorithm" not in group and "use_muon" not in group:
-            raise ValueError(
-                'group: found no "algorithm" in a group that is added later; needed "muon" or "adamw", since an '
-                "embedding is a matrix too and its module is not known here. Write add_param_group({..., "
-                '"algorithm": "adamw"}), or add the groups that muonmesh.split_params(module) returns'
-            )
+            found = 'no "algorithm" in a group that is added later'
+            needed = '"muon" or "adamw", since an embedding is a matrix too and its module is not known here'
+            write = 'Write add_param_group({..., "algorithm": "adamw"}), or add the groups that '
+            write += "muonmesh.split_params(module) returns"
+            raise ValueError(explain_error("group", found, needed, write))
         held = group["params"]
         pairs = [held] if isinstance(held, Tensor) else held if isinstance(held, set) else list(held)
         group["params"] = pairs
         group["algorithm"] = algorithm_of(group)
         group.setdefault("name", f"group{len(self.param_groups)}")
         if any(other["name"] == group["name"] for other in self.param_groups):
-            raise ValueError(
-                f"group name: found {group['name']!r} twice; needed unique names. Rename one of the groups"
-            )
+            found = f"{group['name']!r} twice"
+            raise ValueError(explain_error("group name", found, "unique names", "Rename one of the groups"))
         seen = [entry[1] if isinstance(entry, tuple) else entry for entry in pairs]
         if len({id(p) for p in seen}) != len(seen):
-            raise ValueError(f"group {group['name']!r}: found a parameter twice; needed each once. Remove one of them")
+            where = f"group {group['name']!r}"
+            raise ValueError(explain_error(where, "a parameter twice", "each once", "Remove one of them"))
         if not any(isinstance(entry, tuple) for entry in pairs):
             group.setdefault("param_names", [f"{group['name']}.{i}" for i in range(len(seen))])
         super().add_param_group(group)
@@ -240,11 +265,11 @@ class Muon(torch.optim.Optimizer):
     def refuse_if_torn(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
         if self._kept.torn is not None:
-            raise StateError(
-                f"the optimizer: found a step that was interrupted while it wrote ({self._kept.torn}), so some weights "
-                "and their state are a step ahead of others; needed those of one step. Load model and optimizer from a "
-                "checkpoint (load_state_dict; a new optimizer for torch.distributed.checkpoint)"
-            )
+            found = f"a step that was interrupted while it wrote ({self._kept.torn}), so some weights and their state "
+            found += "are a step ahead of others"
+            write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
+            write += "torch.distributed.checkpoint)"
+            raise StateError(explain_error("the optimizer", found, "those of one step", write))
 
     # ---------------------------------------------------------------- the step
 
@@ -252,6 +277,10 @@ class Muon(torch.optim.Optimizer):
         """Forget the gradients, and what clipping decided about them."""
         self._kept.clip = Clip()
         super().zero_grad(set_to_none)
+        if self._kept.source is not PARAMETER_GRAD:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self._kept.source.write(parameter, None)
 
     # Whole matrices, flags and collectives are no graph; compiled elementwise operations would round otherwise.
     @_disable_dynamo
@@ -326,7 +355,7 @@ class Muon(torch.optim.Optimizer):
         kept = self._kept
         planned, exchange = connect(self.param_groups, kept)
         exchange.counts = Counts()
-        slots = collect(planned, self.param_groups, self.state, getattr(self, "grad_scale", None))
+        slots = collect(planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None))
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         look = kept.loaded or kept.compared is not planned
         replicas = fingerprints(planned, self.state) if look else None
@@ -359,6 +388,7 @@ class Muon(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -416,7 +446,14 @@ class Muon(torch.optim.Optimizer):
             waits = kept.host_waits(planned)
             try:
                 found, kept.clip = clip_gradients(
-                    planned, groups, self.state, exchange, limits, process_group=ranks, waits=waits
+                    planned,
+                    groups,
+                    self.state,
+                    exchange,
+                    limits,
+                    source=kept.source,
+                    process_group=ranks,
+                    waits=waits,
                 )
             except PlanAgain:
                 forget(kept)
@@ -464,6 +501,7 @@ class Muon(torch.optim.Optimizer):
             complete=kept.complete,
             warned=kept.warned,
             torn=kept.torn,
+            source=kept.source,
         )
         return {**super().__getstate__(), "_kept": fresh}
 
@@ -471,11 +509,17 @@ class Muon(torch.optim.Optimizer):
         """A copy with parameters and state of its own, and the same ProcessGroup."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        memo[id(self.gradients)] = self.gradients  # it may know the parameters, or groups, which cannot be copied
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.process_group, twin.layouts = self.process_group, self.layouts
         return twin
 
     # ---------------------------------------------------------------- telling
+
+    def __repr__(self) -> str:
+        """Return a line for each group; its lists of names, splits and reasons are in ``param_groups``."""
+        lines = [f"    {line}\n" for line in summary(self.param_groups).splitlines()]
+        return f"{type(self).__name__} (\n{''.join(lines)})"
 
     @property
     def communication_seconds(self) -> float:
@@ -490,7 +534,13 @@ class Muon(torch.optim.Optimizer):
         return exchange.counts if exchange is not None else Counts()
 
     def explain(self) -> Explanation:
-        """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication."""
+        """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication.
+
+        Raises:
+            LayoutError, ValueError, TypeError: no step could be taken with the groups as they are.
+        """
+        if (error := check_groups(self.param_groups).error) is not None:
+            raise error
         planned = plan(self.param_groups, self._kept)
         return explain(self.param_groups, planned, self._kept.precision)
 
@@ -506,7 +556,7 @@ class Muon(torch.optim.Optimizer):
             error = check_groups(groups).error
             before = changed(groups, kept, error)
             planned, exchange = before or connect(groups, kept)
-            here = None if before is not None else (groups, self.state, kept.sums)
+            here = None if before is not None else (groups, self.state, kept.source, kept.sums)
             found = measure(planned, exchange, here, error)
             if found is not None:
                 kept.sums = kept.sums or Sums()
@@ -522,18 +572,56 @@ def from_model(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     rule: str = "muon",
-    **settings: Any,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    decay_mode: DecayMode = "full",
+    scale_mode: ScaleMode = "match_rms_adamw",
+    extra_scale_factor: float = 1.0,
+    ns_coefficients: Coefficients = "polar_express",
+    ns_steps: int | None = None,
+    ns_method: Method = "auto",
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    adamw_eps: float = 1e-8,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype | None = None,
+    process_group: ProcessGroup = None,
+    layouts: Mapping[str, Declared] | None = None,
+    shard_state: bool = False,
+    exchange: ExchangeMode = "owner",
+    bucket_cap_mb: float = 16.0,
+    gradients: GradientSource | None = None,
 ) -> Muon:
     """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
 
     Args:
         model: Any module, sharded or not.
         lr: Learning rate of both halves.
-        muon: Settings of Muon's groups, as `split_params` takes them.
-        adamw: Settings of AdamW's groups, likewise.
+        muon: Settings of Muon's groups alone, as `split_params` takes them.
+        adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
         rule: What matrices are stepped by: "muon", "normuon", or what `register_rule` has made known.
-        settings: Further arguments of `Muon`.
+        momentum: Like the rest, an argument of `Muon`, which tells more of it: how much of the momentum stays.
+        nesterov: Whether to look ahead with the momentum.
+        weight_decay: Of both halves; norms, biases and other vectors have none.
+        decay_mode: Which weights decay.
+        scale_mode: How large an update is, see `update_scale`.
+        extra_scale_factor: Multiplies that.
+        ns_coefficients: Newton–Schulz coefficients, see `orthogonalize`.
+        ns_steps: Newton–Schulz steps; None: what the coefficients are made for.
+        ns_method: Newton–Schulz method.
+        adamw_betas: AdamW's decay rates of the moments.
+        adamw_eps: AdamW's ε.
+        compute_dtype: Dtype of orthogonalisation and wire.
+        state_dtype: Dtype of the momentum.
+        master_dtype: Of masters of lower-precision parameters.
+        process_group: Who holds plain matrices: "world", "local" or a ProcessGroup.
+        layouts: Where plain local shards live, by name.
+        shard_state: Whether replicas share the momentum.
+        exchange: How matrices move.
+        bucket_cap_mb: MiB of matrices that one owner computes at a time.
+        gradients: Where gradients are kept if not in ``parameter.grad``.
 
     Raises:
         ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
@@ -542,10 +630,33 @@ def from_model(
     try:
         groups = split_params(model, muon=muon, adamw=adamw, overrides=overrides)
     except Exception as error:
-        if settings.get("process_group") != "local":
+        if process_group != "local":
             note_failure(error)
         raise
     for group in groups:
         if group["algorithm"] == "muon":
             group["algorithm"] = rule
-    return Muon(groups, lr, **settings)
+    return Muon(
+        groups,
+        lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        decay_mode=decay_mode,
+        scale_mode=scale_mode,
+        extra_scale_factor=extra_scale_factor,
+        ns_coefficients=ns_coefficients,
+        ns_steps=ns_steps,
+        ns_method=ns_method,
+        adamw_betas=adamw_betas,
+        adamw_eps=adamw_eps,
+        compute_dtype=compute_dtype,
+        state_dtype=state_dtype,
+        master_dtype=master_dtype,
+        process_group=process_group,
+        layouts=layouts,
+        shard_state=shard_state,
+        exchange=exchange,
+        bucket_cap_mb=bucket_cap_mb,
+        gradients=gradients,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.errors import explain_error
+from muonmesh.errors import about, explain_error
 from muonmesh.layout import Rates
-from muonmesh.numerics.coefficients import coefficient_set
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
+from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 
@@ -67,8 +68,12 @@ _OTHER_NAMES = {
     "steps": "ns_steps",
     "coefficients": "ns_coefficients",
     "method": "ns_method",
+    "mode": "scale_mode",
     "adjust_lr_fn": "scale_mode",
 }
+
+_ARGUMENT = re.compile(r"(?<!\w)(?=(coefficients|steps|method)[:=])")
+"""Where a message of `orthogonalize` names one of its arguments, which have a prefix in a group."""
 
 FOREIGN_KEYS = {
     # torch's learning-rate schedulers
@@ -123,7 +128,7 @@ class SettingsFound(NamedTuple):
         for where, lr in self.on_device:
             value = float(lr)
             if not (math.isfinite(value) and value >= 0):
-                return ValueError(f"{where}: lr: found {value}; needed a number of at least 0")
+                return ValueError(explain_error(f"{where}: lr", f"{value}", "a number of at least 0"))
         return None
 
 
@@ -167,7 +172,8 @@ def check_process_group(process_group: object) -> None:
     """
     needed = '"world", "local", a ProcessGroup or None'
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the other ranks
-        raise ValueError(f"process_group: found a group without this rank; needed {needed}, with this rank in it")
+        found = "a group without this rank"
+        raise ValueError(explain_error("process_group", found, f"{needed}, with this rank in it"))
     named = process_group is None or (isinstance(process_group, str) and process_group in ("world", "local"))
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
@@ -183,13 +189,12 @@ def algorithm_of(group: Mapping[str, Any]) -> str:
         alias = "muon" if group["use_muon"] else "adamw"
         of_matrices = isinstance(algorithm, str) and algorithm in RULES and is_matrix_rule(algorithm)
         if algorithm not in (None, alias) and not (alias == "muon" and of_matrices):
-            raise ValueError(
-                f"group: found algorithm={algorithm!r} and use_muon={group['use_muon']!r}; needed one of them"
-            )
+            found = f"algorithm={algorithm!r} and use_muon={group['use_muon']!r}"
+            raise ValueError(explain_error("group", found, "one of them", "Remove use_muon"))
         algorithm = algorithm or alias
     algorithm = "muon" if algorithm is None else algorithm
     if not isinstance(algorithm, str) or algorithm not in RULES:
-        raise ValueError(f"group: found algorithm={algorithm!r}; needed {needed_algorithm()}")
+        raise ValueError(explain_error("group", f"algorithm={algorithm!r}", needed_algorithm()))
     return algorithm
 
 
@@ -201,7 +206,7 @@ def needed_algorithm() -> str:
 
 def _check(holds: bool, name: str, found: object, needed: str) -> None:
     if not holds:
-        raise ValueError(f"{name}: found {found!r}; needed {needed}")
+        raise ValueError(explain_error(name, f"{found!r}", needed))
 
 
 def check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
@@ -244,7 +249,7 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     """
     for key in _SETTINGS:
         if key not in group:
-            raise ValueError(f"{where}: found no {key!r}; needed every setting. Set group[{key!r}] again")
+            raise ValueError(explain_error(where, f"no {key!r}", "every setting", f"Set group[{key!r}] again"))
     lr = group["lr"]
     if isinstance(lr, Tensor):
         _check(lr.numel() == 1 and not lr.is_complex(), f"{where}: lr", lr, "a real tensor of one element")
@@ -266,25 +271,25 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     _check_keys(where, group)
     named = {
         "scale_mode": get_args(ScaleMode),
-        "ns_method": ("auto", "standard", "gram"),
+        "ns_method": get_args(Method),
         "decay_mode": get_args(DecayMode),
     }
     for key, choices in named.items():
         known = isinstance(group[key], str) and group[key] in choices
         _check(known, f"{where}: {key}", group[key], "one of " + ", ".join(map(repr, choices)))
     steps = group["ns_steps"]
-    whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
-    _check(whole, f"{where}: ns_steps", steps, "a whole number of at least 1")
-    try:
-        coefficient_set(group["ns_coefficients"])
+    whole = steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1)
+    _check(whole, f"{where}: ns_steps", steps, "a whole number of at least 1, or None for what the set is made for")
+    coefficients, method = group["ns_coefficients"], group["ns_method"]
+    try:  # whether the method fits the polynomials depends on neither shape nor dtype
+        resolve_method(1, 1, coefficients=coefficients, steps=steps, method=method)
     except (TypeError, ValueError) as error:
-        # The message is of `orthogonalize`, whose argument has no prefix.
-        raise type(error)(f"{where}: {str(error).replace('coefficients', 'ns_coefficients')}") from None
+        raise type(error)(about(where, _ARGUMENT.sub("ns_", str(error)))) from None
     if "algorithm" in group:
         try:
             rule_of(group).check()
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(about(where, str(error))) from None
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
@@ -312,19 +317,20 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
     """
     for key in ("algorithm", "name", "params", "param_names"):
         if key not in group:
-            raise ValueError(f"{where}: found no {key!r}; needed it as the constructor had made it")
+            needed = "it as the constructor had made it"
+            raise ValueError(explain_error(where, f"no {key!r}", needed, f"Set group[{key!r}] again"))
     algorithm = group["algorithm"]
     known = isinstance(algorithm, str) and algorithm in RULES
     _check(known, f"{where}: algorithm", algorithm, needed_algorithm())
     _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
     count = len(group["params"])
     if not isinstance(group["param_names"], (list, tuple)) or not all(isinstance(n, str) for n in group["param_names"]):
-        raise TypeError(f"{where}: param_names: found {group['param_names']!r}; needed a list of strings")
+        found = f"{group['param_names']!r}"
+        raise TypeError(explain_error(f"{where}: param_names", found, "a list of strings"))
     if len(group["param_names"]) != count:
-        raise ValueError(
-            f"{where}: found {len(group['param_names'])} param_names for {count} parameters; needed one "
-            "each. Leave param_names out or give all of them; add parameters by add_param_group"
-        )
+        found = f"{len(group['param_names'])} param_names for {count} parameters"
+        write = "Leave param_names out or give all of them; add parameters by add_param_group"
+        raise ValueError(explain_error(where, found, "one each", write))
     reasons = group.get("reasons")
     fits = reasons is None or (isinstance(reasons, (list, tuple)) and len(reasons) == count)
     _check(fits, f"{where}: reasons", reasons, f"a list with one entry for each of the {count} parameters")
@@ -334,10 +340,9 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
         and specs is not None
         and not (isinstance(specs, (list, tuple)) and len(specs) == count)
     ):
-        raise ValueError(
-            f"{where}: found matrices={specs!r} for {count} parameters; needed a list with "
-            'one entry per parameter. Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
-        )
+        found, needed = f"matrices={specs!r} for {count} parameters", "a list with one entry per parameter"
+        write = 'Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
+        raise ValueError(explain_error(where, found, needed, write))
 
 
 def _check_keys(where: str, group: Mapping[str, Any]) -> None:
@@ -351,9 +356,8 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
             continue
         meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.8)), None)
         if meant is not None:
-            raise ValueError(f"{where}: found the key {key!r}; needed {meant!r}. Rename it")
+            raise ValueError(explain_error(where, f"the key {key!r}", f"{meant!r}", "Rename it"))
         nearest = next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.0)))
-        raise ValueError(
-            f"{where}: found the key {key!r}, which nobody reads; needed a setting (the nearest is {nearest!r}). "
-            f"Remove it or, if a framework of yours reads it, write muonmesh.settings.FOREIGN_KEYS.add({key!r})"
-        )
+        found, needed = f"the key {key!r}, which nobody reads", f"a setting (the nearest is {nearest!r})"
+        write = f"Remove it or, if a framework of yours reads it, write muonmesh.settings.FOREIGN_KEYS.add({key!r})"
+        raise ValueError(explain_error(where, found, needed, write))

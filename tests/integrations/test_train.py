@@ -25,10 +25,11 @@ from typer.testing import CliRunner
 
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import latest_step
+from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Windows, find_files, prepare_corpus, split_texts, standard_library
 from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics import MetricsLog, read_metrics
-from muonmesh.cli.model import PRESETS, blocks_of, build_model, model_config
+from muonmesh.cli.model import blocks_of, build_model
 from muonmesh.cli.schedule import learning_rate_factor
 from muonmesh.cli.settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
@@ -402,7 +403,8 @@ def finished(runs: Path, text: Path) -> Path:
     options = (*TINY, "--data", text, "--out", run, "--save-momentum", runs / "momentum.safetensors")
     result = train(*options, temporary=temporary)
     assert result.returncode == 0, result.stderr
-    assert list(temporary.iterdir()) == [], "torch's launcher makes a directory for logs"
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # by importing it
+    assert left == [], "torch's launcher makes a directory for logs"
     (run / "output.txt").write_text(result.stdout)
     return run
 

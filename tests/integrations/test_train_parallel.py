@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.clock import CollectiveClock
+from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.metrics import MetricsLog, read_metrics
-from muonmesh.cli.model import PRESETS, build_model, check_model, model_config, parallelise
+from muonmesh.cli.model import build_model, check_model, parallelise
 from muonmesh.cli.momentum import save_momentum
 from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
 from muonmesh.cli.stop import StopRequest
@@ -323,7 +324,9 @@ OTHERS = {
 
 def small_config(folder: Path, model_type: str, **changes: object) -> str:
     path = folder / f"{model_type}.json"
-    path.write_text(json.dumps({**LLAMA, "model_type": model_type, **changes}))
+    lacking = {"gpt2": {"num_key_value_heads", "intermediate_size"}, "gpt_neox": {"num_key_value_heads"}}
+    fields = {name: value for name, value in LLAMA.items() if name not in lacking.get(model_type, ())}
+    path.write_text(json.dumps({**fields, "model_type": model_type, **changes}))
     return str(path)
 
 

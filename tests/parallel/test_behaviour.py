@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import muonmesh as mm
 from tests import problem
-from tests.unit.test_optimizer import zeroed
 
 
 def mesh() -> Any:
@@ -33,7 +32,7 @@ def step_zeroed(layout: str, wait: bool) -> list[str]:
         optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
         optimizer._kept.waits = waits
         for step in range(4):
-            for name, gradient in zeroed(step).items():
+            for name, gradient in problem.zeroed(step).items():
                 parameter = model.get_parameter(name)
                 parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
             optimizer.step()

@@ -24,7 +24,6 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule
 from tests import layouts, problem
 from tests.meshes import mesh_of
-from tests.parallel.test_every_layout import MESHES
 from tests.reference import split
 
 MUON = [name for name, (_, spec) in problem.PARAMETERS.items() if spec != "adamw"]
@@ -52,8 +51,8 @@ def held(way: str) -> layouts.Held:
     values = problem.initial()
     if way.startswith("flat"):
         return layouts.flat(problem.PARAMETERS, values, tensor_parallel=2 if "tensor" in way else 1)
-    if way.removeprefix("declared ") in MESHES:
-        sizes, place = MESHES[way.removeprefix("declared ")]
+    if way.removeprefix("declared ") in layouts.MESHES:
+        sizes, place = layouts.MESHES[way.removeprefix("declared ")]
         hold = layouts.declared if way.startswith("declared") else layouts.dtensors
         return hold(problem.PARAMETERS, values, mesh_of(sizes), lambda _, shape: place(len(shape)))
     model, group = problem.hold(way, values)

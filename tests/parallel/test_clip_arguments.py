@@ -26,7 +26,7 @@ def build() -> tuple[list[nn.Parameter], mm.Muon]:
 
 
 WRONG: list[tuple[str, Any]] = [
-    *(("process_group", value) for value in ("all", "World", 3, ["world"], object(), True)),
+    *(("process_group", value) for value in ("all", "World", 3, ["world"], ..., True)),
     *(("max_norm", value) for value in (math.nan, -1, -0.5, "1", None, True, 1j, [1.0])),
     ("max_norm", torch.tensor(1.0)),
     *(("skip_above", value) for value in (math.nan, -1.0, "1", None, False)),

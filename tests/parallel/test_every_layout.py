@@ -8,38 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from tests import layouts, problem
+from tests.layouts import R, S, strided
 from tests.meshes import mesh_of
 
-S, R = Shard, Replicate()
-
-
-def strided(dim: int, factor: int) -> Placement:
-    return _StridedShard(dim, split_factor=factor)
-
-
-# name: (mesh, placements of a matrix by its number of dims); a dim that is not there is dim 0
-MESHES: dict[str, tuple[tuple[int, ...], Any]] = {
-    "hsdp": ((2, 2), lambda n: [R, S(0)]),
-    "hsdp, shard 1": ((2, 2), lambda n: [R, S(1 % n)]),
-    "replicate inside": ((2, 2), lambda n: [S(0), R]),
-    "rows by cols": ((2, 2), lambda n: [S(0), S(1 % n)]),
-    "cols by rows": ((2, 2), lambda n: [S(1 % n), S(0)]),
-    "rows twice": ((2, 2), lambda n: [S(0), S(0)]),
-    "fsdp over colwise": ((2, 2), lambda n: [strided(0, 2), S(0)]),
-    "fsdp over rowwise": ((2, 2), lambda n: [S(0), S(n - 1)]),
-    "strided alone": ((4,), lambda n: [strided(0, 3)]),
-    "all replicated": ((2, 2), lambda n: [R, R]),
-    "one axis of one": ((4, 1), lambda n: [S(0), S(n - 1)]),
-    "three axes": ((2, 1, 2), lambda n: [R, S(0), S(n - 1)]),
-    "four axes": ((1, 2, 1, 2), lambda n: [R, S(0), S(1 % n), strided(0, 2)]),
-    "experts": ((2, 2), lambda n: [S(0), S(1 % n)] if n == 3 else [R, R]),
-}
 EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
     "hsdp over tp": ((2, 2, 2), lambda n: [R, strided(0, 2), S(0)]),
     "hsdp over rowwise": ((2, 2, 2), lambda n: [R, S(0), S(n - 1)]),
@@ -70,7 +46,7 @@ def compared(held: layouts.Held, settings: dict[str, Any], steps: int = 4) -> tu
 
 
 def on_mesh(name: str, how: str, settings: dict[str, Any]) -> Any:
-    sizes, place = {**MESHES, **EIGHT}[name]
+    sizes, place = {**layouts.MESHES, **EIGHT}[name]
     hold = layouts.declared if how == "declared" else layouts.dtensors
 
     def placements(_: str, shape: tuple[int, ...]) -> Sequence[Placement]:
@@ -100,7 +76,7 @@ def problem_matrices() -> Any:
 
 
 @pytest.mark.parametrize("how", ["dtensor", "declared"])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", layouts.MESHES)
 def test_bit_for_bit_on_any_mesh(workers, name: str, how: str) -> None:
     check(workers(4).run(on_mesh, name, how, {"compute_dtype": torch.float32}), divided=True)
 
@@ -140,7 +116,7 @@ def with_shared_state(layout: str, settings: dict[str, Any]) -> tuple[list[str],
             optimizer.step()
         result = problem.result(model, optimizer)
     else:
-        sizes, place = {**MESHES, **EIGHT}[layout]
+        sizes, place = {**layouts.MESHES, **EIGHT}[layout]
         mesh = mesh_of(sizes)
         held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh, lambda _, shape: place(len(shape)))
         result, optimizer = outcome(held, 4, {"shard_state": True, **settings})

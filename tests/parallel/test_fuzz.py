@@ -34,7 +34,7 @@ from muonmesh.layout import (
     StridedShard,
 )
 from tests import fuzzing, meshes
-from tests.fuzzing import COUNT, Held, contents, stored, torch_placements
+from tests.fuzzing import COUNT, Placed, contents, stored, torch_placements
 from tests.reference import split
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ class Model:
         seed: Of the values.
     """
 
-    held: tuple[Held, ...]
+    held: tuple[Placed, ...]
     declared: tuple[bool, ...]
     gradients: tuple[tuple[str, ...], ...]
     drops_zeros: bool
@@ -88,7 +88,7 @@ class Model:
         return found
 
 
-def in_few_orders(held: Held) -> Held:
+def in_few_orders(held: Placed) -> Placed:
     """With the ranks of a mesh rising or falling: real meshes cost threads, and plans are tried in every order."""
     (target, *others) = held.targets
     if others or not isinstance(target, MeshLayout):
@@ -147,7 +147,7 @@ def alone(model: Model) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class Stored(NamedTuple):
-    """What a rank stores of one `Held`, as vectors; the momentum's layouts; no momentum was ever created: None."""
+    """What a rank stores of one `Placed`, as vectors; the momentum's layouts; no momentum was ever created: None."""
 
     weights: Tensor
     momentum: Tensor | None
@@ -221,7 +221,7 @@ def step_one(model: Model) -> list[Stored | None]:
     return found
 
 
-def may_drop(held: Held, rank: int, local: Tensor) -> bool:
+def may_drop(held: Placed, rank: int, local: Tensor) -> bool:
     """Whether a rank may have no gradient in place of this one: it is zero, on the other replicas too."""
     if local.any():
         return False
@@ -247,7 +247,7 @@ def mesh_like(tensor: Tensor) -> DeviceMesh | None:
 
 
 def placed(
-    held: Held, wholes: list[Tensor], rank: int, mesh: DeviceMesh | None, declared: bool, padding: float
+    held: Placed, wholes: list[Tensor], rank: int, mesh: DeviceMesh | None, declared: bool, padding: float
 ) -> Tensor:
     """What a rank holds: a DTensor if there is a mesh and it is not declared, a local shard, or a flat buffer."""
     layout = held.targets[0]
@@ -325,7 +325,7 @@ def test_a_rank_that_holds_nothing_of_a_flat_replica_needs_no_gradient(workers) 
     everything = (Interval(0, 2, 0),)
     within = MeshLayout.replicated((1, 2), (0, 1, 2, 3))
     layout = FlatShards(within, ((), everything, everything, ()), (0, 2, 2, 0), replicas=((0, 1), (2, 3)))
-    held = Held(((1, 2),), ("whole",), (layout,), (layout,))
+    held = Placed(((1, 2),), ("whole",), (layout,), (layout,))
     model = Model((held,), (False,), (("given",) * STEPS,), True, {}, 0)
     outcomes = workers(4).run(step_all, [model])
     assert differing(model, [rank[0] for rank in outcomes]) == []

@@ -17,6 +17,7 @@ from muonmesh.comm.storage import placements_of
 from muonmesh.errors import LayoutError
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.layout import MeshLayout
+from tests.megatron import groups_of, shard, stamped
 
 # name: (global shape, dim that is cut or None, pieces in each shard, attributes)
 WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]] = {
@@ -33,18 +34,6 @@ WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]] = {
 }
 
 
-def shard(whole: Tensor, dim: int, pieces: int, rank: int, ranks: int) -> Tensor:
-    """Each piece, such as gate and up, is divided over the ranks, and a rank keeps its parts one after the other."""
-    return torch.cat([piece.chunk(ranks, dim)[rank] for piece in whole.chunk(pieces, dim)], dim)
-
-
-def stamped(local: Tensor, attributes: dict[str, Any]) -> nn.Parameter:
-    parameter = nn.Parameter(local.clone())
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
-    return parameter
-
-
 def said(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any, rank: int, whole: Tensor) -> Tensor:
     """The local tensor that the layout says a rank holds."""
     ranks = tuple(mesh.mesh.flatten().tolist())
@@ -56,17 +45,6 @@ def said(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any, rank: int, w
         box = tuple(slice(first, first + count) for first, count in zip(region.offset, region.shape, strict=True))
         local.as_strided(region.shape, block.strides, block.start).copy_(whole[box])
     return local
-
-
-def groups_of(grid: list[list[int]], kind: str) -> tuple[Any, Any, int]:
-    """The (data, tensor) groups of this rank, which is in one row and one column of the grid, and its column."""
-    row, column = next((i, r.index(dist.get_rank())) for i, r in enumerate(grid) if dist.get_rank() in r)
-    if kind == "mesh":
-        mesh = DeviceMesh("cpu", grid, mesh_dim_names=("d", "t"))
-        return mesh["d"], mesh["t"], column
-    rows = [dist.new_group(ranks) for ranks in grid]
-    columns = [dist.new_group(list(ranks), sort_ranks=False) for ranks in zip(*grid, strict=True)]
-    return columns[column], rows[row], column
 
 
 def differing(grid: list[list[int]], kind: str) -> list[str]:

@@ -222,7 +222,7 @@ def test_a_plan_that_changes_on_one_rank_is_made_anew_by_all(workers, how: str, 
 @pytest.mark.parametrize("then", ["step", "clip"])
 def test_where_the_host_does_not_wait_a_changed_plan_is_an_error_on_all(workers, then: str) -> None:
     for told in workers(2).run(changed, "add", then, False, timeout=SOON):
-        assert told.startswith("PlanError: found other parameters or groups than in the step before"), told
+        assert told.startswith("PlanError: the groups: found other parameters or groups than in the step before"), told
 
 
 @pytest.mark.parametrize("then", ["step", "clip", "metrics"])
@@ -337,7 +337,7 @@ def alone(what: str) -> tuple[str, float]:
 )
 def test_a_rank_that_steps_alone_says_in_what_and_who_is_missing(workers, what: str, where: str) -> None:
     (told, seconds), _ = workers(2).run(alone, what, timeout=SOON)
-    assert f"the ranks 0, 1 did not meet in {where}. Missing: 1." in told, told
+    assert f"the ranks 0, 1 did not meet in {where}; needed each of them there. Missing: 1." in told, told
     assert told.startswith("step "), told
     assert seconds < 10
 
@@ -374,7 +374,7 @@ def test_a_rank_that_dies_inside_a_step_is_named_and_the_torn_state_is_not_saved
             break
         time.sleep(0.1)
     told = json.loads(file.read_text())
-    assert "did not meet in the gather of bucket 0. Missing: 1." in told["step"], told
+    assert "did not meet in the gather of bucket 0; needed each of them there. Missing: 1." in told["step"], told
     for name in ("then step", "then state_dict"):
         assert "interrupted while it wrote" in told[name]
 

@@ -21,8 +21,8 @@ import muonmesh as mm
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.numerics.coefficients import coefficient_schedule
 from tests import layouts, problem
+from tests.megatron import groups_of, shard, stamped
 from tests.meshes import mesh_of
-from tests.parallel.test_megatron import groups_of, shard, stamped
 from tests.reference import reference_step
 
 

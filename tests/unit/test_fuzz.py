@@ -32,7 +32,7 @@ from muonmesh.layout import (
     split_matrices,
 )
 from tests import fuzzing
-from tests.fuzzing import COUNT, Case, Held, contents, generated, stored
+from tests.fuzzing import COUNT, Case, Placed, contents, generated, stored
 from tests.reference import split
 
 pytestmark = pytest.mark.slow
@@ -243,7 +243,7 @@ def test_planning_is_plain_slicing(holding: Any, share: float, expected: Sequenc
 
 
 @generated(st.one_of(fuzzing.on_mesh(), fuzzing.in_flat_buffers()), COUNT // 8)
-def test_what_layouts_say_of_themselves(held: Held) -> None:
+def test_what_layouts_say_of_themselves(held: Placed) -> None:
     for shape, spec, layout in zip(held.shapes, held.specs, held.targets, strict=True):
         whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
         memory = {rank: contents([layout], rank, [whole], padding=-1) for rank in layout.ranks}
@@ -268,7 +268,7 @@ def test_what_layouts_say_of_themselves(held: Held) -> None:
 
 
 @generated(st.tuples(fuzzing.in_flat_buffers(), st.randoms(use_true_random=False)), COUNT // 8)
-def test_flat_shards_that_do_not_cover_are_refused(drawn: tuple[Held, random.Random]) -> None:
+def test_flat_shards_that_do_not_cover_are_refused(drawn: tuple[Placed, random.Random]) -> None:
     held, choice = drawn
     layout = choice.choice(held.targets)
     assert isinstance(layout, FlatShards)

@@ -229,3 +229,15 @@ def test_an_arrow_against_the_grain_is_found(module: str, source: str) -> None:
 )
 def test_what_the_design_allows_is_not_found(module: str, source: str) -> None:
     assert violations(module, source, is_package=module in ("muonmesh", "muonmesh.layout")) == []
+
+
+def test_no_test_imports_another() -> None:
+    """What two test files need stands in a file of its own, beside the folders of tests."""
+    folders = ("unit", "parallel", "integrations", "gpu")
+    found = []
+    for file in sorted(Path(__file__).parents[1].rglob("test_*.py")):
+        for line, _, full in imports(file.stem, ast.parse(file.read_text()), is_package=False):
+            parts = full.split(".")
+            if parts[0] == "tests" and len(parts) > 2 and parts[1] in folders and parts[2].startswith("test_"):
+                found.append(f"{file.name}:{line}: {full}")
+    assert found == []

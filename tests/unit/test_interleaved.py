@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.layout import MeshLayout, Shard, StridedShard, split_matrices
 from muonmesh.layout.plan import pieces
-from tests.unit.test_layout import canonical, layouts, local_by_torch, planned
+from tests.boxes import canonical, layouts, local_by_torch, planned
 
 
 def cut(x: Tensor, runs: list[int], dim: int) -> list[Tensor]:

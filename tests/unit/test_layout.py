@@ -10,17 +10,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout import (
     MeshLayout,
     Parameter,
-    Placement,
     Plan,
     Region,
-    Replicate,
     Shard,
     StridedShard,
     cost,
@@ -28,21 +24,8 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.plan import Leg, pieces
+from tests.boxes import canonical, layouts, local_by_torch, planned
 from tests.reference import split
-
-
-def local_by_torch(whole: Tensor, layout: MeshLayout, rank: int) -> Tensor:
-    """What DTensor itself would store on a rank: its own splitting, placement by placement."""
-    index = layout.ranks.index(rank)
-    at = [int(i) for i in torch.unravel_index(torch.tensor(index), layout.mesh)]
-    for size, placement, coordinate in zip(layout.mesh, layout.placements, at, strict=True):
-        if isinstance(placement, Replicate):
-            continue
-        torch_placement: Any = TorchShard(placement.dim)
-        if isinstance(placement, StridedShard):
-            torch_placement = _StridedShard(placement.dim, split_factor=placement.split_factor)
-        whole = torch_placement._split_tensor(whole, size, with_padding=False)[0][coordinate]
-    return whole.clone(memory_format=torch.contiguous_format)
 
 
 @st.composite
@@ -69,31 +52,6 @@ def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
     if form == "stack" or draw(st.integers(0, 3)) == 0:
         return (*draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)), rows, cols), ("stack", spec)
     return (rows, cols), spec
-
-
-@st.composite
-def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> MeshLayout:
-    """A mesh of 1 to 3 axes and up to 8 ranks, in any rank order, with any placements."""
-    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda m: math.prod(m) <= 8)))
-    ranks = tuple(draw(st.permutations(range(math.prod(mesh)))))
-    dim = st.integers(0, len(shape) - 1)
-    placement = st.one_of(
-        st.just(Replicate()),
-        st.builds(Shard, dim),
-        st.builds(StridedShard, dim, st.integers(1, 3)),
-    )
-    placements: list[Placement] = [draw(placement) for _ in mesh]
-    return MeshLayout(shape, mesh, ranks, tuple(placements))
-
-
-def planned(shape: tuple[int, ...], spec: Any, layout: MeshLayout, bucket_elements: int = 50) -> Plan:
-    matrices = split_matrices("w", shape, spec)
-    flops = tuple(cost(m.rows, m.cols, degrees=(3,) * 5, gram=False) for m in matrices)
-    return make_plan([Parameter("w", layout, layout, matrices, flops, "")], bucket_elements=bucket_elements)
-
-
-def canonical(matrix: Tensor) -> Tensor:
-    return (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT).clone(memory_format=torch.contiguous_format)
 
 
 def at_storage(storage: Tensor, leg: Leg) -> Tensor:
@@ -152,6 +110,77 @@ def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
                     assert bool((count == 1).all())
     for counts in written.values():  # every holder, replicas included, gets each element once
         assert bool((counts == 1).all())
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(st.data())
+def test_each_of_a_team_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataObject) -> None:
+    """Nothing plans teams of several yet; the routes are ready for them."""
+    shape, spec = data.draw(specs())
+    layout = data.draw(layouts(shape))
+    matrices = split_matrices("w", shape, spec)
+    flops = tuple(cost(m.rows, m.cols, degrees=(3,) * 5, gram=False) for m in matrices)
+    some = st.lists(st.sampled_from(layout.ranks), min_size=1, unique=True).map(tuple)
+    asked = data.draw(st.dictionaries(st.sampled_from([(0, m.index) for m in matrices]), some, min_size=1))
+    parameter = Parameter("w", layout, layout, matrices, flops, "")
+    plan = make_plan([parameter], bucket_elements=data.draw(st.sampled_from([1, 50, 10**6])), _teams=asked)
+    assert {(a.parameter, a.matrix.index): a.team for a in plan.assignments}.items() >= asked.items()
+    assert all(a.owner == a.team[0] for a in plan.assignments)
+
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    storages = {rank: local_by_torch(whole, layout, rank) for rank in layout.ranks}
+    expected = [canonical(matrix) for matrix in split(whole, spec)]
+    written = {rank: torch.zeros(storage.shape, dtype=torch.int64) for rank, storage in storages.items()}
+    for bucket in range(len(plan.buckets)):
+        there = {rank: plan.routes(bucket, rank, gather=True) for rank in plan.ranks}
+        back = {rank: plan.routes(bucket, rank, gather=False) for rank in plan.ranks}
+        counts = {
+            (number, member): torch.zeros(expected[number].shape, dtype=torch.int64)
+            for number in plan.buckets[bucket]
+            for member in plan.assignments[number].team
+        }
+        moved = {True: False, False: False}
+        for gather, routes in ((True, there), (False, back)):
+            for rank in plan.ranks:
+                for holder, legs in routes[rank].owned.items():
+                    assert routes[holder].held[rank] == legs  # both ends agree
+                    moved[gather] = moved[gather] or holder != rank
+                    for leg in legs:
+                        assert torch.equal(at_storage(storages[holder], leg), at_matrix(expected[leg.assignment], leg))
+                        if gather:
+                            at_matrix(counts[leg.assignment, rank], leg).add_(1)
+                        else:
+                            assert rank == plan.assignments[leg.assignment].owner
+                            at_storage(written[holder], leg).add_(1)
+                for member, legs in routes[rank].held.items():
+                    assert routes[member].owned[rank] == legs
+        assert all(bool((count == 1).all()) for count in counts.values())  # the whole matrix, once, to each member
+        assert (plan.gathers(bucket), plan.scatters(bucket)) == (moved[True], moved[False])
+    assert all(bool((count == 1).all()) for count in written.values())  # one copy back, to every replica
+    assert sum(plan.loads.values()) <= sum(flops)
+
+
+@pytest.mark.parametrize("team", [(), (0, 1, 0), (1, 4)])
+def test_a_team_that_cannot_be_is_refused(team: tuple[int, ...]) -> None:
+    layout = fsdp((8, 8), 4)
+    parameter = Parameter("w", layout, layout, split_matrices("w", (8, 8)), (1,), "")
+    with pytest.raises(
+        LayoutError, match=r"^w\[0\]: found the team .*; needed one or more different ones on \(0, 1, 2, 3\)"
+    ):
+        make_plan([parameter], bucket_elements=10, _teams={(0, 0): team})
+
+
+def test_teams_are_told_and_are_part_of_what_ranks_compare() -> None:
+    layout = fsdp((8, 8), 4)
+    parameter = Parameter("w", layout, layout, split_matrices("w", (8, 8)), (12,), "")
+    plans = [make_plan([parameter], bucket_elements=10, _teams={(0, 0): team}) for team in ((2,), (2, 3), (3, 2))]
+    assert [plan.description()[-1] for plan in plans] == [
+        "bucket 0: w[0] on 2",
+        "bucket 0: w[0] on 2 with 3",
+        "bucket 0: w[0] on 3 with 2",
+    ]
+    assert len({plan.digest for plan in plans}) == 3
+    assert plans[1].loads == {0: 0, 1: 0, 2: 6, 3: 6}
 
 
 @hypothesis.settings(max_examples=200, deadline=None, derandomize=True)

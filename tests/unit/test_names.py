@@ -111,3 +111,21 @@ def test_wrappers_leave_no_trace_in_names_groups_and_optimizers(wrap: Any) -> No
 def test_canonical_name(name: str, canonical: str) -> None:
     assert canonical_name(name) == canonical
     assert canonical_name(canonical) == canonical
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    """Ranks tell each other about parameters by name and holders, so one would be taken for the other."""
+    model = nn.ModuleDict(
+        {"module": nn.ModuleDict({"a": nn.Linear(4, 4)}), "a": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
+    )
+    with pytest.raises(ValueError, match=r"^a\.weight: found two parameters of this name.*param_names"):
+        mm.from_model(model)
+    groups = mm.split_params(model)
+    for group in groups:
+        group["param_names"] = [f"{group['name']}.{i}" for i in range(len(group["params"]))]
+    optimizer = mm.Muon(groups)
+    before = [p.detach().clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

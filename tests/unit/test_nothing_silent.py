@@ -227,7 +227,7 @@ def test_an_elementwise_layout_that_covers_an_element_twice_is_refused() -> None
     optimizer = mm.Muon(groups, layouts={"vector": layout})
     vector.grad, matrix.grad = torch.ones(8), torch.ones(4, 4)
     for call in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
-        with pytest.raises(mm.LayoutError, match="vector: elements 4 to 2 are held twice"):
+        with pytest.raises(mm.LayoutError, match="vector: found elements 4 to 2 held twice"):
             call()
 
 

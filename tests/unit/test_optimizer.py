@@ -142,20 +142,8 @@ def test_momentum_does_not_become_denormal() -> None:
 # ------------------------------------------------------------------ zero and missing gradients
 
 
-def zeroed(step: int) -> dict[str, Tensor | None]:
-    """From the third step on, some matrices have zero gradients: one expert, k of qkv, a whole parameter, a half."""
-    given: dict[str, Tensor | None] = dict(problem.gradients(step))
-    if step >= 2:
-        given["experts"][1] = 0.0
-        given["qkv"][24:32] = 0.0
-        given["gate_up"][1::2] = 0.0
-        given["even"].zero_()
-        given["wide"] = None
-    return given
-
-
 def test_matrices_with_zero_gradient_are_left_alone_momentum_and_decay_included() -> None:
-    trail = [problem.result(*pair) for pair in problem.steps("local", 4, problem.initial(), zeroed)]
+    trail = [problem.result(*pair) for pair in problem.steps("local", 4, problem.initial(), problem.zeroed)]
     before, after = trail[1], trail[3]
     for suffix in ("", ".momentum_buffer"):
         assert torch.equal(before["experts" + suffix][1], after["experts" + suffix][1])
@@ -168,8 +156,8 @@ def test_matrices_with_zero_gradient_are_left_alone_momentum_and_decay_included(
 
 
 def test_zero_gradients_agree_with_the_oracle() -> None:
-    *_, (model, _) = problem.steps("local", 4, problem.initial(), zeroed, compute_dtype=torch.float32)
-    params, _ = oracle(4, zeroed)
+    *_, (model, _) = problem.steps("local", 4, problem.initial(), problem.zeroed, compute_dtype=torch.float32)
+    params, _ = oracle(4, problem.zeroed)
     for name, parameter in model.named_parameters():
         assert relative(parameter.detach(), params[name]) <= 1e-5, name
 

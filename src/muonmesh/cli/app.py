@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from muonmesh.cli.lock import RunLock
 from muonmesh.cli.settings import (
     Dtype,
     OptimizerChoice,
@@ -20,6 +22,7 @@ from muonmesh.cli.settings import (
     load_settings,
     tensor_parallel_ranks,
 )
+from muonmesh.cli.terminal import Lasting, make_console
 
 if TYPE_CHECKING:
     from muonmesh.cli.corpus import Corpus
@@ -36,7 +39,7 @@ WHAT = "What to learn"
 HOW = "How to learn"
 WHERE = "Where to run"
 OUTPUT = "What to keep"
-KEPT_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
+MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
 
 
 @app.callback()
@@ -220,10 +223,16 @@ def train(
                 save_momentum=save_momentum,
             )
             run = settings.directory
-        _prepare(run, settings, resuming=resume is not None)
+        resuming = resume is not None
+        parameters = _check(run, settings, resuming=resuming)
+        with RunLock(run, option="--resume" if resuming else "--out"):
+            _prepare(run, settings, parameters, resuming=resuming)
+            raise SystemExit(_run(run, settings))
     except ValueError as error:
         raise SystemExit(_complain(str(error), code=2)) from error
-    raise SystemExit(_run(run, settings))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise SystemExit(_complain(f"{where}{error.strerror or error}", code=2)) from error
 
 
 def _parallel(parallel: Parallel, engine: str, zero: int | None, given: set[str]) -> Parallel:
@@ -302,7 +311,7 @@ def _new(
 def _resumed(run: Path, given: set[str], *, ranks: int | None, parallel: Parallel) -> Settings:
     from muonmesh.cli.settings import option
 
-    refused = sorted(option(name) for name in given - KEPT_ON_RESUME - {"resume"})
+    refused = sorted(option(name) for name in given - MAY_CHANGE_ON_RESUME - {"resume"})
     if refused:
         raise ValueError(
             f"--resume {run}: goes on with the settings of that run; found {', '.join(refused)} beside it. "
@@ -316,19 +325,37 @@ def _resumed(run: Path, given: set[str], *, ranks: int | None, parallel: Paralle
     return load_settings(run, **changes)
 
 
-def _prepare(run: Path, settings: Settings, *, resuming: bool) -> None:
-    """Everything that can fail without ranks: the model, the text, the directory."""
-    from rich.console import Console
-
-    from muonmesh.cli.corpus import load_corpus_of, prepare_corpus, save_corpus_of
+def _check(run: Path, settings: Settings, *, resuming: bool) -> int:
+    """What can be found wrong before anything is written; returns the number of the model's parameters."""
+    from muonmesh.cli.lock import LOCK_FILE
+    from muonmesh.cli.memory import check_memory
+    from muonmesh.cli.metrics import read_metrics
     from muonmesh.cli.model import check_model
 
-    console = Console(highlight=False)
-    if not resuming and run.exists() and (not run.is_dir() or any(run.iterdir())):
+    if resuming:
+        read_metrics(run)
+    elif os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
     parameters = check_model(
-        settings.model, vocab=settings.vocab, seq=settings.seq, tensor_parallel=settings.tensor_parallel
+        settings.model,
+        vocab=settings.vocab,
+        seq=settings.seq,
+        tensor_parallel=settings.tensor_parallel,
+        parallel=settings.parallel,
     )
+    check_memory(parameters, settings)
+    return parameters
+
+
+def _prepare(run: Path, settings: Settings, parameters: int, *, resuming: bool) -> None:
+    """The rest of what can fail without ranks: the text, and what is written."""
+    from muonmesh.cli.corpus import load_corpus_of, prepare_corpus, save_corpus_of
+    from muonmesh.cli.files import check_writable
+
+    console = make_console()
+    if settings.save_momentum is not None:
+        check_writable(Path(settings.save_momentum), option="--save-momentum")
+    before = load_corpus_of(run) if resuming else None
     status = (
         console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()
     )
@@ -340,11 +367,10 @@ def _prepare(run: Path, settings: Settings, *, resuming: bool) -> None:
                 f"--data {corpus.source}: found {tokens} tokens to {name}; needed more than {settings.seq}, the length "
                 "of one sequence. Give more text or a smaller --seq."
             )
-    if resuming and load_corpus_of(run).digest != corpus.digest:
+    if before is not None and before.digest != corpus.digest:
         raise ValueError(
             f"--resume {run}: the text of {corpus.source} has changed since; needed the files it began with."
         )
-    run.mkdir(parents=True, exist_ok=True)
     settings.save(load_config(run)["environment"] if resuming else _environment())
     save_corpus_of(run, corpus)
     console.print(_headline(settings, parameters, corpus), soft_wrap=True)
@@ -366,9 +392,8 @@ def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
 
 def _run(run: Path, settings: Settings) -> int:
     """Launch the ranks, report, and return the exit code."""
-    from rich.console import Console
-
     from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+    from muonmesh.cli.failure import RunError
     from muonmesh.cli.launch import Interrupted, RankFailed, launch
     from muonmesh.cli.report import write_report
 
@@ -381,8 +406,11 @@ def _run(run: Path, settings: Settings) -> int:
         stopped = True
     # A rank may also have been asked to stop on its own; then all of them did.
     stopped = stopped or any(latest_step(checkpoints_of(run, name)) != settings.steps for name in settings.optimizers)
-    report = write_report(run, settings)
-    console = Console(highlight=False)
+    try:
+        report = write_report(run, settings)
+    except RunError as error:
+        return _complain(f"{error}. The training itself is whole", code=1)
+    console = make_console()
     if stopped:
         console.print(f"Stopped. Go on with: muonmesh train --resume {run}", soft_wrap=True)
     if report is not None:
@@ -391,7 +419,6 @@ def _run(run: Path, settings: Settings) -> int:
 
 
 def _environment() -> dict[str, Any]:
-    import os
     import platform
     import shlex
 
@@ -424,5 +451,5 @@ def _has_bf16(device: str) -> bool:
 
 
 def _complain(message: str, *, code: int) -> int:
-    print(f"muonmesh train: {message}", file=sys.stderr)
+    Lasting(sys.stderr).write(f"muonmesh train: {message}\n")
     return code

@@ -15,12 +15,14 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from muonmesh.cli.failure import RunError
+from muonmesh.cli.files import check_fields, kind_of, onto_disk, read_json, reason, write_text, writing
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID, train_tokenizer
 
 HELD_OUT_SHARE = 0.05
@@ -28,6 +30,8 @@ FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is he
 FORMAT = 1  # part of the digest: raise it when the same text would give other tokens
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 DESCRIPTION_FILE = "corpus.json"
+DIGESTED_AT_ONCE = 1 << 22  # tokens
+REMADE = "it is made again from the text"
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,20 @@ class Corpus:
     validation_tokens: int
 
     def train(self) -> np.ndarray:
-        """Tokens to learn from, one-dimensional, mapped from disk."""
-        return _mapped(Path(self.directory) / "train.npy")
+        """Tokens to learn from, one-dimensional, mapped from disk; a RunError where they are not there."""
+        return _mapped(Path(self.directory) / "train.npy", self.train_tokens)
 
     def validation(self) -> np.ndarray:
-        """Held-out tokens, one-dimensional, mapped from disk."""
-        return _mapped(Path(self.directory) / "validation.npy")
+        """Held-out tokens, one-dimensional, mapped from disk; a RunError where they are not there."""
+        return _mapped(Path(self.directory) / "validation.npy", self.validation_tokens)
+
+    def measured_digest(self) -> str:
+        """The digest of the tokens as they are now."""
+        digest = hashlib.sha256()
+        for tokens in (self.train(), self.validation()):
+            for first in range(0, len(tokens), DIGESTED_AT_ONCE):
+                digest.update(tokens[first : first + DIGESTED_AT_ONCE].tobytes())
+        return digest.hexdigest()
 
 
 class Windows:
@@ -92,13 +104,21 @@ def standard_library() -> list[Path]:
 def find_files(patterns: Sequence[str]) -> list[Path]:
     """Files named by ``--data``: files, folders (everything below, hidden ones left out) and globs.
 
+    What is no file is passed over in folders and globs: named pipes, which would be waited for, sockets, devices, and
+    links to nothing.
+
     Raises:
-        ValueError: a pattern that finds nothing.
+        ValueError: a pattern that finds nothing, or that names something that is no file.
     """
     found: list[Path] = []
     for pattern in patterns:
-        matches = [Path(pattern)] if os.path.exists(pattern) else map(Path, glob.glob(pattern, recursive=True))
-        files = [file for path in matches for file in (_walk(path) if path.is_dir() else [path])]
+        path = Path(pattern)
+        if os.path.lexists(pattern) and not path.is_dir() and not path.is_file():
+            raise ValueError(f"--data {pattern!r}: found {kind_of(path)}; needed a file, a folder or a glob.")
+        matches = [path] if os.path.lexists(pattern) else map(Path, glob.glob(pattern, recursive=True))
+        files = [
+            file for path in matches for file in (_walk(path) if path.is_dir() else [path]) if os.path.isfile(file)
+        ]
         if not files:
             raise ValueError(
                 f"--data {pattern!r}: found no file; needed a file, a folder or a glob such as 'src/**/*.py'."
@@ -113,7 +133,8 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpu
     Without patterns the text is :func:`standard_library`. Files that are not UTF-8 text are passed over.
 
     Raises:
-        ValueError: a pattern finds nothing, or nothing that was found is text.
+        ValueError: a pattern finds nothing, or nothing that was found is text; a file cannot be read, or ``cache`` not
+            be written; or what lies there has changed since it was written.
     """
     files = find_files(patterns) if patterns else standard_library()
     source = " ".join(patterns) if patterns else "the Python standard library"
@@ -127,23 +148,33 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpu
         train, validation = split_texts([(name, texts[name]) for name in ordered])
         tokenizer = train_tokenizer(train, vocab=vocab)
         _write(directory, tokenizer, train, validation, source=source, files=len(texts))
-    return load_corpus(directory)
+    corpus = load_corpus(directory)
+    if corpus.measured_digest() != corpus.digest:
+        raise RunError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
+    return corpus
 
 
 def load_corpus(directory: Path) -> Corpus:
-    """A corpus that :func:`prepare_corpus` wrote, wherever its folder lies now."""
-    content = json.loads((directory / DESCRIPTION_FILE).read_text())
-    return Corpus(**{**content, "directory": str(directory)})
+    """A corpus that :func:`prepare_corpus` wrote, wherever its folder lies now.
+
+    Raises:
+        RunError: there is none, or it is damaged.
+    """
+    return replace(_described(directory / DESCRIPTION_FILE), directory=str(directory))
 
 
 def save_corpus_of(run: Path, corpus: Corpus) -> None:
-    """Note in a run's directory which corpus it reads."""
-    (run / DESCRIPTION_FILE).write_text(json.dumps(asdict(corpus), indent=2) + "\n")
+    """Note in a run's directory which corpus it reads; a RunError where that cannot be written."""
+    write_text(run / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
 
 
 def load_corpus_of(run: Path) -> Corpus:
-    """The corpus that a run reads."""
-    return Corpus(**json.loads((run / DESCRIPTION_FILE).read_text()))
+    """The corpus that a run reads.
+
+    Raises:
+        RunError: the description is missing, or damaged.
+    """
+    return _described(run / DESCRIPTION_FILE)
 
 
 def split_texts(texts: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
@@ -170,13 +201,23 @@ def _walk(root: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 def _read(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
     for file in files:
-        content = file.read_bytes()
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise RunError(f"--data: {file} could not be read: {reason(error)}; needed a file that can be") from error
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError:
             continue
         if text.strip() and "\0" not in text:
             yield hashlib.sha256(content).hexdigest(), text
+
+
+def _described(path: Path) -> Corpus:
+    content = read_json(path, needed="the description of a prepared text")
+    kinds = {"str": "a string", "int": "a whole number of at least 0"}
+    check_fields(path, content, {field.name: kinds[str(field.type)] for field in fields(Corpus)})
+    return Corpus(**content)
 
 
 def _write(
@@ -188,16 +229,23 @@ def _write(
     source: str,
     files: int,
 ) -> None:
-    """Write next to ``directory`` and move into place, so that a half-written corpus is never found."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="preparing-", dir=directory.parent))
+    """Write next to ``directory`` and move into place, so that a half-written corpus is never found.
+
+    Raises:
+        RunError: it could not be written.
+    """
+    with writing(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix="preparing-", dir=directory.parent))
     try:
         arrays = {"train": _tokens(tokenizer, train), "validation": _tokens(tokenizer, validation)}
         digest = hashlib.sha256()
         for name, tokens in arrays.items():
-            np.save(scratch / f"{name}.npy", tokens)
+            with writing(directory):
+                np.save(scratch / f"{name}.npy", tokens)
             digest.update(tokens.tobytes())
-        tokenizer.save(str(scratch / "tokenizer.json"))
+        with writing(directory, raised=Exception):
+            tokenizer.save(str(scratch / "tokenizer.json"))
         corpus = Corpus(
             directory=str(directory),
             digest=digest.hexdigest(),
@@ -208,18 +256,29 @@ def _write(
             train_tokens=len(arrays["train"]),
             validation_tokens=len(arrays["validation"]),
         )
-        (scratch / DESCRIPTION_FILE).write_text(json.dumps(asdict(corpus), indent=2) + "\n")
-        try:
-            scratch.rename(directory)
-        except OSError:  # another run prepared the same text meanwhile
-            if not (directory / DESCRIPTION_FILE).is_file():
-                raise
+        write_text(scratch / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
+        with writing(directory):
+            for file in scratch.iterdir():
+                onto_disk(file)
+            try:
+                scratch.rename(directory)
+            except OSError:  # another run prepared the same text meanwhile
+                if not (directory / DESCRIPTION_FILE).is_file():
+                    raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _mapped(path: Path) -> np.ndarray:
-    tokens: np.ndarray = np.load(path, mmap_mode="r")
+def _mapped(path: Path, count: int) -> np.ndarray:
+    needed = f"needed the {count} tokens that {DESCRIPTION_FILE} tells of. Remove its folder: {REMADE}"
+    try:
+        if not path.is_file():
+            raise ValueError(f"found {kind_of(path)}")
+        tokens: np.ndarray = np.load(path, mmap_mode="r")  # which refuses pickled objects
+        if tokens.shape != (count,) or tokens.dtype not in (np.uint16, np.uint32):
+            raise ValueError(f"found {tokens.dtype} of shape {tokens.shape}")
+    except (OSError, ValueError, EOFError) as error:
+        raise RunError(f"{path}: {reason(error)}; {needed}") from error
     return tokens
 
 

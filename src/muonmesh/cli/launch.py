@@ -15,7 +15,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from muonmesh.cli.failure import forget_failures, read_failures
+from muonmesh.cli.failure import forget_rooms, make_room, read_failures
+from muonmesh.cli.files import writing
+from muonmesh.cli.lifeline import LAUNCHER
 
 WORKER = "muonmesh.cli.worker"
 SECONDS_TO_STOP = 600  # after Ctrl-C, for the step under way and its checkpoint; a second Ctrl-C does not wait
@@ -32,13 +34,17 @@ class Interrupted(Exception):
 def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
     """Run ``python -m worker run`` as ``ranks`` processes on this machine and wait for all of them.
 
-    SIGINT and SIGTERM reach the ranks as SIGINT, once: they finish their step and leave a checkpoint.
+    SIGINT, SIGTERM and SIGHUP reach the ranks as SIGINT, once: they finish their step and leave a checkpoint. Should
+    this process be killed, they end by themselves.
 
     Raises:
         RankFailed: a rank failed; the others were ended.
         Interrupted: a signal came.
+        RunError: the run's directory cannot be written.
     """
-    forget_failures(run)
+    with writing(run):
+        make_room(run, ranks)
+    os.environ[LAUNCHER] = str(os.getpid())
     threads = str(max(1, usable_cores() // ranks))
     os.environ.setdefault("OMP_NUM_THREADS", threads)
     # The shared store keeps the addresses of dead processes, which hangs or fails gloo after a restart.
@@ -46,7 +52,7 @@ def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_STOP)
     for name in ("agent.server.api", "multiprocessing.api"):  # what they have to say is said below
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    signals = _Signals()
     try:
         # The launcher makes a directory for logs of ranks that nobody asked for, and leaves it behind.
         with tempfile.TemporaryDirectory(prefix="muonmesh-logs-") as logs:
@@ -59,7 +65,7 @@ def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
                 rdzv_endpoint="localhost:0",
                 local_addr="localhost",
                 max_restarts=0,
-                signals_to_handle="SIGINT",
+                signals_to_handle="",  # `_Signals` does
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
             )
             elastic_launch(config, sys.executable)("-m", worker, str(run))
@@ -68,8 +74,11 @@ def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
     except SignalException as error:
         failures = read_failures(run)
         if failures:
-            raise RankFailed(f"rank {failures[0].rank}: {failures[0].kind}: {failures[0].message}") from error
+            raise RankFailed(str(failures[0])) from error
         raise Interrupted from error
+    finally:
+        signals.give_back()
+        forget_rooms(run)
 
 
 def usable_cores() -> int:
@@ -77,8 +86,29 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    signal.raise_signal(signal.SIGINT)
+class _Signals:
+    """What ends a run: Ctrl-C, SIGTERM, or a terminal that is closed. The second of them does not wait.
+
+    A terminal that is closed does not count as the second, and the system may say it twice.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        for number, handler in self._before.items():
+            if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # ignored, as under nohup, it stays so
+                signal.signal(number, self._stop)
+
+    def give_back(self) -> None:
+        """Let them do again what they did."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._asked:
+            return
+        self._asked = True
+        raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.SIGINT)
 
 
 def _explain(run: Path, error: ChildFailedError) -> str:
@@ -91,5 +121,4 @@ def _explain(run: Path, error: ChildFailedError) -> str:
     if not failures:
         rank, failure = error.get_first_failure()
         return f"rank {rank}: ended with exit code {failure.exitcode}; its own output is above"
-    first = failures[0]
-    return f"{first.trace.rstrip()}\n\nrank {first.rank}: {first.kind}: {first.message}"
+    return str(failures[0])

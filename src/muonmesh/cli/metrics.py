@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, get_args
+
+from muonmesh.cli.failure import RunError
+from muonmesh.cli.files import cannot_write, is_finite, is_whole, named, read_text, reason, write_text, writing
+from muonmesh.cli.settings import Optimizer
 
 METRICS_FILE = "metrics.jsonl"
+MAYBE = "communication_seconds"  # None where nobody can tell
+TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds", MAYBE)
+NUMBERS = ("tokens", "seconds", "loss", "validation_loss", "lr", *TIMES)
 
 
 class MetricsLog:
@@ -18,29 +25,66 @@ class MetricsLog:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / METRICS_FILE
-        self._file = self._path.open("a")
+        self._file = self._open()
 
     def append(self, **record: Any) -> None:
-        """Write one line."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Write one line; a RunError where it cannot be written."""
+        with writing(self._path):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
     def cut(self, run: str, step: int) -> None:
-        """Forget what ``run`` wrote after ``step``: a resumed run writes it again."""
+        """Forget what ``run`` wrote after ``step``: a resumed run writes it again.
+
+        Raises:
+            RunError: the file is damaged, or cannot be written; it is as it was.
+        """
         kept = [r for r in read_metrics(self._path.parent) if r["run"] != run or r["step"] <= step]
         self._file.close()
-        self._path.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        self._file = self._path.open("a")
+        write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = self._open()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
+    def _open(self) -> TextIO:
+        try:
+            return self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunError(cannot_write(self._path, error)) from error
+
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """Every whole line of a run's metrics, in the order written; empty where there are none."""
+    """Every whole line of a run's metrics, in the order written; empty where there are none.
+
+    Raises:
+        RunError: a line is not what a training writes; the message has its number.
+    """
     path = directory / METRICS_FILE
-    if not path.is_file():
+    if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut off by a kill
+    lines = read_text(path, needed="the metrics that a training wrote there").split("\n")
+    return [
+        _read(path, number, line) for number, line in enumerate(lines[:-1], start=1)
+    ]  # a kill cuts the last one off
+
+
+def _read(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError(f"found {named(record)}")
+        if record.get("run") not in get_args(Optimizer):
+            raise ValueError(f"found run {record.get('run')!r}")
+        for name in ("step", *(name for name in NUMBERS if name in record)):
+            value = record.get(name)
+            whole = name in ("step", "tokens")
+            if not (is_whole(value) if whole else is_finite(value)) and not (name == MAYBE and value is None):
+                raise ValueError(f"found {name} {value!r}")
+    except (ValueError, RecursionError) as error:
+        raise RunError(
+            f"{path}: line {number} is not one that a training writes ({reason(error)}); needed the file as it was "
+            "written. Remove the line, or bring an undamaged copy"
+        ) from error
+    return record

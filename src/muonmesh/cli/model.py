@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,95 +13,126 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from muonmesh.cli.configuration import PRESETS, model_config, sentence
+from muonmesh.cli.failure import RunError
 from muonmesh.cli.settings import REPLICAS, Dtype, Parallel, tensor_parallel_ranks
 from muonmesh.cli.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from muonmesh.cli.tokenizer import END_OF_TEXT_ID
 
-# Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would be fewer than four,
-# so that four ranks can share a layer. They do not depend on --ranks: a run resumes on any number of ranks.
-PRESETS: dict[str, dict[str, int]] = {
-    "nano": {"hidden_size": 64, "num_hidden_layers": 2},
-    "small": {"hidden_size": 128, "num_hidden_layers": 4},
-    "medium": {"hidden_size": 512, "num_hidden_layers": 8},
-    "large": {"hidden_size": 768, "num_hidden_layers": 12},
-    "xl": {"hidden_size": 2048, "num_hidden_layers": 16},
-}
-HEAD_SIZE = 64
-LEAST_HEADS = 4
-
-
-def model_config(model: str, *, vocab: int, seq: int) -> Any:
-    """The `transformers` configuration that ``--model`` names: a preset, a JSON file, or a model type.
-
-    The vocabulary is the tokenizer's, whatever the configuration says.
-
-    Raises:
-        ValueError: the name is none of the three, or the model cannot read ``seq`` tokens.
-    """
-    from transformers import AutoConfig
-
-    if model in PRESETS:
-        fields: dict[str, Any] = {"model_type": "llama", **_llama(**PRESETS[model]), "max_position_embeddings": seq}
-    elif model.endswith(".json") or Path(model).is_file():
-        fields = _read_json(Path(model))
-    else:
-        fields = {"model_type": model}
-    try:
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"--model {model}: {_first_sentence(error)}. Needed a preset ({', '.join(PRESETS)}), the path of a "
-            "transformers config.json, or a model type such as gpt2."
-        ) from error
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and longest < seq:
-        raise ValueError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
-    text.vocab_size = vocab
-    text.bos_token_id = text.eos_token_id = END_OF_TEXT_ID  # those of another vocabulary may lie outside this one
-    text.pad_token_id = None  # nothing is padded, and a padding row of the embedding would never learn
-    return config
+# What only tensors without memory cannot do; grouped products of experts check their dtype.
+NOT_FOLLOWED = re.compile(r"BF16|[Mm]eta tensor|[Ff]ake ?[Tt]ensor")
+SHARDING = ("fsdp", "hsdp", "fsdp+tp")
+DDP = "Write: --parallel ddp"
+TRIED_TOKENS = 8  # in the forward pass that is tried without memory
 
 
 def build_model(config: Any) -> nn.Module:
     """A freshly initialised model on the current default device and random state.
 
     Raises:
-        ValueError: the configuration is not of a causal language model.
+        ValueError: the configuration is not of a causal language model, or not of a possible one.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except ValueError as error:
-        raise ValueError(
-            f"--model: {config.model_type} does not predict the next token ({_first_sentence(error)}); needed a causal "
-            "language model, such as llama or gpt2."
+    except (torch.OutOfMemoryError, OSError):
+        raise
+    except Exception as error:  # each of some two hundred models in its own way
+        if str(error).startswith("Unrecognized configuration class"):
+            raise RunError(
+                f"--model: {config.model_type} does not predict the next token ({sentence(error)}); needed a causal "
+                "language model, such as llama or gpt2."
+            ) from error
+        raise RunError(
+            f"--model: {config.model_type} cannot be built from this configuration: {sentence(error)}. Correct it, or "
+            "choose another --model"
         ) from error
     return model
 
 
-def check_model(model: str, *, vocab: int, seq: int, tensor_parallel: int = 1) -> int:
+def check_model(model: str, *, vocab: int, seq: int, tensor_parallel: int = 1, parallel: Parallel = "ddp") -> int:
     """Build the model without memory and return its number of parameters; raises what a rank would raise.
 
     Raises:
-        ValueError: there is no such model, or ``tensor_parallel`` ranks cannot share its layers.
+        ValueError: there is no such model, it cannot compute, its parameters cannot be sharded, or ``tensor_parallel``
+            ranks cannot share its layers.
     """
     with torch.device("meta"):
         built = build_model(model_config(model, vocab=vocab, seq=seq))
+    check_parameters(built, name=model, parallel=parallel)
     if tensor_parallel > 1:
         check_tensor_parallel(built, name=model, ranks=tensor_parallel, seq=seq)
+    if model not in PRESETS:
+        _try_forward(built, model, tokens=min(seq, TRIED_TOKENS), vocab=vocab)
     return sum(p.numel() for p in built.parameters())
 
 
+def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None:
+    """Make sure that each parameter holds something, and that it can be sharded where that is asked for.
+
+    Raises:
+        RunError: naming the first that does not or cannot.
+    """
+    for path, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise RunError(f"--model {name}: {path} is empty, of shape {tuple(parameter.shape)}; needed sizes above 0")
+        if parameter.ndim == 0 and parallel in SHARDING:
+            raise RunError(f"--model {name}: {path} is a single number, which FSDP2 cannot shard. {DDP}")
+
+
+def _try_forward(model: nn.Module, name: str, *, tokens: int, vocab: int) -> None:
+    """Send a sequence through a model without memory: heads that do not divide show only there.
+
+    What depends on values, as routing to experts may, cannot be followed so far and is left to the ranks.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what it has to say is said below
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = model.to_empty(device="cpu")  # of shapes alone, as on the meta device, which cannot compute as much
+            logits = fake(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits
+    except Exception as error:  # whatever two hundred models may raise
+        if type(error).__module__.startswith("torch._subclasses") or NOT_FOLLOWED.search(str(error)):
+            return
+        if isinstance(error, NotImplementedError):
+            return
+        raise RunError(
+            f"--model {name}: cannot compute with this configuration: {sentence(error)}. Correct it, or choose another "
+            "--model"
+        ) from error
+    finally:
+        log.setLevel(level)
+    if tuple(logits.shape) != (1, tokens, vocab):
+        raise RunError(
+            f"--model {name}: gives {tuple(logits.shape)} for {tokens} tokens; needed one number for each of {vocab} "
+            "entries of the vocabulary a token. Choose another --model"
+        )
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that are sharded one by one, in the order they are defined."""
+    """The layers that are sharded one by one, in the order they are defined.
+
+    Without those that share a parameter with something outside, as bert's embeddings do with its head: that belongs to
+    the whole model.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    named = [module for module in model.modules() if type(module).__name__ in names]
+    blocks = [module for module in named if not _shares(model, module)]
     if blocks:
         return blocks
     stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(stacks, key=lambda stack: sum(p.numel() for b in stack for p in b.parameters()), default=[])
+
+
+def _shares(model: nn.Module, block: nn.Module) -> bool:
+    """Whether a parameter of ``block`` has a name outside of it too."""
+    own = {id(parameter) for parameter in block.parameters()}
+    inside = sum(1 for _, p in block.named_parameters(remove_duplicate=False))
+    everywhere = sum(id(p) in own for _, p in model.named_parameters(remove_duplicate=False))
+    return everywhere > inside
 
 
 def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: torch.device) -> nn.Module:
@@ -133,35 +164,10 @@ def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: t
     if parallel == "tp":
         return model
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if dtype == "bf16" else None, reduce_dtype=torch.float32)
-    for block in reversed(blocks_of(model)):  # inner before outer, should one hold another
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
-
-
-def _llama(*, hidden_size: int, num_hidden_layers: int) -> dict[str, int]:
-    heads = max(LEAST_HEADS, hidden_size // HEAD_SIZE)
-    return {
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": round(hidden_size * 8 / 3 / HEAD_SIZE) * HEAD_SIZE,
-    }
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"--model {path}: no such file; needed a transformers config.json.")
     try:
-        fields = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--model {path}: not JSON ({error}).") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ValueError(f'--model {path}: found no "model_type"; needed a transformers config.json.')
-    return fields
-
-
-def _first_sentence(error: Exception) -> str:
-    """Transformers goes on to list every model it knows."""
-    return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+        for block in reversed(blocks_of(model)):  # inner before outer, should one hold another
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    except ValueError as error:
+        raise RunError(f"--parallel {parallel}: FSDP2 cannot shard this model: {sentence(error)}. {DDP}") from error
+    return model

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from muonmesh.cli.files import onto_disk, writing
+
 MOMENTUM_KEY = "momentum_buffer"
 
 
@@ -19,6 +21,9 @@ def save_momentum(path: Path, states: Mapping[str, Mapping[str, Any]]) -> None:
     Args:
         path: The file.
         states: Optimizer state by parameter name.
+
+    Raises:
+        RunError: the file could not be written.
     """
     momenta = {}
     for name, held in states.items():
@@ -28,5 +33,12 @@ def save_momentum(path: Path, states: Mapping[str, Mapping[str, Any]]) -> None:
             if dist.get_rank() == 0:
                 momenta[name] = whole.cpu().contiguous()
     if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(momenta, path)
+        scratch = path.with_name(f".{path.name}.writing")
+        with writing(path, raised=Exception):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                save_file(momenta, scratch)
+                onto_disk(scratch)
+                scratch.replace(path)
+            finally:
+                scratch.unlink(missing_ok=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Column
 
 from muonmesh.cli.clock import StepTimes
+from muonmesh.cli.terminal import make_console
 
 PLAIN_SECONDS = 15.0  # without a terminal: the longest silence between two lines
 ROOMY, WIDE = 90, 110  # columns of a terminal that has room for whole words, and for a bar
@@ -21,7 +21,7 @@ class ProgressLine:
 
     def __init__(self, name: str, *, steps: int, start: int, tokens_per_step: int, visible: bool) -> None:
         self.name, self.steps, self.tokens_per_step, self.visible = name, steps, tokens_per_step, visible
-        self._console = Console(highlight=False)
+        self._console = make_console()
         self._live = visible and self._console.is_terminal
         fixed = Column(no_wrap=True, min_width=5)
         columns: list[ProgressColumn] = [TextColumn("[bold]{task.description:>5}", table_column=fixed)]

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from muonmesh.cli.files import read_text, write_text, writing
 from muonmesh.cli.plots import FILES, plot_losses
 from muonmesh.cli.settings import Settings, load_config
 from muonmesh.cli.summary import LABELS, Comparison, TrainingSummary, compare, summarise
+from muonmesh.cli.terminal import make_console
 
 REPORT_FILE = "report.html"
 METHOD = (
@@ -39,20 +40,24 @@ def write_report(run: Path, settings: Settings) -> Path | None:
     """Summarise a run: pictures and ``report.html`` into its directory, a table onto the terminal.
 
     A run that was stopped is reported as far as it got; one without a finished step is not (None).
+
+    Raises:
+        RunError: what the run left is damaged, or the report cannot be written.
     """
     summaries = summarise(run)
     if not summaries:
         return None
     comparison = compare(summaries)
-    plot_losses(run, summaries, comparison)
+    with writing(run):
+        plot_losses(run, summaries, comparison)
     path = run / REPORT_FILE
-    path.write_text(_page(run, settings, summaries, comparison))
+    write_text(path, _page(run, settings, summaries, comparison))
     _print(settings, summaries, comparison)
     return path
 
 
 def _print(settings: Settings, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> None:
-    console = Console(highlight=False)
+    console = make_console()
     table = Table()
     headings, rows = _figures(settings, summaries)
     for number, heading in enumerate(headings):
@@ -85,13 +90,13 @@ def _figures(settings: Settings, summaries: Sequence[TrainingSummary]) -> tuple[
 
 def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> str:
     config = load_config(run)
-    environment = config.pop("environment")
+    environment = config.pop("environment", {})
     titles = {"steps": "Loss against steps", "seconds": "Loss against time"}
     pictures = "".join(
         f'<h2>{titles[axis]}</h2><img alt="{titles[axis]}" src="data:image/png;base64,{_base64(run / name)}">'
         for axis, name in FILES.items()
     )
-    explanation = (run / "explain.txt").read_text()
+    explanation = read_text(run / "explain.txt", needed="what the run wrote there of its optimizers")
     lead = str(comparison) if comparison is not None else _unfinished(settings, summaries)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">

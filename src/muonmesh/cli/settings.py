@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from muonmesh.cli.failure import RunError
+from muonmesh.cli.files import is_finite, is_number, is_whole, read_json, write_text
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]
@@ -61,18 +65,25 @@ class Settings:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value < least:
+            if not is_whole(value) or value < least:
                 raise ValueError(f"{option(name)} {value}: needed a whole number of at least {least}.")
+            if value > (most := _MOST.get(name, MOST)):
+                raise ValueError(f"{option(name)} {value}: needed a whole number of at most {most}.")
+        for name in ("out", "model", *("save_momentum",) * (self.save_momentum is not None)):
+            if not isinstance(getattr(self, name), str) or "\0" in getattr(self, name):
+                raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed text.")
+        if not isinstance(self.data, tuple) or not all(isinstance(p, str) and "\0" not in p for p in self.data):
+            raise ValueError(f"--data {self.data!r}: needed names of files, folders or globs.")
         for name in ("lr", "adamw_lr"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not (is_finite(value) and value > 0):
                 raise ValueError(f"{option(name)} {value}: needed a positive, finite learning rate.")
-        for name in ("weight_decay", "clip"):
-            value = getattr(self, name)
-            if math.isnan(value) or value < 0:
-                raise ValueError(f"{option(name)} {value}: needed zero or more.")
+        if not is_number(self.clip) or self.clip < 0:
+            raise ValueError(f"--clip {self.clip}: needed zero or more.")
+        if not is_finite(self.weight_decay) or self.weight_decay < 0:
+            raise ValueError(f"--weight-decay {self.weight_decay}: needed zero or more, and finite.")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
                 raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed one of {', '.join(choices)}.")
         multiple = {"hsdp": REPLICAS, "fsdp+tp": PAIR}.get(self.parallel, 1)
         if self.ranks % multiple:
@@ -89,6 +100,10 @@ class Settings:
             raise ValueError(
                 f"--batch {self.batch}: cannot be divided over {sharers} × {self.grad_accum} micro-steps; "
                 f"needed a multiple of {parts}. Write: --batch {math.ceil(self.batch / parts) * parts}"
+            )
+        if self.save_momentum is not None and self.optimizer == "adamw":
+            raise ValueError(
+                f"--save-momentum {self.save_momentum}: --optimizer adamw has no momentum of Muon. Leave one out"
             )
         if self.warmup >= self.steps:
             raise ValueError(
@@ -135,32 +150,51 @@ class Settings:
         return Path(self.out)
 
     def save(self, environment: dict[str, Any]) -> None:
-        """Write ``config.json``: the settings, and under ``environment`` what else a reader may want to know."""
+        """Write ``config.json``: the settings, and under ``environment`` what else a reader may want to know.
+
+        Raises:
+            RunError: it could not be written; an older one is as it was.
+        """
         content = {**asdict(self), "environment": environment}
-        (self.directory / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        write_text(self.directory / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def load_settings(directory: Path, **changes: Any) -> Settings:
     """Read a run's settings back, with ``changes`` made to them.
 
     Raises:
-        ValueError: ``directory`` holds no run, or one that another version wrote.
+        RunError: ``directory`` holds no run, or one that another version or an editor wrote.
+        ValueError: ``changes`` do not go with it.
     """
+    path = directory / CONFIG_FILE
     content = load_config(directory)
-    content.pop("environment", None)
-    unknown = set(content) - {f.name for f in fields(Settings)}
+    del content["environment"]
+    known = [field.name for field in fields(Settings)]
+    unknown = sorted(set(content) - set(known))
     if unknown:
-        raise ValueError(f"{directory / CONFIG_FILE}: unknown settings {sorted(unknown)}; another version wrote it.")
-    content["data"] = tuple(content.get("data", ()))
-    return replace(Settings(**content), **changes)
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" The nearest known one is {near[0]!r}." if near else ""
+        raise RunError(f"{path}: unknown settings {unknown}; another version wrote it.{hint}")
+    missing = [name for name in known if name not in content]
+    if missing:
+        raise RunError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
+    if not isinstance(content["data"], list):
+        raise RunError(f"{path}: found data {content['data']!r}; needed a list of names")
+    try:
+        settings = Settings(**{**content, "data": tuple(content["data"])})
+    except ValueError as error:
+        raise RunError(f"{path}: {error}") from error
+    return replace(settings, **changes)
 
 
 def load_config(directory: Path) -> dict[str, Any]:
-    """The whole ``config.json``, environment included; a ValueError where there is none."""
+    """The whole ``config.json``, environment included; a RunError where there is none, or not an object."""
     path = directory / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(f"{directory}: found no {CONFIG_FILE}; needed the directory of a run, such as runs/NAME.")
-    content: dict[str, Any] = json.loads(path.read_text())
+        raise RunError(f"{directory}: found no {CONFIG_FILE}; needed the directory of a run, such as runs/NAME.")
+    content = read_json(path, needed="the settings of a run")
+    if not isinstance(content.get("environment"), dict):
+        raise RunError(f"{path}: found no object 'environment'; needed the file as the run wrote it")
     return content
 
 
@@ -193,6 +227,8 @@ _LEAST = {
     "eval_sequences": 1,
     "checkpoint_every": 0,
 }
+MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
+_MOST = {"steps": 99_999_999, "seed": 2**63 - 1}  # the digits of a checkpoint's name; what torch takes as a seed
 _CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": get_args(OptimizerChoice),
     "parallel": get_args(Parallel),

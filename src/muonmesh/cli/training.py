@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.clock import CollectiveClock, Moment, StepTimes, moment, seconds_between
+from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import make_engine
+from muonmesh.cli.failure import RunError
 from muonmesh.cli.metrics import MetricsLog
-from muonmesh.cli.model import build_model, model_config
+from muonmesh.cli.model import build_model
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.schedule import learning_rate_factor
-from muonmesh.cli.settings import Optimizer, Settings
+from muonmesh.cli.settings import Optimizer, Settings, option
 from muonmesh.cli.stop import StopRequest
 
 
@@ -53,16 +56,24 @@ class Training:
             self._settle_buckets()
 
     def restore(self) -> None:
-        """Go to the latest checkpoint, if there is one."""
+        """Go to the latest checkpoint, if there is one.
+
+        Raises:
+            RunError: on all ranks: it is damaged or of another training; no weight has changed.
+        """
         step = self.checkpoints.latest()
         if step is not None:
             state = self.engine.state()
             progress = self.checkpoints.load(step, state)
             self.engine.restore(state)
-            self.start, self.seconds = step, progress["seconds"]
+            self.start, self.seconds = step, float(progress["seconds"])
 
     def run(self, log: MetricsLog | None, stop: StopRequest) -> bool:
         """Train to the end; False when a stop was asked for, with a checkpoint of the step reached.
+
+        Raises:
+            RunError: on all ranks: a loss or the state is not finite, or a file cannot be written. The last checkpoint
+                is as it was.
 
         The ranks agree on that step: each step reduces one flag, read one step later so that a GPU is never waited
         for, and all act on it at the same place.
@@ -172,6 +183,7 @@ class Training:
     def _finish(self, flight: _StepInFlight, log: MetricsLog | None, line: ProgressLine) -> bool:
         """Read a step's results, record them, and say whether any rank asked to stop."""
         loss, stop_flags = flight.status.read()
+        self._need_finite("loss", flight.step, loss)
         times = flight.times()
         self.seconds += times.total
         if log is not None:
@@ -192,6 +204,7 @@ class Training:
 
     def _validate(self, step: int, log: MetricsLog | None, line: ProgressLine) -> None:
         loss = self.evaluate()
+        self._need_finite("validation loss", step, loss)
         details = self.engine.metrics() if step else {}
         if log is not None:
             log.append(
@@ -200,9 +213,21 @@ class Training:
                 tokens=step * self.settings.tokens_per_step,
                 seconds=self.seconds,
                 validation_loss=loss,
-                **({"optimizer": details} if details else {}),
+                **({"optimizer": _finite(details)} if details else {}),
             )
         line.validation(step, loss)
+
+    def _need_finite(self, what: str, step: int, loss: float) -> None:
+        """A mean over all ranks, so that each of them finds the same and raises."""
+        if math.isfinite(loss):
+            return
+        settings, last = self.settings, self.checkpoints.kept
+        kept = "There is no checkpoint yet" if last is None else f"The checkpoint of step {last} is kept"
+        rate = option("lr" if self.name == "muon" else "adamw_lr")
+        raise RunError(
+            f"{self.name}: the {what} of step {step} is {loss}; needed a finite one. {kept}. Start a new run with a "
+            f"lower {rate} (this one's is {settings.lr_of(self.name):g})"
+        )
 
     def _settle_buckets(self) -> None:
         """Let DDP rearrange its buckets now, by two passes whose gradients are dropped.
@@ -259,6 +284,11 @@ class _Reading:
             self._arrived.synchronize()
         values: list[float] = self._host.tolist()
         return values
+
+
+def _finite(details: dict[str, float]) -> dict[str, float | None]:
+    """With None, which JSON has, for what is not a finite number, which it has not."""
+    return {name: value if math.isfinite(value) else None for name, value in details.items()}
 
 
 def _divides(every: int, step: int) -> bool:

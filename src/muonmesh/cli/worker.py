@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muonmesh.cli.failure import record_failure
+from muonmesh.cli.lifeline import end_with_launcher
 from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.terminal import print_plainly
 
 if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
     import torch
@@ -27,7 +31,7 @@ def work(run: Path) -> None:
     """Train what the run's settings ask for, going on from its checkpoints where there are any.
 
     Raises:
-        RuntimeError: the ranks were given different texts.
+        RunError: the ranks were given different texts or settings, or what the run left is damaged.
     """
     gc.disable()  # imports leave half a million objects and no garbage; to look through them takes a second
     import torch
@@ -37,6 +41,7 @@ def work(run: Path) -> None:
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
+    from muonmesh.cli.together import insist_on_the_same
 
     gc.freeze()
     gc.enable()
@@ -49,12 +54,7 @@ def work(run: Path) -> None:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, corpus.digest)
-    if len(set(digests)) > 1:
-        raise RuntimeError(
-            f"the ranks were given different texts: digests {digests}; needed the same files on each host."
-        )
+    insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
     stop = StopRequest()
     log = MetricsLog(run) if dist.get_rank() == 0 else None
     for name in settings.optimizers:
@@ -74,19 +74,27 @@ def _train(
     stop: StopRequest,
 ) -> bool:
     """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
-    import torch.distributed as dist
-
+    from muonmesh.cli.files import writing
     from muonmesh.cli.momentum import save_momentum
+    from muonmesh.cli.together import on_first_rank
     from muonmesh.cli.training import Training
 
     training = Training(name, settings, corpus, device)
     training.restore()
     explanation = training.explain()
-    if log is not None:
+
+    def write() -> None:
+        assert log is not None
         log.cut(name, training.start if training.start else -1)
-        with (run / EXPLANATION_FILE).open("w" if name == settings.optimizers[0] else "a") as file:
+        with (
+            writing(run / EXPLANATION_FILE),
+            (run / EXPLANATION_FILE).open(
+                "w" if name == settings.optimizers[0] else "a", encoding="utf-8", errors="replace"
+            ) as file,
+        ):
             file.write(f"{name}\n\n{explanation}\n\n")
-    dist.barrier()  # no rank may die of the Ctrl-C that another one takes as a wish
+
+    on_first_rank(write)  # and no rank may die of the Ctrl-C that another one takes as a wish
     stop.install()
     finished = training.run(log, stop)
     if finished and name == "muon" and settings.save_momentum is not None:
@@ -100,14 +108,17 @@ def main(work: Callable[[Path], None] = work) -> None:
 
     At once, because a rank that unwinds slowly keeps its sockets open and leaves the others waiting.
     """
+    end_with_launcher()
+    print_plainly()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a step to finish, Ctrl-C ends a rank at once
     run = Path(sys.argv[1])
     try:
         work(run)
     except BaseException as error:
         record_failure(run, int(os.environ["RANK"]), error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(1)
 
 

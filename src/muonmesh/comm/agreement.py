@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from muonmesh.comm.meeting import shared_store, wait_until
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.errors import PlanError, explain_error
+from muonmesh.errors import PlanError, about, explain_error
 from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.layout.plan import describe
 
@@ -114,7 +114,7 @@ def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exc
     ranks = dist.get_process_group_ranks(group)
     for rank, (_, message) in zip(ranks, everyone, strict=True):
         if message is not None:
-            raise PlanError(f"rank {rank}: {message}")
+            raise PlanError(about(f"rank {rank}", message))
     if len({digest for digest, _ in everyone}) == 1:
         return None
     assert plan is not None
@@ -149,7 +149,8 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
                     "Set the groups alike everywhere; a schedule must not depend on the rank",
                 )
             )
-    raise PlanError("the ranks have set their groups differently; needed the same on every rank. Set them alike")
+    found = "groups that the ranks have set differently"
+    raise PlanError(explain_error("the groups", found, "the same on every rank", "Set them alike everywhere"))
 
 
 def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
@@ -177,7 +178,7 @@ def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
             first, *rest = told
             other = next(rank for rank in rest if told[rank] != told[first])
             a, b = lines[place[first]], lines[place[other]]
-            raise PlanError(_first_difference(first, list(a.values()), other, list(b.values())))
+            raise _first_difference(first, list(a.values()), other, list(b.values()))
     if all(list(a) == list(lines[0]) for a in lines):
         return views[0]
     names = sorted(everything)
@@ -200,7 +201,7 @@ def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
     dist.all_gather_object(descriptions, plan.description(), group=group)
     ranks = dist.get_process_group_ranks(group)
     other = next(i for i, lines in enumerate(descriptions) if lines != descriptions[0])
-    raise PlanError(_first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other]))
+    raise _first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other])
 
 
 def _difference(a: str, b: str) -> tuple[str, str]:
@@ -213,7 +214,7 @@ def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
     return parameter.name, tuple(parameter.target.ranks)
 
 
-def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> str:
+def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> PlanError:
     pairs = list(zip(lines_a, lines_b, strict=False))
     if len(lines_a) != len(lines_b):
         pairs.append(
@@ -222,9 +223,13 @@ def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) ->
             else (lines_a[len(lines_b)], "nothing more")
         )
     found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
-    return (
-        f"the plans differ: rank {a} has '{found[0]}' where rank {b} has '{found[1]}'; needed the same parameters, "
-        "in the same order, with the same settings on every rank. Build the model and the groups alike everywhere"
+    return PlanError(
+        explain_error(
+            "the plans differ",
+            f"that rank {a} has '{found[0]}' where rank {b} has '{found[1]}'",
+            "the same parameters, in the same order, with the same settings on every rank",
+            "Build the model and the groups alike everywhere",
+        )
     )
 
 

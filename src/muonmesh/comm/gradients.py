@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -15,7 +17,69 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 
 
-def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
+class GradientSource(Protocol):
+    """Where a host keeps gradients, what it calls parameters, and who shares them; for ``Muon(..., gradients=...)``.
+
+    Whatever reads a gradient reads it here: steps, clipping, metrics. A host's own class derives from this one and says
+    where the gradients are; names and groups are then those of the param groups and of ``process_group=``.
+    """
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient, or None; a step never writes to it.
+
+        Shape and placements are the parameter's; the dtype may be another.
+
+        Raises:
+            LayoutError, TypeError: there is none where one should be. Every rank raises then.
+        """
+        ...
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Keep what clipping has made of a gradient; None, from ``zero_grad``, forgets it.
+
+        Args:
+            parameter: Whose.
+            gradient: Mostly the tensor that `gradient` has returned, scaled in place. A copy where that had other
+                strides or placements than the parameter.
+        """
+        ...
+
+    def name(self, parameter: Tensor) -> str | None:
+        """Return the name by which ranks and checkpoints know a parameter; None: that of its group."""
+        return None
+
+    def group(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        """Return the ranks that hold the same plain tensor, or shard; None: those of ``process_group=``."""
+        return None
+
+
+class ParameterGrad(GradientSource):
+    """What autograd leaves: ``parameter.grad``."""
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return ``parameter.grad``."""
+        return parameter.grad
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Set ``parameter.grad``."""
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+
+
+PARAMETER_GRAD = ParameterGrad()
+"""The source of an optimizer that was given no other."""
+
+
+def check_source(source: object) -> None:
+    """Raise TypeError unless it is None or can be asked as a `GradientSource`."""
+    missing = [name for name in ("gradient", "write", "name", "group") if not callable(getattr(source, name, None))]
+    if source is not None and (missing or isinstance(source, type)):
+        lacks = f" without {', '.join(f'{name}()' for name in missing)}" if missing else ", a class"
+        found, write = f"{source!r}{lacks}", "Write gradients=source, of a class derived from muonmesh.GradientSource"
+        raise TypeError(explain_error("gradients", found, "a GradientSource", write))
+
+
+def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
     """Return the local part of a parameter's gradient, laid out as the parameter, or None.
 
     A gradient that is whole on every rank is cut as its parameter is. A partial one (pure tensor parallelism with
@@ -25,7 +89,10 @@ def gradient_of(name: str, parameter: Tensor) -> Tensor | None:
         LayoutError: the gradient lives elsewhere than its parameter.
         TypeError: the gradient is sparse, complex or of a dtype without arithmetic, or on another device.
     """
-    gradient = parameter.grad
+    return _laid_out(name, parameter, source.gradient(parameter))
+
+
+def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
     if gradient.is_complex() or parameter.is_complex():
@@ -116,26 +183,40 @@ def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[bool]) ->
     return local_of(summands.redistribute(placements=parameter.placements))
 
 
-def whole_gradient(name: str, parameter: Tensor) -> Tensor | None:
+def whole_gradient(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
     """Return `gradient_of` with what is partial summed, by all ranks of the mesh."""
-    gradient = gradient_of(name, parameter)
+    gradient = gradient_of(name, parameter, source)
     axes = partial_axes(gradient)
     return reduced(parameter, gradient, axes) if any(axes) else gradient
 
 
-def own_gradient(name: str, parameter: Tensor) -> Tensor | None:
-    """Return the local part of a parameter's gradient to write to, contiguous and laid out as the parameter, or None.
+def scale_gradient(parameter: Tensor, source: GradientSource, coefficient: Tensor) -> None:
+    """Multiply a parameter's gradient, if it has one, by a 0-d fp64 tensor and hand it back to its source."""
+    gradient = source.gradient(parameter)
+    if gradient is not None:
+        multiply(local_of(gradient), coefficient)
+        source.write(parameter, gradient)
 
-    Where the gradient is not so, it is replaced by one that is.
+
+def multiply(local: Tensor, coefficient: Tensor) -> None:
+    """Multiply a tensor in place by a 0-d fp64 tensor, which is rounded once."""
+    local.mul_(coefficient.to(torch.promote_types(local.dtype, torch.float32)))
+
+
+def own_gradient(name: str, parameter: Tensor, source: GradientSource) -> tuple[Tensor, Tensor] | None:
+    """Return a parameter's gradient to write to, or None: its local part, and what the source is to keep.
+
+    The local part is contiguous and laid out as the parameter. Where the gradient is not so, both are copies.
     """
-    gradient = gradient_of(name, parameter)
-    if gradient is None or parameter.grad is None:
+    held = source.gradient(parameter)
+    gradient = _laid_out(name, parameter, held)
+    if gradient is None or held is None:
         return None
     local = local_of(gradient)
-    if local_of(parameter.grad) is not local or not local.is_contiguous():
-        local = local.contiguous()
-        parameter.grad = _wrapped(local, gradient if isinstance(gradient, DTensor) else parameter)
-    return local
+    if local_of(held) is local and local.is_contiguous():
+        return local, held
+    local = local.contiguous()
+    return local, _wrapped(local, gradient if isinstance(gradient, DTensor) else parameter)
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.errors import PlanError
+from muonmesh.errors import PlanError, explain_error
 
 PATIENCE = 5.0
 """Seconds in which the others of a failed collective may say where they are."""
@@ -140,10 +140,9 @@ def wait_until(ready: Callable[[], bool], absent: Callable[[], Sequence[int]]) -
             raise PlanError(failed)
         if time.monotonic() >= until:
             missing = absent()
-            raise PlanError(
-                f"the first step: the ranks {told_ranks(missing)} did not come to compare plans; needed all ranks that "
-                "share parameters. Call step on every rank; a rank that has died is named by its launcher"
-            )
+            found = f"that the ranks {told_ranks(missing)} did not come to compare plans"
+            write = "Call step on every rank; a rank that has died is named by its launcher"
+            raise PlanError(explain_error("the first step", found, "all ranks that share parameters", write))
         time.sleep(pause)
         pause = min(0.05, 1.5 * pause)
 
@@ -188,11 +187,11 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
     except RuntimeError as error:
         if isinstance(error, PlanError):
             raise
-        raise PlanError(
-            f"{when}: the ranks {told_ranks(ranks)} did not meet in {what}. {_who_is_missing(ranks, key, when, what)} "
-            "A rank that has died is named by its launcher; one that runs must call the optimizer as often as the "
-            f"others. The cause as torch tells it: {_first_line(error)}"
-        ) from error
+        found = f"that the ranks {told_ranks(ranks)} did not meet in {what}"
+        needed = f"each of them there. {_who_is_missing(ranks, key, when, what)}"
+        write = "A rank that has died is named by its launcher; one that runs must call the optimizer as often as the "
+        write += f"others. The cause as torch tells it: {_first_line(error)}"
+        raise PlanError(explain_error(when, found, needed, write)) from error
 
 
 def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str:
@@ -206,14 +205,14 @@ def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str
             time.sleep(0.05)
         said = {rank: store.get(f"{key}/{rank}").decode() for rank in others if _has(store, f"{key}/{rank}")}
     except (RuntimeError, ValueError) as error:
-        return f"Who is missing cannot be told: the store of the ranks does not answer ({_first_line(error)})."
+        return f"Who is missing cannot be told: the store of the ranks does not answer ({_first_line(error)})"
     missing = [rank for rank in others if rank not in said]
-    told = [f"Rank {rank} waited in {place}." for rank, place in said.items() if place != f"{when}, {what}"]
+    told = [f"Rank {rank} waited in {place}" for rank, place in said.items() if place != f"{when}, {what}"]
     if missing:
-        told.append(f"Missing: {told_ranks(missing)}.")
+        told.append(f"Missing: {told_ranks(missing)}")
     elif not told:
-        told.append("All of them waited, so a connection has failed.")
-    return " ".join(told)
+        told.append("All of them waited, so a connection has failed")
+    return ". ".join(told)
 
 
 def told_ranks(ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import (
     FlatParameter,
     FlatShards,
@@ -221,7 +221,7 @@ def _declared(name: str, tensor: Tensor, declared: Any) -> Storage:
     try:
         layout = MeshLayout(tuple(shape), tuple(mesh.mesh.shape), _ranks(mesh), translated)
     except LayoutError as error:
-        raise LayoutError(f"{name}: layouts entry: {error}") from None
+        raise LayoutError(about(f"{name}: layouts entry", error)) from None
     _check_local(name, tensor, layout)
     stride = row_major(layout.shape)
     return Storage(layout, layout.shape, stride, mesh, tuple(placements))

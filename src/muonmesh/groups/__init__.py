@@ -1,5 +1,10 @@
 """Parameter groups: who goes to Muon, who to AdamW, and why."""
 
+from muonmesh.groups import transformers
+from muonmesh.groups.classifiers import Classifier, register, unregister
+from muonmesh.groups.sites import Role, Site
 from muonmesh.groups.split import ParamGroups, split_params
 
-__all__ = ["ParamGroups", "split_params"]
+__all__ = ["Classifier", "ParamGroups", "Role", "Site", "register", "split_params", "unregister"]
+
+register(transformers.classify)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -19,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from muonmesh.errors import explain_error
+from muonmesh.groups.classifiers import classified
 from muonmesh.groups.fused import (
     LOOKS_FUSED,
     Matrices,
@@ -27,14 +27,7 @@ from muonmesh.groups.fused import (
     fused_order,
     global_shape,
 )
-from muonmesh.names import WRAPPERS
-
-Algorithm = Literal["muon", "adamw"]
-Kind = Literal["matrices", "embeddings", "head", "vectors"]
-
-# Classes whose child "module" stands for them (a model may well have a child of that name), by name, since Megatron,
-# DeepSpeed and apex have such classes too.
-_HOLDS_MODULE = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module"}
+from muonmesh.groups.sites import Kind, Role, Site, as_matrices, class_of, unwrapped
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -51,74 +44,6 @@ _NOT_A_MATRIX = re.compile(
     r"|gate|scale|gamma|beta|a_log|dt|sinks?|prompt|prefix|codebook|codevectors|mask|cls|registers?|level)(_|$)",
     re.IGNORECASE,
 )
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place where a parameter is registered.
-
-    `name` is canonical, `key` its last part. `owners` are the modules it is in, the innermost first, each with its
-    name in the next; wrappers are left out.
-    """
-
-    name: str
-    key: str
-    parameter: nn.Parameter
-    owners: tuple[tuple[str, nn.Module], ...]
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that holds it."""
-        return self.owners[0][1]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape before sharding."""
-        return global_shape(self.parameter)
-
-
-@dataclass(frozen=True)
-class Role:
-    """Who updates a parameter and why. `matrices` is what Muon makes of it, or would; None: no matrix known."""
-
-    algorithm: Algorithm
-    kind: Kind
-    reason: str
-    matrices: Matrices | None
-
-
-def sites(model: nn.Module) -> Iterator[Site]:
-    """Every place where `model` holds a parameter, in registration order; a shared parameter comes several times."""
-    yield from _sites(model, (), ())
-
-
-def _sites(module: nn.Module, path: tuple[str, ...], owners: tuple[tuple[str, nn.Module], ...]) -> Iterator[Site]:
-    if (inner := _wrapped(module)) is not None:
-        yield from _sites(inner, path, owners)
-        return
-    owners = ((path[-1] if path else "", module), *owners)
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield Site(".".join((*path, key)), key, parameter, owners)
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _sites(child, (*path, name), owners)
-
-
-def _wrapped(module: nn.Module) -> nn.Module | None:
-    """What `module` wraps, if it is a wrapper that leaves no trace in canonical names."""
-    for name in WRAPPERS:
-        if module._modules.get(name) is not None:
-            return module._modules[name]
-    if not _HOLDS_MODULE.isdisjoint(class_names(module)):
-        return module._modules.get("module")
-    return None
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    while (inner := _wrapped(module)) is not None:
-        module = inner
-    return module
 
 
 def output_layers(model: nn.Module) -> dict[int, str]:
@@ -143,9 +68,9 @@ def output_layers(model: nn.Module) -> dict[int, str]:
                 continue
             for layer in found if isinstance(found, list | nn.ModuleList) else [found]:
                 if isinstance(layer, nn.Module):
-                    layers.setdefault(id(_unwrapped(layer)), f"{method}() of {_class(module)}")
+                    layers.setdefault(id(unwrapped(layer)), f"{method}() of {class_of(module)}")
         for layer in _label_layers(module):
-            layers.setdefault(id(_unwrapped(layer)), f"onto the labels of {_class(module)}")
+            layers.setdefault(id(unwrapped(layer)), f"onto the labels of {class_of(module)}")
     body = _body(model)
     if not hasattr(body, "base_model_prefix") and (last := _last_layer(body)) is not None:
         layer, known = last
@@ -175,13 +100,13 @@ def _outputs(layer: nn.Module) -> int | None:
 
 def _body(model: nn.Module) -> nn.Module:
     """The model inside wrappers of any kind: as long as one child holds all the parameters, the innermost model."""
-    body = model = _unwrapped(model)
+    body = model = unwrapped(model)
     while not hasattr(model, "base_model_prefix"):  # a transformers model is no wrapper
         children = [c for c in model.children() if next(c.parameters(), None) is not None]
         if len(children) != 1 or next(model.parameters(recurse=False), None) is not None:
             break
         lightning = "LightningModule" in class_names(model)
-        model = _unwrapped(children[0])
+        model = unwrapped(children[0])
         if lightning or _is_model(model):
             body = model
     return body
@@ -191,7 +116,7 @@ def _is_model(module: nn.Module) -> bool:
     """Whether it shows that it is more than one block of a model: it holds an embedding or a stack of blocks."""
     if hasattr(module, "base_model_prefix"):
         return True
-    children = [_unwrapped(child) for child in module.children()]
+    children = [unwrapped(child) for child in module.children()]
     return not isinstance(module, _CONTAINERS) and any(isinstance(c, nn.Embedding) or _is_stack(c) for c in children)
 
 
@@ -199,7 +124,7 @@ def _is_stack(module: nn.Module) -> bool:
     """Whether it is a container of blocks, or an empty one, of which a pipeline stage has none."""
     if not isinstance(module, _CONTAINERS):
         return False
-    children = [_unwrapped(child) for child in module.children()]
+    children = [unwrapped(child) for child in module.children()]
     return not children or any(_is_block(child, module) or _is_stack(child) for child in children)
 
 
@@ -226,7 +151,7 @@ def _last_layer(body: nn.Module) -> tuple[nn.Module, bool] | None:
             if child is None:
                 more = True
                 continue
-            child = _unwrapped(child)
+            child = unwrapped(child)
             if isinstance(child, nn.Linear | _ConvNd):
                 last, stacked_before, more = child, stacked, False
             elif _is_block(child, module):
@@ -259,10 +184,10 @@ def role(site: Site, outputs: Mapping[int, str]) -> Role:
             what it is.
     """
     _refuse_unknowable(site)
-    for rule in (_declared, _adapter, _output, _embedding, _vector, _parametrised, _torch_fused, _expert, _router):
+    for rule in (_declared, _classified, _adapter, _output, _embedding, _vector, _parametrised, _torch_fused):
         if (found := rule(site, outputs)) is not None:
             return found
-    for rule in (_convolution, _linear, _known_parameter):
+    for rule in (_expert, _router, _convolution, _linear):
         if (found := rule(site, outputs)) is not None:
             return found
     return _unknown(site)
@@ -271,7 +196,7 @@ def role(site: Site, outputs: Mapping[int, str]) -> Role:
 def _refuse_unknowable(site: Site) -> None:
     parameter, module = site.parameter, site.module
     if isinstance(parameter, UninitializedParameter):
-        found = f"a parameter of the lazy module {_class(module)}, which has no shape yet"
+        found = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
         raise ValueError(
             explain_error(site.name, found, "its shape", "Run one forward pass before split_params(model)")
         )
@@ -286,7 +211,7 @@ def _refuse_unknowable(site: Site) -> None:
         raise ValueError(
             explain_error(
                 site.name,
-                f"a weight of {_class(module)} flattened to shape {site.shape}",
+                f"a weight of {class_of(module)} flattened to shape {site.shape}",
                 "its own shape: AdamW would train a flat piece as if it were a vector",
                 "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard",
             )
@@ -301,12 +226,6 @@ def _muon(reason: str, matrices: Matrices) -> Role:
     return Role("muon", "matrices", reason, matrices)
 
 
-def _class(module: nn.Module) -> str:
-    """The class as its author named it: `fully_shard` puts one of its own in front."""
-    names = class_names(module)
-    return names[1] if type(module).__mro__[1].__name__ == "FSDPModule" else names[0]
-
-
 def _default(shape: tuple[int, ...]) -> Matrices | None:
     return {2: "whole", 3: "stack"}.get(len(shape))
 
@@ -317,7 +236,7 @@ def declared_by(module: nn.Module) -> Mapping[str, Any]:
     if not isinstance(declared, Mapping):
         found = f"muonmesh_matrices = {declared!r}"
         write = 'Write muonmesh_matrices = {"weight": ("rows", ...)}'
-        raise TypeError(explain_error(_class(module), found, "a dict from its parameters' names", write))
+        raise TypeError(explain_error(class_of(module), found, "a dict from its parameters' names", write))
     return declared
 
 
@@ -336,7 +255,7 @@ def _declared(site: Site, outputs: Mapping[int, str]) -> Role | None:
         return None
     module, key = found
     matrices = declared_by(module)[key]
-    reason = f"muonmesh_matrices of {_class(module)}"
+    reason = f"muonmesh_matrices of {class_of(module)}"
     if matrices is None:
         return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, _default(site.shape))
     if len(site.shape) < 2:
@@ -345,9 +264,8 @@ def _declared(site: Site, outputs: Mapping[int, str]) -> Role | None:
     return _muon(reason, as_matrices(matrices))
 
 
-def as_matrices(spec: Any) -> Any:
-    """`spec` as plain nested tuples (lists, as from JSON, become tuples)."""
-    return tuple(as_matrices(part) for part in spec) if isinstance(spec, list | tuple) else spec
+def _classified(site: Site, outputs: Mapping[int, str]) -> Role | None:
+    return classified(site)
 
 
 def _adapter(site: Site, outputs: Mapping[int, str]) -> Role | None:
@@ -375,7 +293,7 @@ def _embedding(site: Site, outputs: Mapping[int, str]) -> Role | None:
     module = site.module
     table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     if table or (_is_matrix(site.shape) and any("Embed" in n for n in class_names(module)) and not _features(module)):
-        return _adamw("embeddings", f"embedding ({_class(module)})", _default(site.shape))
+        return _adamw("embeddings", f"embedding ({class_of(module)})", _default(site.shape))
     return None
 
 
@@ -389,7 +307,7 @@ def _vector(site: Site, outputs: Mapping[int, str]) -> Role | None:
         _NORM.search(name) for name in class_names(module)
     )
     if norm:
-        return _adamw("vectors", f"norm ({_class(module)})", None)
+        return _adamw("vectors", f"norm ({class_of(module)})", None)
     if len(shape) < 2:
         return _adamw("vectors", "bias" if "bias" in site.key else "vector", None)
     if not _is_matrix(shape):
@@ -444,9 +362,9 @@ def _router(site: Site, outputs: Mapping[int, str]) -> Role | None:
     around = [module for _, module in site.owners[:2]]
     named = next((m for m in around if any(_ROUTER.search(name) for name in class_names(m))), None)
     if named is not None:
-        return _adamw("matrices", f"router of experts ({_class(named)})", "whole")
+        return _adamw("matrices", f"router of experts ({class_of(named)})", "whole")
     if isinstance(site.module, nn.Linear) and any(site.module.out_features in _experts(m) for m in around):
-        return _adamw("matrices", f"router: one output for each expert of {_class(around[-1])}", "whole")
+        return _adamw("matrices", f"router: one output for each expert of {class_of(around[-1])}", "whole")
     return None
 
 
@@ -500,9 +418,9 @@ def _linear(site: Site, outputs: Mapping[int, str]) -> Role | None:
     attribute, owner = (site.owners[0][0], site.owners[1][1]) if len(site.owners) > 1 else ("", module)
     if (order := fused_order(owner, attribute, out)) is not None:
         matrices, parts = order
-        reason = f"linear, fused: {parts} ({_class(owner)})"
+        reason = f"linear, fused: {parts} ({class_of(owner)})"
     elif LOOKS_FUSED.search(attribute) and out > into:
-        reason = f"linear; {attribute!r} may be fused, but how {_class(owner)} stores it is not known: one matrix"
+        reason = f"linear; {attribute!r} may be fused, but how {class_of(owner)} stores it is not known: one matrix"
     if transposed:
         matrices, reason = ("transposed", matrices), f"{reason}, stored in × out"
     return _muon(reason, matrices)
@@ -515,20 +433,8 @@ def _patches(site: Site) -> set[int]:
     return {c * p * p * t for c in channels for p in sizes for t in {1} | times}
 
 
-def _known_parameter(site: Site, outputs: Mapping[int, str]) -> Role | None:
-    names = class_names(site.module, "transformers")
-    if any(name.endswith("MultiModalProjector") for name in names) and site.key == "mm_input_projection_weight":
-        return _muon("projection, stored in × out", ("transposed", "whole"))
-    if "DbrxExpertGLU" in names and len(site.shape) == 2:
-        (count,) = _experts(site.module)
-        down = site.key == "w2"  # used in × out
-        matrices: Matrices = ("transposed", ("heads", count, 1)) if down else ("heads", count, 0)
-        return _muon("experts, one matrix each" + (", stored in × out" if down else ""), matrices)
-    return None
-
-
 def _unknown(site: Site) -> Role:
-    where, shape = _class(site.module), site.shape
+    where, shape = class_of(site.module), site.shape
     if len(shape) == 2 and not _NOT_A_MATRIX.search(site.key):
         reason = f"a parameter of {where}, which is not known: taken as one matrix, out × in"
         return _muon(reason, "whole")

@@ -15,17 +15,8 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups.fused import Matrices, global_shape
-from muonmesh.groups.roles import (
-    GUESS,
-    Role,
-    Site,
-    as_matrices,
-    declarations,
-    declared_by,
-    output_layers,
-    role,
-    sites,
-)
+from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
+from muonmesh.groups.sites import Role, Site, as_matrices, sites
 from muonmesh.names import canonical_name
 
 _RESERVED = {"params", "param_names", "name", "reasons"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from muonmesh.errors import LayoutError
+from muonmesh.errors import LayoutError, NotCovered, explain_error
 from muonmesh.layout.layout import Layout, MeshLayout
 from muonmesh.layout.region import Block, Region, overlap, row_major
 
@@ -52,15 +52,19 @@ class FlatShards(Layout):
         object.__setattr__(self, "replicas", tuple(map(tuple, self.replicas)) or (tuple(self.within.ranks),))
         count = len(self.within.ranks)
         if len(self.intervals) != count or len(self.sizes) != count:
-            raise LayoutError(f"intervals of {len(self.intervals)} and sizes of {len(self.sizes)} for {count} ranks")
+            found = f"intervals of {len(self.intervals)} and sizes of {len(self.sizes)} for {count} ranks"
+            raise LayoutError(explain_error("FlatShards", found, "one of each for every rank, in their order"))
         if sorted(rank for replica in self.replicas for rank in replica) != sorted(self.within.ranks):
-            raise LayoutError(f"replicas {self.replicas} of the ranks {self.within.ranks}: needed each rank once")
+            found = f"replicas {self.replicas} of the ranks {self.within.ranks}"
+            raise LayoutError(explain_error("FlatShards", found, "each rank once"))
         for rank, some, size in zip(self.within.ranks, self.intervals, self.sizes, strict=True):
             held = math.prod(self.within.local_shape(rank))
             for interval in some:
                 first, length, start = interval
                 if min(first, length, start) < 0 or first + length > held or start + length > size:
-                    raise LayoutError(f"{interval} on rank {rank}, which has {held} elements and a buffer of {size}")
+                    found = f"{interval} on rank {rank}, which has {held} elements and a buffer of {size}"
+                    needed = "intervals within the elements and within the buffer"
+                    raise LayoutError(explain_error("FlatShards", found, needed))
 
     @staticmethod
     def cut(shape: tuple[int, ...], ranks: Sequence[int], borders: Sequence[int]) -> FlatShards:
@@ -152,15 +156,15 @@ class FlatShards(Layout):
             for rank in replica:
                 sharing.setdefault(self.within.blocks(rank), []).append(rank)
             if sharing.keys() != everything:
-                raise LayoutError(f"the ranks {replica} do not hold all of the parameter")
+                raise NotCovered(f"ranks {replica}, a replica, that do not hold all of the parameter")
             for ranks in sharing.values():
                 position = 0
                 for first, count, _ in sorted(i for rank in ranks for i in self.held(rank) if i.length):
                     if first != position:
-                        raise LayoutError(f"elements {position} to {first} are held twice or by none of {ranks}")
+                        raise NotCovered(f"elements {position} to {first} held twice or by none of {ranks}")
                     position = first + count
                 if position != math.prod(self.within.local_shape(ranks[0])):
-                    raise LayoutError(f"the elements from {position} on are held by none of the ranks {ranks}")
+                    raise NotCovered(f"the elements from {position} on held by none of the ranks {ranks}")
 
     def describe(self) -> str:
         """Return e.g. ``flat×4`` or ``flat×4 of Replicate×2, Shard(0)×2``, with the intervals' fingerprint."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from muonmesh.errors import LayoutError
+from muonmesh.errors import LayoutError, NotCovered, explain_error
 from muonmesh.layout.region import Block, Region, row_major
 
 Run = tuple[int, int]
@@ -157,10 +157,12 @@ class MeshLayout(Layout):
 
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh) or math.prod(self.mesh) != len(self.ranks):
-            raise LayoutError(f"{len(self.placements)} placements on a mesh {self.mesh} of {len(self.ranks)} ranks")
+            found = f"{len(self.placements)} placements on a mesh {self.mesh} of {len(self.ranks)} ranks"
+            raise LayoutError(explain_error("MeshLayout", found, "a placement for each axis and a rank for each place"))
         for placement in self.placements:
             if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
-                raise LayoutError(f"{placement} on a parameter of shape {self.shape}")
+                found, needed = f"{placement} on a parameter of shape {self.shape}", "a dim that it has"
+                raise LayoutError(explain_error("MeshLayout", found, needed, "Correct the placement's dim"))
         object.__setattr__(self, "ranks", self._grid.ranks)  # thousands of numbers, kept once for all parameters
 
     @staticmethod
@@ -348,7 +350,7 @@ def _prove_dim(size: int, cuts: tuple[_Cut, ...]) -> None:
     position = 0
     for first, count in runs:
         if first != position:
-            raise LayoutError(f"indices {position} to {first} of a dim of {size} are held twice or by nobody")
+            raise NotCovered(f"indices {position} to {first} of a dim of {size} held twice or by nobody")
         position += count
     if position != size:
-        raise LayoutError(f"indices {position} to {size} of a dim of {size} are held by nobody")
+        raise NotCovered(f"indices {position} to {size} of a dim of {size} held by nobody")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from muonmesh.errors import explain_error
 from muonmesh.layout.region import Block, Region, row_major
 
 MatrixSpec = Any
@@ -69,6 +70,10 @@ _Span = tuple[int, int, int]
 """Indices along one side of a view: (first, step, count)."""
 
 
+class _Misfit(Exception):
+    """Why a form does not fit; `split_matrices` composes the message."""
+
+
 def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> tuple[Matrix, ...]:
     """Return the matrices a parameter of global ``shape`` consists of, in order, covering it exactly.
 
@@ -89,20 +94,18 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
     shape = tuple(int(size) for size in shape)
     if spec is None:
         if len(shape) not in (2, 3):
-            raise ValueError(
-                f"{name}: found shape {shape} in a Muon group; needed a matrix. Put the parameter in a group with "
-                f'"algorithm": "adamw", or say how it splits into matrices: one of {_FORMS}'
-            )
+            write = 'Put the parameter in a group with "algorithm": "adamw", or say how it splits into matrices'
+            found = f"shape {shape} in a Muon group"
+            raise ValueError(explain_error(name, found, "a matrix", f"{write}: one of {_FORMS}"))
         spec = "whole" if len(shape) == 2 else "stack"
     if 0 in shape:
-        raise ValueError(f"{name}: found shape {shape}; needed sizes of at least 1. Leave empty parameters out")
+        needed, write = "sizes of at least 1", "Leave empty parameters out"
+        raise ValueError(explain_error(name, f"shape {shape}", needed, write))
     try:
         parts = list(_parse(shape, normalised_spec(spec)))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{name}: found matrices {spec!r} for shape {shape}: {error}; needed a form that fits the shape. "
-            f"Write one of {_FORMS}"
-        ) from None
+    except (_Misfit, ValueError, TypeError) as error:
+        found, needed = f"matrices {spec!r} for shape {shape}: {error}", "a form that fits the shape"
+        raise ValueError(explain_error(name, found, needed, f"Write one of {_FORMS}")) from None
     return tuple(_matrix(name, index, view, spans) for index, (view, spans) in enumerate(parts))
 
 
@@ -112,7 +115,7 @@ def normalised_spec(spec: MatrixSpec) -> tuple[Any, ...]:
         return (spec,)
     if isinstance(spec, (tuple, list)) and spec and isinstance(spec[0], str):
         return tuple(spec)
-    raise ValueError("unknown form")
+    raise _Misfit("unknown form")
 
 
 _Part = tuple[_View, list[tuple[_Span, _Span]]]
@@ -124,12 +127,12 @@ def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[_Part]:
     if form == "flatten":
         _arity(arguments, 0, 0)
         if len(shape) < 2:
-            raise ValueError("flatten needs at least two dims")
+            raise _Misfit("flatten needs at least two dims")
         return _split(_View(shape, (), (0,), tuple(range(1, len(shape)))), ("whole",))
     if form == "stack":
         _arity(arguments, 0, 1)
         if len(shape) < 3:
-            raise ValueError("a stack needs at least three dims")
+            raise _Misfit("a stack needs at least three dims")
         inner = normalised_spec(arguments[0]) if arguments else ("whole",)
         leading = len(shape) - 2
         return [
@@ -138,7 +141,7 @@ def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[_Part]:
             for part in _split(_View(shape, tuple(enumerate(index)), (leading,), (leading + 1,)), inner)
         ]
     if len(shape) != 2:
-        raise ValueError(f"{form} needs two dims; for a stack of such matrices nest it: ('stack', …)")
+        raise _Misfit(f"{form} needs two dims; for a stack of such matrices nest it: ('stack', …)")
     return _split(_View(shape, (), (0,), (1,)), spec)
 
 
@@ -154,7 +157,7 @@ def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
         _arity(arguments, 0, 1)
         inner = normalised_spec(arguments[0]) if arguments else ("whole",)
         if inner[0] in ("stack", "flatten"):
-            raise ValueError(f"{inner[0]} cannot stand inside transposed; nest them the other way round")
+            raise _Misfit(f"{inner[0]} cannot stand inside transposed; nest them the other way round")
         return _split(_View(view.shape, view.fixed, view.col_dims, view.row_dims), inner)
     if form in ("rows", "cols"):
         spans = _blocks(_positive(arguments), (rows, cols)[form == "cols"])
@@ -164,7 +167,7 @@ def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
         count, dim = _positive(arguments[:1])[0], _dim(arguments[1])
         size = (rows, cols)[dim]
         if size % count:
-            raise ValueError(f"{size} is not a multiple of {count} heads")
+            raise _Misfit(f"{size} is not a multiple of {count} heads")
         return [(view, [_along(dim, span, whole)]) for span in _blocks([size // count] * count, size)]
     if form == "interleaved":
         unequal = bool(arguments) and isinstance(arguments[0], (tuple, list))
@@ -176,7 +179,7 @@ def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
             runs = _positive(arguments[:1])[0] * _positive(arguments[2:] or [1])
         size, turn = (rows, cols)[dim], sum(runs)
         if size % turn:
-            raise ValueError(f"{size} is not a multiple of {turn}, the length of one turn")
+            raise _Misfit(f"{size} is not a multiple of {turn}, the length of one turn")
         if turn == len(runs):
             return [(view, [_along(dim, (i, turn, size // turn), whole)]) for i in range(turn)]
         starts = itertools.accumulate(runs, initial=0)
@@ -184,29 +187,29 @@ def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
             (view, [_along(dim, (first, 1, run), whole) for first in range(start, size, turn)])
             for start, run in zip(starts, runs, strict=False)
         ]
-    raise ValueError("unknown form")
+    raise _Misfit("unknown form")
 
 
 def _arity(arguments: Sequence[Any], least: int, most: int) -> None:
     if not least <= len(arguments) <= most:
-        raise ValueError("wrong number of values")
+        raise _Misfit("wrong number of values")
 
 
 def _positive(values: Sequence[Any]) -> list[int]:
     if not values or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
-        raise ValueError("sizes must be positive integers")
+        raise _Misfit("sizes must be positive integers")
     return list(values)
 
 
 def _dim(value: Any) -> int:
     if value not in (0, 1) or isinstance(value, bool):
-        raise ValueError("dim must be 0 or 1")
+        raise _Misfit("dim must be 0 or 1")
     return int(value)
 
 
 def _blocks(sizes: list[int], total: int) -> list[_Span]:
     if sum(sizes) != total:
-        raise ValueError(f"the sizes add up to {sum(sizes)}, not {total}")
+        raise _Misfit(f"the sizes add up to {sum(sizes)}, not {total}")
     starts = itertools.accumulate(sizes, initial=0)
     return [(start, 1, size) for start, size in zip(starts, sizes, strict=False)]
 

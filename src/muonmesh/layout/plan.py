@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
-from muonmesh.errors import LayoutError
+from muonmesh.errors import LayoutError, NotCovered, explain_error
 from muonmesh.layout.companion import Companion
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
@@ -69,17 +70,29 @@ def _told(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One Matrix of the plan, of parameter number ``parameter``, and the rank that orthogonalises it."""
+    """One Matrix of the plan, of parameter number ``parameter``, and the ranks that orthogonalise it together.
+
+    Attributes:
+        parameter: Number of the parameter.
+        matrix: What is orthogonalised.
+        team: Those ranks, usually one. Each gets the whole matrix; the first returns the result.
+        flops: Cost of the matrix, which the team shares.
+    """
 
     parameter: int
     matrix: Matrix
-    owner: int
+    team: tuple[int, ...]
     flops: int
+
+    @property
+    def owner(self) -> int:
+        """The first of the team."""
+        return self.team[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A Piece of one assignment that travels between a holder's storage and the owner's matrix.
+    """A Piece of one assignment that travels between a holder's storage and the matrix of a member of its team.
 
     ``start`` is its place in the elements exchanged with that peer.
     """
@@ -94,7 +107,7 @@ class Leg:
 class Routes:
     """What one rank exchanges for one bucket and one layout, by peer. The way back is the same read backwards.
 
-    ``held[owner]`` are the legs whose storage is on this rank; ``owned[holder]`` those whose matrix is.
+    ``held[member]`` are the legs whose storage is on this rank; ``owned[holder]`` those whose matrix is.
     Both ends list the legs between two ranks in the same order.
     """
 
@@ -109,7 +122,7 @@ class Plan:
     Attributes:
         ranks: The connected set: all ranks that share any of the parameters.
         parameters: What was planned.
-        assignments: Every Matrix once, with its owner.
+        assignments: Every Matrix once, with its team.
         buckets: Numbers of the assignments that move and compute together, in order.
         elementwise: Parameters that are not orthogonalised.
         grams: Numbers of the assignments that no owner computes: their Gram matrices are summed (`layout.gram`).
@@ -125,28 +138,30 @@ class Plan:
     bucket_elements: int = 1 << 23
 
     def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
-        """Return what ``rank`` exchanges for a bucket on the way to the owners, or on the way back.
+        """Return what ``rank`` exchanges for a bucket on the way to the teams, or on the way back.
 
-        On the way there each owner reads the replica it belongs to; on the way back every replica is served.
+        On the way there each member reads the replica it belongs to; on the way back the owner serves every replica.
         """
         held: dict[int, list[Leg]] = {}
         owned: dict[int, list[Leg]] = {}
         for number in self.buckets[bucket]:
             assignment = self.assignments[number]
             place = self._place(assignment, gather=gather)
-            if assignment.owner == rank:
+            members = _at_matrix(assignment, gather=gather)
+            if rank in members:
                 holders = place.replica(rank) if gather else place.ranks
                 for holder, parts in _pieces_by_holder(place, holders, assignment.matrix):
                     _extend(owned, holder, number, assignment, parts)
             mine = tuple(pieces(place, rank, assignment.matrix))
-            if mine and (not gather or rank in place.replica(assignment.owner)):
-                _extend(held, assignment.owner, number, assignment, mine)
+            for member in members if mine else ():
+                if not gather or rank in place.replica(member):
+                    _extend(held, member, number, assignment, mine)
         return Routes(
             {peer: tuple(legs) for peer, legs in held.items()}, {peer: tuple(legs) for peer, legs in owned.items()}
         )
 
     def gathers(self, bucket: int) -> bool:
-        """Whether any owner of the bucket needs what another rank holds."""
+        """Whether any team of the bucket needs what another rank holds."""
         return any(self._moves(number, gather=True) for number in self.buckets[bucket])
 
     def scatters(self, bucket: int) -> bool:
@@ -162,7 +177,13 @@ class Plan:
         place = self._place(assignment, gather=gather)
         if not gather and place.copies() > 1:
             return True
-        return not all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
+        members = _at_matrix(assignment, gather=gather)
+        return not all(
+            rank in holders
+            for block in assignment.matrix.blocks
+            for holders in [place.holders(block.region)]
+            for rank in members
+        )
 
     def _place(self, assignment: Assignment, *, gather: bool) -> Layout:
         """Return where the other end of an assignment's routes is."""
@@ -180,9 +201,9 @@ class Plan:
         loads = dict.fromkeys(self.ranks, 0)
         summed = set(self.grams)
         for number, assignment in enumerate(self.assignments):
-            holders = self.parameters[assignment.parameter].target.ranks if number in summed else (assignment.owner,)
-            for rank in holders:
-                loads[rank] += assignment.flops // len(holders)
+            team = self.parameters[assignment.parameter].target.ranks if number in summed else assignment.team
+            for rank in team:
+                loads[rank] += assignment.flops // len(team)
         return loads
 
     def description(self) -> list[str]:
@@ -193,9 +214,9 @@ class Plan:
         ]
         for number, bucket in enumerate(self.buckets):
             for index in bucket:
-                lines.append(
-                    f"bucket {number}: {self.assignments[index].matrix.name} on {self.assignments[index].owner}"
-                )
+                owner, *others = self.assignments[index].team
+                along = f" with {', '.join(map(str, others))}" if others else ""
+                lines.append(f"bucket {number}: {self.assignments[index].matrix.name} on {owner}{along}")
         together = f"{self.bucket_elements} elements at a time"
         lines += [f"Gram matrices of {self.assignments[index].matrix.name}, {together}" for index in self.grams]
         return lines
@@ -204,6 +225,11 @@ class Plan:
     def digest(self) -> str:
         """A hash of the description."""
         return hashlib.sha256("\n".join(self.description()).encode()).hexdigest()
+
+
+def _at_matrix(assignment: Assignment, *, gather: bool) -> tuple[int, ...]:
+    """Return the ranks at the other end of an assignment's routes: its team there, its owner on the way back."""
+    return assignment.team if gather else assignment.team[:1]
 
 
 def _extend(legs: dict[int, list[Leg]], peer: int, number: int, assignment: Assignment, parts: Iterable[Piece]) -> None:
@@ -245,8 +271,9 @@ def make_plan(
     bucket_elements: int,
     elementwise: Sequence[Elementwise] = (),
     grams: Collection[tuple[int, int]] = (),
+    _teams: Mapping[tuple[int, int], tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
-    """Assign every matrix an owner and a bucket.
+    """Assign every matrix a team, of one rank so far, its owner, and a bucket.
 
     Owners: longest processing time first on FLOPs over all ranks that hold the parameter, replicas included
     (Graham 1969; at most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole
@@ -263,17 +290,19 @@ def make_plan(
         bucket_elements: Matrix elements of one owner in one bucket, about.
         elementwise: Parameters that are not orthogonalised.
         grams: (parameter, index) of the matrices whose Gram matrices are summed instead.
+        _teams: The teams of some matrices, by (parameter, index). Nothing but tests asks for any yet.
 
     Raises:
-        LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once.
+        LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once; or a team is empty, names
+            a rank twice, or one that does not hold the parameter.
     """
     _prove(parameters, elementwise)
     if ranks is None:
         ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_storage, p.target)}))
     ranks = tuple(ranks)
-    owners = _assign(parameters, ranks)
+    teams = _assign(parameters, ranks, _teams)
     assignments = [
-        Assignment(number, matrix, owners[number, matrix.index], flops)
+        Assignment(number, matrix, teams[number, matrix.index], flops)
         for number, parameter in enumerate(parameters)
         for matrix, flops in zip(parameter.matrices, parameter.flops, strict=True)
     ]
@@ -293,15 +322,18 @@ def make_plan(
         assignment = assignments[number]
         if (assignment.parameter, assignment.matrix.index) in grams:
             continue
-        buckets.setdefault(filled[assignment.owner] // bucket_elements, []).append(number)
-        filled[assignment.owner] += assignment.matrix.numel
+        buckets.setdefault(max(filled[rank] for rank in assignment.team) // bucket_elements, []).append(number)
+        for rank in assignment.team:
+            filled[rank] += assignment.matrix.numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
     summed = tuple(n for n, a in enumerate(assignments) if (a.parameter, a.matrix.index) in grams) if grams else ()
     return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(elementwise), summed, bucket_elements)
 
 
-def _assign(parameters: Sequence[Parameter], ranks: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return the owner of each (parameter, matrix index)."""
+def _assign(
+    parameters: Sequence[Parameter], ranks: Sequence[int], asked: Mapping[tuple[int, int], tuple[int, ...]]
+) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return the team of each (parameter, matrix index)."""
     jobs = sorted(
         (
             (-flops, -matrix.numel, parameter.name, matrix.index, number, matrix)
@@ -314,9 +346,21 @@ def _assign(parameters: Sequence[Parameter], ranks: Sequence[int]) -> dict[tuple
     everywhere = [loads.heap(parameter.target.ranks) for parameter in parameters]
     # No plan's busiest rank carries less than the mean, or than the largest matrix.
     unavoidable = max(-sum(job[0] for job in jobs) / max(1, len(ranks)), -jobs[0][0] if jobs else 0)
-    owners = {}
+    teams = {}
+    alone = {rank: (rank,) for rank in ranks}
+    members: dict[Sequence[int], frozenset[int]] = {}
+    for parameter in parameters:
+        if parameter.target.ranks not in members:
+            members[parameter.target.ranks] = frozenset(parameter.target.ranks)
+    may_join = [members[parameter.target.ranks] for parameter in parameters]
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
         parameter = parameters[number]
+        if (number, index) in asked:
+            team = teams[number, index] = asked[number, index]
+            _prove_team(parameter, matrix, team, may_join[number])
+            for rank in team:
+                loads.add(rank, -minus_flops // len(team), -minus_numel)
+            continue
         owner = loads.least(everywhere[number])
         holders = _holders_of_all(parameter.momentum_storage, matrix)
         if holders and len(holders) < len(parameter.target.ranks):
@@ -324,8 +368,9 @@ def _assign(parameters: Sequence[Parameter], ranks: Sequence[int]) -> dict[tuple
             if loads.flops(local) - minus_flops <= max(unavoidable, loads.flops(owner) - minus_flops):
                 owner = local
         loads.add(owner, -minus_flops, -minus_numel)
-        owners[number, index] = owner
-    return owners
+        team = teams[number, index] = alone[owner]
+        _prove_team(parameter, matrix, team, may_join[number])
+    return teams
 
 
 def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:
@@ -383,13 +428,17 @@ def _spread(ranks: Sequence[int]) -> list[int]:
     return [ranks[index] for index in dict.fromkeys(steps)]
 
 
+_ONCE = "each element held once in each copy"
+_CORRECT = "Correct its placements or its entry in layouts="
+
+
 def _prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -> None:
     """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
     for other in elementwise:
         try:
             other.target.prove_cover()
         except LayoutError as error:
-            raise LayoutError(f"{other.name}: {error}") from None
+            raise LayoutError(explain_error(other.name, str(error), _ONCE, _CORRECT)) from None
     proved: dict[tuple[int, ...], list[tuple[Block, ...]]] = {}
     for parameter in parameters:
         shape = parameter.target.shape
@@ -398,22 +447,33 @@ def _prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) 
             parameter.momentum_storage.prove_cover()
             if parameter.target is not parameter.momentum_storage:
                 parameter.target.prove_cover()
-            if proved.get(shape) != blocks:  # layers are alike
-                _prove_tiling([block.region for some in blocks for block in some], shape)
-                proved[shape] = blocks
             for companion in parameter.companions:
                 companion.storage.prove_cover()
                 regions = [block.region for matrix in companion.matrices for block in matrix.blocks]
                 _prove_tiling(regions, companion.storage.shape)
         except LayoutError as error:
-            raise LayoutError(f"{parameter.name}: {error}") from None
+            raise LayoutError(explain_error(parameter.name, str(error), _ONCE, _CORRECT)) from None
+        if proved.get(shape) != blocks:  # layers are alike
+            try:
+                _prove_tiling([block.region for some in blocks for block in some], shape)
+            except LayoutError as error:
+                needed, write = "matrices that cover it exactly once", "Correct its matrices"
+                raise LayoutError(explain_error(parameter.name, str(error), needed, write)) from None
+            proved[shape] = blocks
+
+
+def _prove_team(parameter: Parameter, matrix: Matrix, team: Sequence[int], may_join: frozenset[int]) -> None:
+    """Prove that a team is of one or more different ranks that hold the parameter."""
+    if not team or len(set(team)) < len(team) or not may_join.issuperset(team):
+        needed = f"one or more different ones {_told(parameter.target.ranks)}, the owner first"
+        raise LayoutError(explain_error(matrix.name, f"the team {tuple(team)}", needed, "Name each once"))
 
 
 def _prove_tiling(regions: Sequence[Region], shape: Sequence[int], dim: int = 0) -> None:
     """Prove that regions tile a box: along each dim their runs are equal or disjoint and fill it, recursively."""
     if dim == len(shape):
         if len(regions) != 1:
-            raise LayoutError(f"the element at {regions[0].offset} belongs to {len(regions)} matrices")
+            raise NotCovered(f"the element at {regions[0].offset} in {len(regions)} matrices")
         return
     groups: dict[tuple[int, int, int], list[Region]] = {}
     for region in regions:
@@ -425,8 +485,8 @@ def _prove_tiling(regions: Sequence[Region], shape: Sequence[int], dim: int = 0)
         elif (offset, step * count) == (number, shape[dim]) and step == len(groups):
             position = shape[dim]  # `step` progressions, one for each remainder
         else:
-            raise LayoutError(f"the matrices overlap or leave a gap at index {position} of dim {dim}")
+            raise NotCovered(f"matrices that overlap or leave a gap at index {position} of dim {dim}")
     if position != shape[dim]:
-        raise LayoutError(f"the matrices leave a gap at index {position} of dim {dim}")
+        raise NotCovered(f"matrices that leave a gap at index {position} of dim {dim}")
     for group in groups.values():
         _prove_tiling(group, shape, dim + 1)

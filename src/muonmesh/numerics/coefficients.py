@@ -8,6 +8,8 @@ from itertools import chain, cycle, islice, repeat
 from math import isfinite
 from typing import Literal, TypeAlias, get_args
 
+from muonmesh.errors import explain_error
+
 CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol"]
 """The published sets, by the names their authors or first users gave them."""
 
@@ -27,11 +29,13 @@ class CoefficientSet:
         past_end: "cycle" starts again with the first polynomial, "repeat_last" goes on with the last one.
         preconditioner: "aol" rescales the rows before the first step (Turbo-Muon); the polar factor is then
             that of the rescaled matrix.
+        steps: How many steps are taken where nobody says.
     """
 
     polynomials: tuple[Polynomial, ...]
     past_end: Literal["cycle", "repeat_last"]
     preconditioner: Literal["none", "aol"] = "none"
+    steps: int = 5
 
 
 _JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
@@ -84,13 +88,16 @@ COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
         "repeat_last",
     ),
     # DeepSeek-V4's hybrid: eight fast steps of Jordan's polynomial, then two that converge to 1; made for 10 steps.
-    "deepseekv4": CoefficientSet((*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last"),
+    "deepseekv4": CoefficientSet((*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last", steps=10),
     # Turbo-Muon, arXiv 2512.04632 (github.com/thib-s/flash-newton-schulz): rows rescaled by AOL (arXiv 2208.03160)
     # in place of the first of YouJiacheng's steps. Emerging-Optimizers lists the polynomials of the authors' first
     # version, (4.0098, -7.0585, 2.4635) and so on, which they withdrew: the first is negative from 0.884 on and turns
     # a dominating singular direction around, with the rescaling too.
     "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol"),
 }
+
+
+_EXAMPLE = "Write coefficients=[(3.4445, -4.7750, 2.0315)]"
 
 
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
@@ -111,37 +118,35 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
         if coefficients not in COEFFICIENT_SETS:
             known = ", ".join(repr(name) for name in get_args(CoefficientName))
             raise ValueError(
-                f"coefficients: found {coefficients!r}; needed one of {known} or a sequence of polynomials. "
-                'Write coefficients="polar_express".'
+                explain_error(
+                    "coefficients",
+                    f"{coefficients!r}",
+                    f"one of {known} or a sequence of polynomials",
+                    'Write coefficients="polar_express"',
+                )
             )
         return COEFFICIENT_SETS[coefficients]
     try:
         polynomials = tuple(tuple(float(value) for value in polynomial) for polynomial in coefficients)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"coefficients: found {coefficients!r}; needed a published name or one tuple of numbers a step. "
-            "Write coefficients=[(3.4445, -4.7750, 2.0315)]."
-        ) from error
+        needed = "a published name or one tuple of numbers a step"
+        raise TypeError(explain_error("coefficients", f"{coefficients!r}", needed, _EXAMPLE)) from error
     if not polynomials:
-        raise ValueError(
-            "coefficients: found an empty sequence; needed at least one polynomial. "
-            "Write coefficients=[(3.4445, -4.7750, 2.0315)]."
-        )
+        raise ValueError(explain_error("coefficients", "an empty sequence", "at least one polynomial", _EXAMPLE))
     for polynomial in polynomials:
         if len(polynomial) < 2 or not all(isfinite(value) for value in polynomial):
-            raise ValueError(
-                f"coefficients: found the polynomial {polynomial}; needed two or more finite numbers "
-                "(a, b, ...), the factors of x, x³, ... Write for example (1.5, -0.5)."
-            )
-    return CoefficientSet(polynomials, "repeat_last")
+            found, needed = f"the polynomial {polynomial}", "two or more finite numbers, the factors of x, x³, …"
+            raise ValueError(explain_error("coefficients", found, needed, "Write for example (1.5, -0.5)"))
+    return CoefficientSet(polynomials, "repeat_last", steps=len(polynomials))
 
 
-def coefficient_schedule(coefficients: Coefficients, steps: int) -> tuple[Polynomial, ...]:
+def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -> tuple[Polynomial, ...]:
     """Return the polynomial of every step, past the end of the set by the set's own rule.
 
     Args:
         coefficients: A published name or a sequence of polynomials.
-        steps: Number of iterations, at least 1.
+        steps: Number of iterations, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
+            "deepseekv4" 10.
 
     Returns:
         `steps` tuples (a, b, ...), the odd polynomials a·x + b·x³ + ...
@@ -150,11 +155,13 @@ def coefficient_schedule(coefficients: Coefficients, steps: int) -> tuple[Polyno
         ValueError: As `coefficient_set`, or `steps` is smaller than 1.
         TypeError: As `coefficient_set`, or `steps` is not an int.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps: found {steps!r} ({type(steps).__name__}); needed an int. Write steps=5.")
-    if steps < 1:
-        raise ValueError(f"steps: found {steps}; needed at least 1. Write steps=5.")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+        found = f"{steps!r} ({type(steps).__name__})"
+        raise TypeError(explain_error("steps", found, "an int or None", "Write steps=5"))
+    if steps is not None and steps < 1:
+        raise ValueError(explain_error("steps", f"{steps}", "at least 1", "Write steps=5"))
     chosen = coefficient_set(coefficients)
+    steps = chosen.steps if steps is None else steps
     polynomials = chosen.polynomials
     endless = cycle(polynomials) if chosen.past_end == "cycle" else chain(polynomials, repeat(polynomials[-1]))
     return tuple(islice(endless, steps))

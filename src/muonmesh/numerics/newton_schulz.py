@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import (
     CoefficientName,
     Coefficients,
@@ -47,7 +48,7 @@ def orthogonalize(
     x: Tensor,
     *,
     coefficients: Coefficients = "polar_express",
-    steps: int = 5,
+    steps: int | None = None,
     method: Method = "auto",
     dtype: torch.dtype = torch.bfloat16,
     kernels: KernelName = "auto",
@@ -64,7 +65,8 @@ def orthogonalize(
     Args:
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
-        steps: Number of steps, at least 1.
+        steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
+            "deepseekv4" 10.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.
@@ -82,11 +84,10 @@ def orthogonalize(
     _check_input(x)
     like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
     if out is not None and not (like_x and out.is_contiguous()):
-        raise ValueError(
-            f"out: found {tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}; needed x's "
-            f"{tuple(x.shape)}, {x.dtype} on {x.device}, contiguous. "
-            "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)."
-        )
+        found = f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}"
+        needed = f"x's {tuple(x.shape)}, {x.dtype} on {x.device}, contiguous"
+        write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
+        raise ValueError(explain_error("out", found, needed, write))
     rows, cols = sorted(x.shape[-2:])
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
@@ -104,7 +105,7 @@ def orthogonalize(
     return result
 
 
-def gram_segments(coefficients: Coefficients, steps: int) -> tuple[tuple[Polynomial, ...], ...]:
+def gram_segments(coefficients: Coefficients, steps: int | None = None) -> tuple[tuple[Polynomial, ...], ...]:
     """Return the steps as the Gram form takes them: one or two polynomials between two sums of X Xᵀ.
 
     Empty for a set that prepares X by its rows (AOL), which the Gram exchange does not.
@@ -139,7 +140,7 @@ def resolve_method(
     cols: int,
     *,
     coefficients: Coefficients = "polar_express",
-    steps: int = 5,
+    steps: int | None = None,
     method: Method = "auto",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Literal["standard", "gram"]:
@@ -167,23 +168,22 @@ def resolve_method(
     """
     if method not in get_args(Method):
         known = ", ".join(repr(name) for name in get_args(Method))
-        raise ValueError(f'method: found {method!r}; needed one of {known}. Write method="auto".')
+        raise ValueError(explain_error("method", f"{method!r}", f"one of {known}", 'Write method="auto"'))
     if dtype not in COMPUTE_DTYPES:
-        raise TypeError(f"dtype: found {dtype}; needed {NEEDED_COMPUTE}. Write dtype=torch.bfloat16.")
+        raise TypeError(explain_error("dtype", f"{dtype}", NEEDED_COMPUTE, "Write dtype=torch.bfloat16"))
     schedule = coefficient_schedule(coefficients, steps)
     if method == "gram":
         for polynomial in schedule:
             if polynomial[0] <= 0:
-                raise ValueError(
-                    f"method: found 'gram' with the polynomial {polynomial}; needed polynomials that rise at 0, "
-                    'with a first coefficient above 0. Write method="standard".'
-                )
+                found = f"'gram' with the polynomial {polynomial}"
+                needed = "polynomials that rise at 0, with a first coefficient above 0"
+                raise ValueError(explain_error("method", found, needed, 'Write method="standard"'))
         return "gram"
     short, long = sorted((rows, cols))
     gram_is_better = (
         method == "auto"
         and isinstance(coefficients, str)
-        and steps in _GRAM_STEPS.get(coefficients, ())
+        and len(schedule) in _GRAM_STEPS.get(coefficients, ())
         and dtype == torch.bfloat16
         and any(short >= rows_from and long >= aspect * short for rows_from, aspect in _GRAM_FROM)
     )
@@ -193,25 +193,21 @@ def resolve_method(
 def _check_input(x: Tensor) -> None:
     """Raise for what is not a batch of dense floating-point matrices held whole by this process."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"x: found {type(x).__name__}; needed a torch.Tensor. Write torch.as_tensor(x).")
+        raise TypeError(explain_error("x", type(x).__name__, "a torch.Tensor", "Write torch.as_tensor(x)"))
     if hasattr(x, "device_mesh"):
-        raise TypeError(
-            f"x: found {type(x).__name__}, a matrix spread over ranks; needed the whole matrix. "
-            "Write orthogonalize(x.full_tensor()), or let muonmesh.Muon gather it."
-        )
+        found = f"{type(x).__name__}, a matrix spread over ranks"
+        write = "Write orthogonalize(x.full_tensor()), or let muonmesh.Muon gather it"
+        raise TypeError(explain_error("x", found, "the whole matrix", write))
     if x.layout != torch.strided:
-        raise TypeError(f"x: found a tensor of layout {x.layout}; needed a dense one. Write x.to_dense().")
+        raise TypeError(explain_error("x", f"a tensor of layout {x.layout}", "a dense one", "Write x.to_dense()"))
     if x.dtype not in HELD_DTYPES:
-        raise TypeError(f"x: found dtype {x.dtype}; needed {NEEDED_HELD}. Write x.float().")
+        raise TypeError(explain_error("x", f"dtype {x.dtype}", NEEDED_HELD, "Write x.float()"))
     if x.ndim < 2:
-        raise ValueError(
-            f"x: found shape {tuple(x.shape)}; needed at least 2 dims (..., rows, cols): a vector has no orthogonal "
-            "factor. Leave it to AdamW."
-        )
+        needed = "at least 2 dims (..., rows, cols): a vector has no orthogonal factor"
+        raise ValueError(explain_error("x", f"shape {tuple(x.shape)}", needed, "Leave it to AdamW"))
     if 0 in x.shape[-2:]:
-        raise ValueError(
-            f"x: found shape {tuple(x.shape)}, an empty matrix; needed at least 1 row and 1 column. Leave it out."
-        )
+        found = f"shape {tuple(x.shape)}, an empty matrix"
+        raise ValueError(explain_error("x", found, "at least 1 row and 1 column", "Leave it out"))
 
 
 def _segments(

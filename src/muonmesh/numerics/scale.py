@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from math import sqrt
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from muonmesh.errors import explain_error
+
 ScaleMode: TypeAlias = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
 """`shape_scaling` is an alias of `original`."""
 
@@ -36,12 +38,14 @@ def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:
     """
     for name, size in (("rows", rows), ("cols", cols)):
         if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name}: found {size!r} ({type(size).__name__}); needed an int. Pass matrix.shape.")
+            found = f"{size!r} ({type(size).__name__})"
+            raise TypeError(explain_error(name, found, "an int", "Pass matrix.shape"))
         if size < 1:
-            raise ValueError(f"{name}: found {size}; needed at least 1: an empty matrix has no update. Skip it.")
+            needed = "at least 1: an empty matrix has no update"
+            raise ValueError(explain_error(name, f"{size}", needed, "Skip it"))
     if mode not in get_args(ScaleMode):
         known = ", ".join(repr(name) for name in get_args(ScaleMode))
-        raise ValueError(f'mode: found {mode!r}; needed one of {known}. Write mode="match_rms_adamw".')
+        raise ValueError(explain_error("mode", f"{mode!r}", f"one of {known}", 'Write mode="match_rms_adamw"'))
     match mode:
         case "original" | "shape_scaling":
             return sqrt(max(1.0, rows / cols))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.carried import Carried
@@ -26,11 +28,12 @@ class Row:
         reason: Why.
         matrices: What is orthogonalised, e.g. ``3 of 768×768``.
         layout: Where the parameter lives.
-        owners: How many matrices each rank orthogonalises.
+        owners: How many matrices each rank orthogonalises, or the team whose first it is.
         flops: FLOPs a step over all ranks.
         bytes: Bytes a step that this rank sends for it.
         rms: Root mean square of one step.
         spectral: Spectral norm of one step; nan for AdamW.
+        teams: How many matrices each team of several ranks orthogonalises together.
     """
 
     parameter: str
@@ -43,6 +46,7 @@ class Row:
     bytes: int
     rms: float
     spectral: float
+    teams: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Explanation:
                 row.reason,
                 row.matrices,
                 row.layout,
-                _owners(row.owners),
+                _owners(row.owners, row.teams),
                 f"{row.flops / 1e9:.3g}" if row.flops else "",
                 f"{row.bytes / 1e6:.3g}" if row.bytes else "",
                 f"{row.rms:.1e}",
@@ -116,6 +120,27 @@ class Explanation:
             f"{self.bytes_received / 1e6:.3g} MB received a step"
         )
         return "\n".join(table)
+
+
+def summary(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each group: name, algorithm, parameters, elements, learning rate."""
+    rows = []
+    for group in groups:
+        count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
+        sizes = f"{count:,} parameter{'' if count == 1 else 's'}", f"{elements:,} element{'' if elements == 1 else 's'}"
+        rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, f"lr {_rate(group.get('lr'))}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)] if rows else []
+    aligned = ("ljust", "ljust", "rjust", "rjust", "ljust")
+    return "\n".join(
+        "  ".join(getattr(cell, align)(width) for cell, width, align in zip(row, widths, aligned, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _rate(lr: object) -> str:
+    """Return a learning rate as text, also one that no step would take."""
+    known = isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_meta)
+    return f"{float(lr):.4g}" if known else repr(lr)  # type: ignore[arg-type]
 
 
 def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision) -> Explanation:
@@ -161,7 +186,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     return Explanation(
         tuple(rows),
         rank,
-        sum(a.owner == rank and number not in summed_numbers for number, a in enumerate(plan.assignments)),
+        sum(rank in a.team and number not in summed_numbers for number, a in enumerate(plan.assignments)),
         collectives + (len(plan.ranks) > 1),  # one more for the flags
         sum(sent.values()) * itemsize + reduced + carried[0],
         received * itemsize + reduced + carried[1],
@@ -172,9 +197,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
 def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Parameter, reason: str, moved: int) -> Row:
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
     summed = set(plan.grams)
-    owners = Counter(
-        a.owner for index, a in enumerate(plan.assignments) if a.parameter == number and index not in summed
-    )
+    teams = [a.team for index, a in enumerate(plan.assignments) if a.parameter == number and index not in summed]
+    owners = Counter(team[0] for team in teams)
     steps = [step_size(group, matrix.rows, matrix.cols) for matrix in parameter.matrices]
     return Row(
         parameter.name,
@@ -187,6 +211,7 @@ def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Para
         moved,
         max(step.rms for step in steps),
         max(step.spectral for step in steps),
+        dict(Counter(team for team in teams if len(team) > 1)),
     )
 
 
@@ -200,11 +225,14 @@ def _moved(legs: Mapping[int, Sequence[Any]], rank: int) -> Counter[int]:
     return moved
 
 
-def _owners(owners: Mapping[int, int]) -> str:
-    if not owners:
-        return ""
-    if len(owners) == 1:
-        return f"rank {next(iter(owners))}"
-    if len(owners) > 4:
-        return f"{len(owners)} ranks"
-    return ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))
+def _owners(owners: Mapping[int, int], teams: Mapping[tuple[int, ...], int]) -> str:
+    """Return how many matrices each owner, or team, has: "rank 0: 2, rank 1: 1", "ranks 2+3: 1"."""
+    alone = Counter(owners)
+    alone.subtract(Counter({team[0]: count for team, count in teams.items()}))
+    entries = [(f"rank {rank}", alone[rank]) for rank in sorted(owners) if alone[rank] or not teams]
+    entries += [(f"ranks {'+'.join(map(str, team))}", count) for team, count in sorted(teams.items())]
+    if len(entries) > 4:
+        return f"{len({*owners, *(rank for team in teams for rank in team)})} ranks"
+    if len(entries) == 1:
+        return entries[0][0]
+    return ", ".join(f"{who}: {count}" for who, count in entries)

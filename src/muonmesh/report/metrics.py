@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import agree_on_plan
 from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Planned
@@ -19,8 +20,8 @@ from muonmesh.step.sums import Sums
 _FIGURES = ("gradient", "momentum", "weight", "update")
 
 
-Here = tuple[Sequence[Mapping[str, Any]], Mapping[Tensor, Mapping[str, Any]], Sums | None]
-"""An optimizer's groups, its state, and the sums of its last step's updates."""
+Here = tuple[Sequence[Mapping[str, Any]], Mapping[Tensor, Mapping[str, Any]], GradientSource, Sums | None]
+"""An optimizer's groups, its state, where its gradients are, and the sums of its last step's updates."""
 
 
 def measure(
@@ -73,6 +74,7 @@ def _add(
     planned: Planned,
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, Mapping[str, Any]],
+    source: GradientSource,
     sums: Sums | None,
 ) -> None:
     """Add the squares and the number of elements of what this rank stores."""
@@ -80,7 +82,7 @@ def _add(
     for member in planned.members:
         held = state.get(member.tensor, {})
         momentum = held.get("momentum_buffer", held.get("exp_avg"))
-        for figure, value in enumerate((member.tensor.grad, momentum, member.tensor)):
+        for figure, value in enumerate((source.gradient(member.tensor), momentum, member.tensor)):
             if value is None:
                 continue
             storage = member.momentum_storage if value is held.get("momentum_buffer") else member.storage

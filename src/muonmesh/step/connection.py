@@ -22,10 +22,8 @@ from muonmesh.settings import check_dtype, check_group, check_structure
 from muonmesh.step.kept import Kept
 from muonmesh.step.planning import (
     Planned,
-    group_for,
     likely_sets,
     members_of,
-    method_of,
     plan_members,
     replicas_of,
     signature_of,
@@ -66,8 +64,9 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
     if kept.process_group != "local":
         meet(ranks)
     candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
-    if isinstance(kept.process_group, dist.ProcessGroup):
-        candidates.insert(0, kept.process_group)
+    tensors = [member.tensor for member in planned.members] if planned is not None else []
+    given = dict.fromkeys([kept.process_group, *map(kept.source.group, tensors)])
+    candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
     group = group_of(ranks, candidates)
     views = agree_on_plan(group, planned.plan if planned is not None else None, error)
     assert planned is not None
@@ -102,7 +101,7 @@ def changed(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planne
     before = kept.connected
     if before is None or before.exchange is None:
         return None
-    same = error is None and before.signature == signature_of(groups, kept.process_group, kept.layouts)
+    same = error is None and before.signature == _signature(groups, kept)
     return None if same else (before, before.exchange)
 
 
@@ -120,7 +119,11 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
     where = f"group {group.get('name')!r}"
     check_structure(where, group)
     check_group(where, group)
-    names, tensors = [canonical_name(name) for name in group["param_names"]], group["params"]
+    tensors = group["params"]
+    names = [
+        canonical_name(kept.source.name(tensor) or name)
+        for name, tensor in zip(group["param_names"], tensors, strict=True)
+    ]
     if names != group["param_names"]:
         group["param_names"] = names
     taken = {name for other in groups if other is not group for name in other["param_names"]}
@@ -130,6 +133,11 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
             needed = "a name of its own for each, by which ranks and checkpoints know it"
             raise ValueError(explain_error(name, "two parameters of this name", needed, write))
         taken.add(name)
+        shared: object = kept.source.group(tensor)
+        if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks
+            found = f"{shared!r} from group() of {type(kept.source).__name__}, as gradients="
+            needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
+            raise ValueError(explain_error(name, found, needed, write))
         check_dtype(name, tensor.dtype, kept.precision.master, group)
     if group["algorithm"] == "adamw":
         return
@@ -139,24 +147,25 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
     for name, tensor, spec in zip(names, tensors, specs, strict=True):
         if name in kept.layouts:
             continue  # shards: the shape that counts is known with the ranks, at the first step
-        matrices = split_matrices(name, tuple(tensor.shape), spec)
-        method_of(group, matrices[0].rows, matrices[0].cols, kept.precision.compute)
+        split_matrices(name, tuple(tensor.shape), spec)
 
 
 def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
     """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything."""
-    replicas = replicas_of(kept.process_group)
+    replicas_of(kept.process_group)  # raises if it was lost
     try:
-        signature = signature_of(groups, kept.process_group, kept.layouts)
-        if kept.planned is not None and kept.planned.signature == signature:
+        if kept.planned is not None and kept.planned.signature == _signature(groups, kept):
             return kept.planned, kept.planned.sets, None
         for group in groups:
             check_members(group, groups, kept)
+        signature = _signature(groups, kept)  # with the names as they are now
     except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
         before = kept.connected
-        return None, likely_sets(groups, replicas, kept.layouts) if before is None else before.sets, wrong
+        if before is not None:
+            return None, before.sets, wrong
+        return None, likely_sets(groups, kept.process_group, kept.layouts, kept.source), wrong
     members, sets, error = members_of(
-        groups, replicas, kept.layouts, group_for(kept.process_group), shard_state=kept.shard_state
+        groups, kept.process_group, kept.layouts, kept.source, shard_state=kept.shard_state
     )
     if error is not None:
         return None, sets, error
@@ -165,3 +174,7 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
     except (LayoutError, ValueError) as found:
         return None, sets, found
     return kept.planned, kept.planned.sets, None
+
+
+def _signature(groups: Groups, kept: Kept) -> object:
+    return signature_of(groups, kept.process_group, kept.layouts, kept.source)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
 from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
 from muonmesh.step.neglected import Neglected
@@ -56,6 +57,7 @@ class Kept:
         neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         torn: What interrupted a step that had begun to write; None: nothing did.
+        source: Where gradients, names and sharing groups come from.
     """
 
     precision: Precision
@@ -76,6 +78,7 @@ class Kept:
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
     torn: str | None = None
+    source: GradientSource = PARAMETER_GRAD
 
     def host_waits(self, planned: Planned) -> bool:
         """Whether the host waits for what the ranks say to each other: on a CPU, where there is nothing else to do."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import (
     Declared,
     Signature,
@@ -81,7 +82,7 @@ class Planned:
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.
         momentum_holdings: Those whose momentum is stored here.
-        device: Of the Muon parameters, or of the first parameter if there are none.
+        device: Of the Muon parameters, or of the first parameter if there are none; the CPU without any.
         exchange: Made when the ranks have compared their plans.
     """
 
@@ -153,9 +154,9 @@ class Planned:
 
 def members_of(
     groups: Sequence[Mapping[str, Any]],
-    replicas: Sequence[int] | None,
+    process_group: ProcessGroup,
     layouts: Mapping[str, Declared],
-    group: dist.ProcessGroup | None,
+    source: GradientSource,
     *,
     shard_state: bool,
 ) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
@@ -167,20 +168,25 @@ def members_of(
         name.
     """
     if layouts == LOST_LAYOUTS:
-        raise ValueError(
-            "layouts: found an optimizer that was unpickled without its layouts, since meshes cannot be pickled; "
-            "needed them again. Write optimizer.layouts = layouts before the first step"
-        )
+        found = "an optimizer that was unpickled without its layouts, since meshes cannot be pickled"
+        write = "Write optimizer.layouts = layouts before the first step"
+        raise ValueError(explain_error("layouts", found, "them again", write))
     members: list[Member] = []
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
     unknown = dict(layouts)
     names = Counter[tuple[str, tuple[int, ...]]]()
+    ranks_by_group: dict[int, tuple[int, ...] | None] = {}  # one tuple for all parameters of a group
     for number, settings in enumerate(groups):
         muon = is_matrix_rule(settings["algorithm"])
         specs = settings.get("matrices") or [None] * len(settings["params"])
         for name, tensor, spec in zip(settings["param_names"], settings["params"], specs, strict=True):
             declared = unknown.pop(name, None)
+            own = source.group(tensor)
+            shared = process_group if own is None else own
+            if id(shared) not in ranks_by_group:
+                ranks_by_group[id(shared)] = replicas_of(shared)
+            replicas = ranks_by_group[id(shared)]
             for part, layout, split in _contents(name, declared, spec):
                 try:
                     storage = storage_of(part, tensor, replicas, layout, needed=muon)
@@ -190,7 +196,7 @@ def members_of(
                     continue
                 state = storage
                 if shard_state and muon:
-                    state = sharded_over_replicas(storage, group, tensor.device.type)
+                    state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
                 members.append(Member(part, tensor, number, split, storage, state))
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
                 if storage.layout is not None:
@@ -206,15 +212,17 @@ def members_of(
                 )
             )
     if unknown:
-        error = error or LayoutError(
-            f"layouts: found {sorted(unknown)}; needed names of parameters in the groups. Names have no prefixes such "
-            "as module. or _orig_mod."
-        )
+        write = "Correct the names: they have no prefixes such as module. and _orig_mod. in front"
+        needed = "names of parameters in the groups"
+        error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
 
 
 def likely_sets(
-    groups: Sequence[Mapping[str, Any]], replicas: Sequence[int] | None, layouts: Mapping[str, Declared]
+    groups: Sequence[Mapping[str, Any]],
+    process_group: ProcessGroup,
+    layouts: Mapping[str, Declared],
+    source: GradientSource,
 ) -> list[tuple[int, ...]]:
     """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
     sets = []
@@ -223,6 +231,8 @@ def likely_sets(
         for number, tensor in enumerate(group.get("params") or ()):
             if isinstance(tensor, Tensor):
                 name = names[number] if isinstance(names, list) and number < len(names) else None
+                own = source.group(tensor)
+                replicas = replicas_of(process_group if own is None else own)
                 sets.append(ranks_of(tensor, replicas, layouts.get(name) if isinstance(name, str) else None))
     return sets
 
@@ -237,12 +247,17 @@ def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]
 
 
 def signature_of(
-    groups: Sequence[Mapping[str, Any]], process_group: ProcessGroup, layouts: Mapping[str, Declared]
+    groups: Sequence[Mapping[str, Any]],
+    process_group: ProcessGroup,
+    layouts: Mapping[str, Declared],
+    source: GradientSource,
 ) -> object:
     """Return what must stay the same for a plan to stay valid; read every step, so it is cheap."""
     return (
         process_group,
         tuple((name, id(entry)) for name, entry in layouts.items()),
+        id(source),
+        tuple(tuple(map(source.group, group["params"])) for group in groups),
         tuple(tuple(map(Signature.of, group["params"])) for group in groups),
         tuple(
             (
@@ -287,10 +302,9 @@ def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
         ValueError: the group was lost in pickling.
     """
     if process_group == LOST_GROUP:
-        raise ValueError(
-            "process_group: found an optimizer that was unpickled without its ProcessGroup, which cannot be "
-            "pickled; needed it again. Write optimizer.process_group = group before the first step"
-        )
+        found = "an optimizer that was unpickled without its ProcessGroup, which cannot be pickled"
+        write = "Write optimizer.process_group = group before the first step"
+        raise ValueError(explain_error("process_group", found, "it again", write))
     if process_group == "local" or (process_group is not None and world_size() == 1):
         return (this_rank(),)
     if process_group == "world":
@@ -301,11 +315,7 @@ def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
 
 
 def method_of(group: Mapping[str, Any], rows: int, cols: int, dtype: torch.dtype) -> Literal["standard", "gram"]:
-    """Return how a group orthogonalises a rows × cols matrix.
-
-    Raises:
-        ValueError: the method it asks for cannot be met.
-    """
+    """Return how a group, which has been checked, orthogonalises a rows × cols matrix."""
     return resolve_method(
         rows,
         cols,
@@ -333,10 +343,8 @@ def plan_members(
     muon = tuple(member for member in members if is_matrix_rule(groups[member.group]["algorithm"]))
     devices = {member.tensor.device for member in muon}
     if len(devices) > 1:
-        raise LayoutError(
-            f"found Muon parameters on {sorted(map(str, devices))}; needed one device per process. "
-            "Give each device an optimizer of its own"
-        )
+        found, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
+        raise LayoutError(explain_error("the groups", found, "one device per process", write))
     elementwise = tuple(m for m in members if groups[m.group]["algorithm"] == "adamw" and m.storage.layout is not None)
     parameters = [_parameter(groups[member.group], member, precision.compute) for member in muon]
     plan = make_plan(
@@ -350,7 +358,7 @@ def plan_members(
         tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
         for number, group in enumerate(groups)
     )
-    device = (muon or members)[0].tensor.device
+    device = next((member.tensor.device for member in (*muon, *members)), torch.device("cpu"))
     return _planned(signature, muon, elementwise, adamw, plan, device)
 
 
@@ -423,12 +431,13 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
-    degrees = [len(step) for step in coefficient_schedule(group["ns_coefficients"], group["ns_steps"])]
+    schedule = coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
+    degrees = [len(polynomial) for polynomial in schedule]
     flops = {  # most parameters are many matrices of few shapes
         shape: cost(*shape, degrees=degrees, gram=method_of(group, *shape, dtype) == "gram")
         for shape in {(matrix.rows, matrix.cols) for matrix in matrices}
     }
-    settings = f"{group['ns_coefficients']}, {group['ns_steps']} steps, {group['ns_method']}, {dtype}"
+    settings = f"{group['ns_coefficients']}, {len(schedule)} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
     rule = RULES[group["algorithm"]]

@@ -23,9 +23,12 @@ from muonmesh.step.slots import Collected, Slot
 from muonmesh.step.terms import Terms
 
 CHANGED = PlanError(
-    "found other parameters or groups than in the step before on some of the ranks and the same on others; needed the "
-    "same change on every rank that shares them, before the same step. Call add_param_group, and replace parameters, "
-    "on all of these ranks"
+    explain_error(
+        "the groups",
+        "other parameters or groups than in the step before on some of the ranks and the same on others",
+        "the same change on every rank that shares them, before the same step",
+        "Call add_param_group, and replace parameters, on all of these ranks",
+    )
 )
 """Where the host waits for the flags all ranks plan again instead."""
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.comm.gradients import gradient_of, partial_axes, unscaled
+from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.layout import Piece
@@ -85,7 +85,11 @@ class Collected(NamedTuple):
 
 
 def collect(
-    planned: Planned, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], scale: Tensor | None
+    planned: Planned,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, dict[str, Any]],
+    source: GradientSource,
+    scale: Tensor | None,
 ) -> Collected:
     """Read every gradient and check the state beside it.
 
@@ -93,6 +97,7 @@ def collect(
         planned: Whose.
         groups: The param groups.
         state: The optimizer's state.
+        source: Where the gradients are.
         scale: The factor of a GradScaler, taken out of the gradients in fp32.
     """
     error: Exception | None = None
@@ -104,7 +109,7 @@ def collect(
             return slots[id(member)]
         gradient = None
         try:
-            gradient = gradient_of(member.name, member.tensor)
+            gradient = gradient_of(member.name, member.tensor, source)
         except (LayoutError, TypeError) as found:
             error = error or found
         if gradient is not None and scale is not None:

@@ -80,7 +80,7 @@ class Clipping:
         assert self.norms is not None
         if bool(self.norms.skipped):
             return True
-        scale_groups(call.muon.param_groups, self._coefficients)
+        scale_groups(call.muon.param_groups, call.muon.gradients, self._coefficients)
         if self.limits.policy == "per_matrix" and any(g["algorithm"] == "muon" for g in call.muon.param_groups):
             # Of a call with both halves (stage 0) AdamW's has just been scaled by its own norm, which is at most that.
             call.muon.clip_grad_norm_(self.limits.max_norm, policy="per_matrix")

@@ -33,7 +33,7 @@ from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
-_ENGINES = ("process_group", "layouts", "shard_state", "master_dtype", "state_dtype")
+_ENGINES = ("process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "gradients")
 _OURS = frozenset(inspect.signature(Muon).parameters) - {"params", *_ENGINES}
 _SHARED = ("compute_dtype", "exchange", "bucket_cap_mb")
 
@@ -89,7 +89,7 @@ def _checked(settings: dict[str, Any], others: Mapping[str, Any], model: nn.Modu
     """Return the settings, if they are known and the engine does not decide them."""
     for key in settings:
         if key in _ENGINES:
-            needed = "none: the engine decides where parameters, masters and momentum live"
+            needed = "none: the engine decides where parameters, gradients, masters and momentum live"
             raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
         if key not in _OURS | _SPLIT:
             known = ", ".join(sorted(_OURS | _SPLIT))

@@ -105,11 +105,11 @@ def _checked(engine: Any, honest: Callable[..., Any]) -> Callable[..., Any]:
             folder = Path(load_dir) / (tag or latest.read_text().strip())
             was_3, is_3 = "fp32_flat_groups" in _universal(folder), engine.zero_optimization_stage() == 3
             if was_3 != is_3:
-                raise StateError(
-                    f"{folder}: found a universal checkpoint of ZeRO stage {'3' if was_3 else '1 or 2'}; needed one of "
-                    f"stage {'3' if is_3 else '1 or 2'}: DeepSpeed cannot convert between them. Write "
-                    "muonmesh.integrations.deepspeed.get_state and set_state with torch.distributed.checkpoint"
-                )
+                found = f"a universal checkpoint of ZeRO stage {'3' if was_3 else '1 or 2'}"
+                needed = f"one of stage {'3' if is_3 else '1 or 2'}: DeepSpeed cannot convert between them"
+                write = "Write get_state and set_state of muonmesh.integrations.deepspeed with "
+                write += "torch.distributed.checkpoint"
+                raise StateError(explain_error(str(folder), found, needed, write))
         return honest(load_dir, tag, *arguments, **others)
 
     return load_checkpoint

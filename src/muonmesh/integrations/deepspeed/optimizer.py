@@ -21,6 +21,9 @@ _NAMES = (*_IDENTITY, "params", "param_names", "reasons")
 """Keys of a group that are no settings, here or in an optimizer without DeepSpeed."""
 
 
+_AS_SAVED = "Make the engine with the same model and optimizer= settings as when it was saved"
+
+
 class EngineMuon(torch.optim.Optimizer):
     """Muon and AdamW for a DeepSpeed engine, which gives them flat fp32 tensors instead of parameters.
 
@@ -76,7 +79,8 @@ class EngineMuon(torch.optim.Optimizer):
             LayoutError: DeepSpeed shows a tensor that its records did not name.
         """
         if closure is not None:
-            raise ValueError("closure: found one; needed none. DeepSpeed evaluates the model before the step")
+            write = "Call it before: DeepSpeed evaluates the model before the step"
+            raise ValueError(explain_error("closure", "one", "none", write))
         if not self._calls:
             return  # the engine is still being made
         found: dict[int, Call] = {}
@@ -154,19 +158,15 @@ class EngineMuon(torch.optim.Optimizer):
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups are what these are: algorithm, parameters and splits."""
         if len(saved) != len(self._identities):
-            raise StateError(
-                f"found {len(saved)} param groups in the state; needed {len(self._identities)}. Make the engine with "
-                "the same model and optimizer= settings as when it was saved"
-            )
+            found, needed = f"{len(saved)} param groups", f"{len(self._identities)}"
+            raise StateError(explain_error("the state", found, needed, _AS_SAVED))
         for identity, group in zip(self._identities, saved, strict=True):
             for key, needed in identity.items():
                 if key == "matrices" and identity["algorithm"] == "adamw":
                     continue
                 if _plain(group.get(key)) != _plain(needed):
-                    raise StateError(
-                        f"group {identity['name']!r}: found {key} {group.get(key)!r} in the state; needed {needed!r}. "
-                        "Make the engine with the same model and optimizer= settings as when it was saved"
-                    )
+                    where, found = f"group {identity['name']!r}", f"{key} {group.get(key)!r} in the state"
+                    raise StateError(explain_error(where, found, f"{needed!r}", _AS_SAVED))
 
     def settings(self) -> list[dict[str, Any]]:
         """Return every group without its tensors."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.integrations.deepspeed.shards import Shard
 from muonmesh.layout import FlatShards, Interval
 
@@ -116,7 +116,8 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
         for parameter in zero.fp16_groups[number]:
             sub_group, start, length = zero.grad_position[zero.get_param_id(parameter)]
             if sub_group != number:
-                raise ValueError(f"grad_position {sub_group} of a parameter in sub-group {number}")
+                found = f"grad_position {sub_group} of a parameter in sub-group {number}"
+                raise ValueError(explain_error("DeepSpeed", found, f"{number}", _DIFFERENT))
             first = min(dist.get_rank(group) * length, parameter.ds_numel)
             held.append(Held(parameter, Interval(first, min(length, parameter.ds_numel - first), start)))
         yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(held))
@@ -172,7 +173,7 @@ def _meet(told: Any, error: Exception | None) -> list[Any]:
     dist.all_gather_object(outcomes, (told, None if error is None else str(error)))
     for rank, (_, message) in enumerate(outcomes):
         if message is not None:
-            raise LayoutError(f"rank {rank}: {message}") from error
+            raise LayoutError(about(f"rank {rank}", message)) from error
     return [mine for mine, _ in outcomes]
 
 

@@ -46,7 +46,7 @@ def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, row
     """
     if kernels not in get_args(KernelName):
         known = ", ".join(repr(name) for name in get_args(KernelName))
-        raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto".')
+        raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
     matrix_bytes = rows * cols * dtype.itemsize
     if device.type != "cpu":
         return dense(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), together=True)

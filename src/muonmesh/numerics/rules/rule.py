@@ -29,7 +29,7 @@ class Hyperparameters:
         scale_invariant: Whether the update stays the same when all gradients are multiplied by one number. Then
             clipping them by their norm makes no step smaller. The gradients of a rule without this are always clipped.
         keys: The key of a group that holds a field, where it has another name.
-        lr: Learning rate.
+        lr: Learning rate, a number or a 0-d tensor.
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
     """
@@ -53,6 +53,8 @@ class Hyperparameters:
             key = cls.keys.get(field.name, field.name)
             if key in group or (field.default is MISSING and field.default_factory is MISSING):
                 values[field.name] = group[key]
+        if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
+            values["lr"] = values["lr"].reshape(())
         return cls(**values)
 
     @classmethod

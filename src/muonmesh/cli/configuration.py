@@ -1,0 +1,180 @@
+"""Configuration: the `transformers` configuration that ``--model`` names, with every field of it known and possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from muonmesh.cli.failure import RunError
+from muonmesh.cli.files import is_finite, is_whole, read_json
+from muonmesh.cli.tokenizer import END_OF_TEXT_ID
+
+# Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would be fewer than four,
+# so that four ranks can share a layer. They do not depend on --ranks: a run resumes on any number of ranks.
+PRESETS: dict[str, dict[str, int]] = {
+    "nano": {"hidden_size": 64, "num_hidden_layers": 2},
+    "small": {"hidden_size": 128, "num_hidden_layers": 4},
+    "medium": {"hidden_size": 512, "num_hidden_layers": 8},
+    "large": {"hidden_size": 768, "num_hidden_layers": 12},
+    "xl": {"hidden_size": 2048, "num_hidden_layers": 16},
+}
+HEAD_SIZE = 64
+LEAST_HEADS = 4
+
+# What older versions of transformers wrote into every config.json and what says nothing about a causal model.
+WITHOUT_EFFECT = frozenset({
+    "add_cross_attention", "auto_map", "cross_attention_hidden_size", "decoder_start_token_id", "finetuning_task",
+    "gradient_checkpointing", "is_decoder", "n_ctx", "predict_special_tokens", "prefix", "pruned_heads",
+    "sep_token_id", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torchscript",
+    "use_bfloat16",
+})  # fmt: skip
+# By the names that transformers maps others to.
+AT_LEAST_ONE = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "vocab_size",
+)  # fmt: skip
+COUNT = re.compile(r"(n|num)_\w*(layer|expert|block)s?|\w*_layers")
+MOST_COUNTED = 10_000  # layers or experts; as many objects would be made before anything could be checked
+MOST = 2**31 - 1
+
+
+def model_config(model: str, *, vocab: int, seq: int) -> Any:
+    """The `transformers` configuration that ``--model`` names: a preset, a JSON file, or a model type.
+
+    The vocabulary is the tokenizer's, whatever the configuration says.
+
+    Raises:
+        ValueError: the name is none of the three, a field is unknown or impossible, or the model cannot read ``seq``
+            tokens.
+    """
+    from transformers import AutoConfig
+
+    if model in PRESETS:
+        fields: dict[str, Any] = {"model_type": "llama", **_llama(**PRESETS[model]), "max_position_embeddings": seq}
+    elif model.endswith(".json") or Path(model).is_file():
+        fields = _read(Path(model))
+        _check_values(model, fields)
+    else:
+        fields = {"model_type": model}
+    given = {name: value for name, value in fields.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(fields["model_type"], **given)
+    except OSError:  # of importing it
+        raise
+    except Exception as error:  # each of some four hundred classes looks at its fields in its own way
+        raise RunError(
+            f"--model {model}: {sentence(error)}. Needed a preset ({', '.join(PRESETS)}), the path of a "
+            "transformers config.json, or a model type such as gpt2."
+        ) from error
+    _check_known(model, given, config)
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and longest < seq:
+        raise RunError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
+    text.vocab_size = vocab
+    text.bos_token_id = text.eos_token_id = END_OF_TEXT_ID  # those of another vocabulary may lie outside this one
+    text.pad_token_id = None  # nothing is padded, and a padding row of the embedding would never learn
+    return config
+
+
+def sentence(error: Exception) -> str:
+    """The first sentence of an error; transformers goes on to list every model it knows."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field ...:", and then what it was
+        lines = [re.sub(r"^\w+(Error|Exception): ", "", lines[1])]
+    first = lines[0].split(". ")[0].rstrip(".") if lines else ""
+    return first if isinstance(error, ValueError | TypeError) and first else f"{type(error).__name__}: {first}"
+
+
+def _llama(*, hidden_size: int, num_hidden_layers: int) -> dict[str, int]:
+    heads = max(LEAST_HEADS, hidden_size // HEAD_SIZE)
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": round(hidden_size * 8 / 3 / HEAD_SIZE) * HEAD_SIZE,
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise RunError(f"--model {path}: no such file; needed a transformers config.json.")
+    try:
+        fields = read_json(path, needed="a transformers config.json")
+    except RunError as error:
+        raise RunError(f"--model {error}") from error
+    if not isinstance(fields.get("model_type"), str):
+        raise RunError(f'--model {path}: found no "model_type"; needed a transformers config.json.')
+    return fields
+
+
+def _check_values(model: str, fields: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, before a class makes as many objects of them."""
+    from transformers import CONFIG_MAPPING
+
+    kind = fields["model_type"]
+    aliases = (
+        {theirs: ours for ours, theirs in _aliases(CONFIG_MAPPING[kind]).items()} if kind in CONFIG_MAPPING else {}
+    )
+    for path, value in _walk(fields):
+        name = path.split(".")[-1]
+        if isinstance(value, float) and not is_finite(value):
+            raise RunError(f"--model {model}: found {path} {value}; needed a finite number")
+        if not is_whole(value):
+            continue
+        most = MOST_COUNTED if COUNT.fullmatch(name) else MOST
+        if value > most:
+            raise RunError(f"--model {model}: found {path} {value}; needed at most {most}")
+        if aliases.get(name, name) in AT_LEAST_ONE and value < 1:
+            raise RunError(f"--model {model}: found {path} {value}; needed a whole number of at least 1")
+
+
+def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _walk(inner, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _walk(inner, path)
+    else:
+        yield path, value
+
+
+def _check_known(model: str, given: Mapping[str, Any], config: Any, path: str = "") -> None:
+    """Refuse fields that the class does not know: it keeps them, and does nothing with them.
+
+    What it knows under an older name it renames or drops, and so does not keep.
+    """
+    known = _known(type(config))
+    for name, value in given.items():
+        inner = getattr(config, name, None)
+        if isinstance(value, Mapping) and hasattr(inner, "get_text_config"):
+            _check_known(model, value, inner, f"{path}{name}.")
+        if name in known or name in WITHOUT_EFFECT or name.startswith("_") or name not in vars(config):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise RunError(
+            f"--model {model}: found {path}{name}, which {config.model_type} does not have; the nearest name it has is "
+            f"{near[0]}. Write that, or leave it out"
+        )
+
+
+def _known(kind: Any) -> set[str]:
+    if dataclasses.is_dataclass(kind):
+        names = {field.name for field in dataclasses.fields(kind)}
+    else:  # before transformers 5.2
+        names = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
+    aliases = _aliases(kind)
+    return {*names, *aliases, *aliases.values(), "model_type"}
+
+
+def _aliases(kind: Any) -> dict[str, str]:
+    """The names of a class by those that all classes have: gpt2's hidden_size is n_embd."""
+    found: dict[str, str] = getattr(kind, "attribute_map", {})
+    return found

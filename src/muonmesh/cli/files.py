@@ -1,0 +1,261 @@
+"""Files: reading and writing what a run leaves, so that what goes wrong ends in one sentence with the file's name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from muonmesh.cli.failure import RunError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What torch's writer and numpy say when the system took less than they gave it.
+TOOK_LESS = re.compile(r"unexpected pos|PytorchStreamWriter failed|requested and \d+ written")
+NEARLY_NOTHING = 64 * 1024  # bytes; libraries that write for us do not always say why they could not
+
+
+@contextlib.contextmanager
+def writing(path: Path, *, beside: str = "", raised: type[Exception] = OSError) -> Iterator[None]:
+    """Turn what a library raises when it cannot write ``path`` into one sentence.
+
+    Args:
+        path: What is written.
+        beside: What else to say: what has been kept.
+        raised: What to turn; safetensors and tokenizers have errors of their own.
+
+    Raises:
+        RunError: it could not be written.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except raised as error:
+        raise RunError(cannot_write(path, error, beside=beside)) from error
+
+
+def cannot_write(path: Path, error: BaseException, *, beside: str = "") -> str:
+    """Return the sentence about a file that could not be written: which, why, what to do."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (_room_at(path) < NEARLY_NOTHING or TOOK_LESS.search(str(error))):
+        number = errno.ENOSPC if _room_at(path) < NEARLY_NOTHING else errno.EFBIG
+    full = number in FULL
+    why = reason(error) if number is None or not full else os.strerror(number)
+    remedy = "Free some space there" if full else "Choose a place that can be written"
+    return f"{path}: could not be written: {why}. {beside}{remedy}, then start again or go on with --resume"
+
+
+def reason(error: BaseException) -> str:
+    """Why the system refused, without number and path; the first line of what a library said."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or leave the old one: beside it, onto the disk, then renamed.
+
+    Raises:
+        RunError: it could not be written; what was there is there.
+    """
+    scratch = path.with_name(f".{path.name}.writing")
+    with writing(path):
+        try:
+            with scratch.open("w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            raise
+
+
+def onto_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: Path, *, needed: str) -> str:
+    """Read a regular file of UTF-8 text.
+
+    Raises:
+        RunError: there is none, or it cannot be read; ``needed`` says what should be there.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for somebody to write
+            raise RunError(f"{path}: found {kind_of(path)}; needed {needed}")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RunError(f"{path}: not text in UTF-8 ({error.reason}); needed {needed}") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{path}: could not be read: {reason(error)}; needed {needed}") from error
+
+
+def read_json(path: Path, *, needed: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        RunError: it is none, or one of its names is there twice.
+    """
+    text = read_text(path, needed=needed)
+    try:
+        content = json.loads(text, object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path}: not JSON ({reason(error)}); needed {needed}") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path}: found {named(content)}; needed {needed}, a JSON object")
+    return content
+
+
+def check_fields(path: Path, content: dict[str, Any], kinds: dict[str, str]) -> None:
+    """Make sure that an object has these fields, of these kinds, and no others.
+
+    Raises:
+        RunError: naming the first that is missing, unknown or of another kind.
+    """
+    for name, kind in kinds.items():
+        if name not in content:
+            raise RunError(f"{path}: found no {name!r}; needed {kind}")
+        if not KINDS[kind](content[name]):
+            raise RunError(f"{path}: found {name} {_shown(content[name])}; needed {kind}")
+    for name in content:
+        if name not in kinds:
+            raise RunError(f"{path}: found {name!r}, which means nothing; needed {', '.join(kinds)}")
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number, which infinity is and NaN is not."""
+    return is_whole(value) or (isinstance(value, float) and value == value)
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a finite number."""
+    return is_number(value) and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "a whole number of at least 0": lambda value: is_whole(value) and value >= 0,
+    "a finite number of at least 0": lambda value: is_finite(value) and value >= 0,
+    "a string": lambda value: isinstance(value, str),
+    "an object": lambda value: isinstance(value, dict),
+}
+
+
+def named(value: object) -> str:
+    """What JSON calls a value's kind."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def kind_of(path: Path) -> str:
+    """What is there, in words, without opening it: links are followed."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        return "a link to nothing" if path.is_symlink() else reason(error)
+    for test, name in (
+        (stat.S_ISREG, "a file"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if test(mode):
+            return name
+    return "a device"
+
+
+def check_writable(path: Path, *, option: str) -> None:
+    """Try whether a file can be written, folders above it included; leaves nothing behind.
+
+    Raises:
+        RunError: it cannot, which a training would have found out at its end.
+    """
+    made: list[Path] = []
+    try:
+        if (path.exists() or path.is_symlink()) and not path.is_file():
+            raise RunError(f"{option} {path}: found {kind_of(path)} there; needed the name of a file")
+        made = make_folders(path.parent)
+        if path.exists():
+            with path.open("r+b"):
+                pass
+        with tempfile.NamedTemporaryFile(dir=path.parent) as trial:
+            trial.write(b"trial")
+            trial.flush()
+    except (OSError, ValueError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(
+            f"{option} {path}: cannot be written: {reason(error)}; needed a file in a folder that can be written"
+        ) from error
+    finally:
+        remove_empty(made)
+
+
+def make_folders(path: Path) -> list[Path]:
+    """Make a folder and those above it; returns the ones that were not there, the outermost first."""
+    made: list[Path] = []
+    for folder in (*reversed(path.parents), path):
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if not folder.is_dir():
+                remove_empty(made)
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+        except OSError:
+            if folder.is_dir():  # somebody's read-only root: only what is missing has to be made
+                continue
+            remove_empty(made)
+            raise
+        else:
+            made.append(folder)
+    return made
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders that `make_folders` made and that nobody has used."""
+    for folder in reversed(folders):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        double = next(name for name in content if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"{double!r} is there twice")
+    return content
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _room_at(path: Path) -> int:
+    for folder in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(folder).free
+    return NEARLY_NOTHING

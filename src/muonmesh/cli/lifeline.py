@@ -1,0 +1,37 @@
+"""Lifeline: a rank ends when its launcher has ended, however that ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+LAUNCHER = "MUONMESH_LAUNCHER"  # environment variable: the process that started the ranks
+SECONDS = 1.0  # between two looks
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_launcher() -> None:
+    """End this process at once when the one that started it is gone; nothing where nobody said which one did.
+
+    A launcher that is killed cannot tell its ranks. They have sessions of their own, so no signal of a terminal reaches
+    them either, and they would train on with nobody to stop them. Linux sends a signal; elsewhere, and should that
+    fail, a thread looks.
+    """
+    launcher = int(os.environ.get(LAUNCHER, "0"))
+    if not launcher:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:  # it went before the line above
+        os._exit(1)
+    threading.Thread(target=_watch, args=(launcher,), name="lifeline", daemon=True).start()
+
+
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(SECONDS)
+    os._exit(1)

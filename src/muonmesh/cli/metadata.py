@@ -1,0 +1,207 @@
+"""Metadata: what a checkpoint says it holds, read without running anything that it says.
+
+`torch.distributed.checkpoint` pickles it, and a pickle is a program. Here its classes become records without behaviour,
+whatever else it names is refused, and torch's own objects are then built from the records field by field.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from muonmesh.cli.failure import RunError
+from muonmesh.cli.files import kind_of, reason
+
+METADATA_FILE = ".metadata"
+DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
+_CHECKPOINT = "torch.distributed.checkpoint"
+# What torch writes, as found in checkpoints of one rank, DDP, FSDP2 and ZeRO by torch 2.13.
+_RECORDS = {
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata")),
+    (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"),  # to be refused by the name of its entry
+    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *(("pathlib", name) for name in ("PosixPath", "WindowsPath")),
+    *(("pathlib._local", name) for name in ("PosixPath", "WindowsPath")),  # Python 3.13
+}
+
+
+class _Record:
+    """What stands for an object of one of torch's classes: how it was called, and the state it was given."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def field(self, name: str) -> Any:
+        """A field that was pickled; a ValueError without it."""
+        state = self.__dict__.get("state")
+        if not isinstance(state, dict) or name not in state:
+            raise ValueError(f"a {type(self).__name__} without {name}")
+        return state[name]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records; the classes are this object's own, so nothing that is pickled can reach another checkpoint's."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._classes: dict[str, type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) not in _RECORDS:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of a training needs")
+        return self._classes.setdefault(name, type(name, (_Record,), {}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to something outside")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read what the checkpoint in ``folder`` says it holds; nothing but plain tensors in files of that folder.
+
+    Raises:
+        RunError: there is none, or it holds something else, or it does not fit together or its files.
+    """
+    path = folder / METADATA_FILE
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise ValueError(f"found {kind_of(path)} there")
+        metadata = _metadata(_Unpickler(path.read_bytes()).load())
+        _check_files(folder, metadata)
+    except RunError:
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise RunError(
+            f"{path}: not what a training writes: {reason(error)}; needed the file as it was written. Remove the "
+            "folder, or bring an undamaged copy"
+        ) from error
+    return metadata
+
+
+def _metadata(top: Any) -> Metadata:
+    tensors: dict[str, Any] = {}
+    for name, entry in _mapping(_expect(top, "Metadata").field("state_dict_metadata")).items():
+        tensors[_text(name)] = _tensor(name, entry)
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, value in _mapping(top.field("storage_data")).items():
+        index, info = _expect(key, "MetadataIndex"), _expect(value, "_StorageInfo")
+        if info.__dict__["state"].get("transform_descriptors"):
+            raise ValueError("an entry is compressed or encrypted, which a training's is not")
+        place = _StorageInfo(
+            _text(info.field("relative_path")), _count(info.field("offset")), _count(info.field("length"))
+        )
+        places[MetadataIndex(_text(index.field("fqn")), _size(index.field("offset")))] = place
+    for name, tensor in tensors.items():
+        _check_cover(name, tensor)
+        for chunk in tensor.chunks:
+            if math.prod(chunk.sizes) and MetadataIndex(name, chunk.offsets) not in places:
+                raise ValueError(f"nothing says where {name} is from {tuple(chunk.offsets)} on")
+    return Metadata(tensors, planner_data=None, storage_data=places)
+
+
+def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
+    if isinstance(entry, _Record) and type(entry).__name__ == "BytesStorageMetadata":
+        raise ValueError(f"{name} is not a tensor")
+    record = _expect(entry, "TensorStorageMetadata")
+    state = _expect(record.field("properties"), "TensorProperties").__dict__.get("state")
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has no dtype")
+    chunks = [
+        ChunkStorageMetadata(_size(chunk.field("offsets")), _size(chunk.field("sizes")))
+        for chunk in (_expect(chunk, "ChunkStorageMetadata") for chunk in record.field("chunks"))
+    ]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(record.field("size")), chunks)
+
+
+def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
+    """Make sure that the pieces of a tensor are within it, apart, and all of it: what lacks would be left as it is."""
+    for chunk in tensor.chunks:
+        box = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+        if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in box):
+            raise ValueError(f"a piece of {name} lies outside of it")
+    full = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
+    for one, other in itertools.combinations(full, 2):
+        sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+        if all(a < b + m and b < a + n for a, n, b, m in sides):
+            raise ValueError(f"two pieces of {name} overlap")
+    if sum(math.prod(chunk.sizes) for chunk in full) != math.prod(tensor.size):
+        raise ValueError(f"a piece of {name} is missing")
+
+
+def _check_files(folder: Path, metadata: Metadata) -> None:
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        if DATA_FILE.fullmatch(place.relative_path) is None:
+            raise ValueError(f"it names the file {place.relative_path!r}")
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise RunError(
+                f"{path}: found {'a link' if path.is_symlink() else kind_of(path)}; needed the {end} bytes that "
+                f"{METADATA_FILE} tells of. Remove the folder, or bring an undamaged copy"
+            )
+        if path.stat().st_size < end:
+            raise RunError(
+                f"{path}: found {path.stat().st_size} bytes; needed {end}. Remove the folder, or bring an undamaged "
+                "copy"
+            )
+
+
+def _expect(value: Any, name: str) -> _Record:
+    if not isinstance(value, _Record) or type(value).__name__ != name:
+        raise ValueError(f"found {type(value).__name__}; needed {name}")
+    return value
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"found {type(value).__name__}; needed dict")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"found {type(value).__name__}; needed str")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"found {value!r}; needed a count")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    return torch.Size(_numbers(_expect(value, "Size")))
+
+
+def _numbers(size: _Record) -> Iterator[int]:
+    (numbers,) = size.args
+    for number in numbers:
+        yield _count(number)

@@ -1,0 +1,82 @@
+"""Terminal: printing where not every character can be printed, and where nobody reads any more."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import os
+import sys
+from typing import IO, TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ERRORS = "muonmesh.plain"  # our way of encoding what an encoding lacks
+PLAIN = {
+    "×": "x", "–": "-", "—": "-", "…": "...", "ᵀ": "T", "→": "->", "≥": ">=", "≤": "<=",
+    "’": "'", "‘": "'", "“": '"', "”": '"', "•": "*",
+}  # fmt: skip
+
+
+def print_plainly() -> None:
+    """Let stdout and stderr print something alike for what their encoding lacks, instead of raising."""
+    codecs.register_error(ERRORS, _alike)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ERRORS)
+
+
+def make_console() -> Console:
+    """Return what prints: nothing of it raises, whatever the terminal can print, and whether or not it is there."""
+    from rich.console import Console
+
+    return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False)
+
+
+class Lasting:
+    """A stream that goes on when nobody reads it any more: a terminal was closed, or ``head`` has seen enough.
+
+    That is no reason to end a training. From then on what is written goes nowhere.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or forget."""
+        with self._lasting():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or forget."""
+        with self._lasting():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _lasting(self) -> Any:
+        try:
+            yield
+        except UnicodeEncodeError:
+            raise
+        except OSError:
+            silence(self._stream)
+
+
+def silence(stream: IO[str]) -> None:
+    """Send what a stream has not written yet, and all that follows, nowhere: Python flushes it when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _alike(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end]
+    return "".join(PLAIN.get(character, "?") for character in found), error.end

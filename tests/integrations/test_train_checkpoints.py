@@ -1,0 +1,383 @@
+"""`muonmesh train` and a checkpoint that is damaged, acts, or cannot be written: every rank says the same sentence."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
+from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
+from muonmesh.cli.failure import RunError
+from muonmesh.cli.manifest import MANIFEST_FILE
+from muonmesh.cli.metrics import MetricsLog
+from muonmesh.cli.model import check_parameters, parallelise
+from muonmesh.cli.settings import Parallel, Settings, load_settings
+from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.together import insist_on_the_same, on_first_rank, together
+from muonmesh.cli.training import Training
+from tests.workers import Pool
+
+RANKS = 2
+VOCAB = 300
+STEP = 4
+
+
+def small_state(value: float) -> dict[str, Any]:
+    """A state of which each rank holds a part, in a file of its own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(4096.0).view(64, 64) * value
+    moments = {"momentum_buffer": distribute_tensor(whole, mesh, [Shard(0)]), "step": torch.tensor(value)}
+    return {"model": {"weight": distribute_tensor(whole + 1, mesh, [Shard(0)])}, "optimizer": {"state": {"w": moments}}}
+
+
+def save_small(directory: Path) -> None:
+    Checkpoints(directory).save(STEP, small_state(1.0), {"seconds": 2.5})
+
+
+def load_small(directory: Path) -> tuple[str, bool]:
+    """What this rank says when it loads, and whether what it loads into is as it was."""
+    state, message = small_state(0.0), ""
+    try:
+        assert Checkpoints(directory).load(STEP, state)["seconds"] == 2.5
+    except RunError as error:
+        message = str(error)
+    weight: DTensor = state["model"]["weight"]
+    return message, bool((weight.to_local() == 1).all())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("safety")
+    (folder / "text").mkdir()
+    for file in sorted(standard_library(), key=lambda path: path.name)[:24:2]:
+        shutil.copy(file, folder / "text" / f"{file.parent.name}-{file.name}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path) -> Corpus:
+    return prepare_corpus([str(folder / "text")], vocab=VOCAB, cache=folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def prepare(folder: Path, corpus: Corpus) -> Callable[..., Path]:
+    """`prepare(name, parallel=..., ...)` is the directory of a run that is ready for its ranks."""
+
+    def run(name: str, **changes: Any) -> Path:
+        values: dict[str, Any] = {
+            "model": "nano",
+            "data": (str(folder / "text"),),
+            "optimizer": "muon",
+            "ranks": RANKS,
+            "steps": 4,
+            "warmup": 0,
+            "batch": 4,
+            "seq": 32,
+            "vocab": VOCAB,
+            "dtype": "fp32",
+            "eval_every": 2,
+            "eval_sequences": 4,
+            "checkpoint_every": 2,
+        }
+        settings = Settings(out=str(folder / name), **{**values, **changes})
+        settings.directory.mkdir(exist_ok=True)
+        settings.save({})
+        save_corpus_of(settings.directory, corpus)
+        return settings.directory
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def pool(workers: Callable[[int], Pool]) -> Pool:
+    return workers(RANKS)
+
+
+def training_of(run: Path) -> Training:
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun sets it; DeepSpeed asks
+    return Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
+
+
+def train(run: Path) -> None:
+    training = training_of(run)
+    log = MetricsLog(run) if dist.get_rank() == 0 else None
+    try:
+        training.run(log, StopRequest())
+    finally:
+        if log is not None:
+            log.close()
+        training.engine.close()
+
+
+def restore(run: Path) -> tuple[str, bool]:
+    """What this rank says when it goes to its checkpoint, and whether its weights are those it began with."""
+    training = training_of(run)
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    message = ""
+    try:
+        training.restore()
+    except RunError as error:
+        message = str(error)
+    same = all(map(_equal, before, training.model.parameters()))
+    training.engine.close()
+    return message, same
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    pair = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other)]
+    return torch.equal(*pair)
+
+
+def scatter_bytes(place: Path) -> None:
+    file = place / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    for number in range(64):
+        content[(number + 1) * len(content) // 66] ^= 0x55
+    file.write_bytes(bytes(content))
+
+
+def without_manifest(place: Path) -> None:
+    (place / MANIFEST_FILE).unlink()
+
+
+def nan_in_a_file(place: Path) -> None:
+    """As an older version would have saved it: without a manifest, and without looking."""
+    without_manifest(place)
+    file = place / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    metadata = pickle.loads((place / ".metadata").read_bytes())
+    info = next(info for info in metadata.storage_data.values() if info.relative_path == file.name)
+    piece = bytes(content[info.offset : info.offset + info.length])
+    numbers = torch.load(io.BytesIO(piece), weights_only=True).numpy().tobytes()
+    begin = info.offset + piece.index(numbers)
+    content[begin : begin + 64] = torch.full((16,), float("nan")).numpy().tobytes()
+    file.write_bytes(bytes(content))
+
+
+def cut(place: Path) -> None:
+    file = place / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def progress(content: str) -> Callable[[Path], None]:
+    def write(place: Path) -> None:
+        without_manifest(place)
+        (place / "progress.json").write_text(content)
+
+    return write
+
+
+def of_another_step(place: Path) -> None:
+    progress('{"step": 3, "seconds": 1.0}')(place)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
+    "nan without manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
+    "cut": (cut, "__0_0.distcp: found"),
+    "cut without manifest": (lambda place: (without_manifest(place), cut(place)), "__0_0.distcp: found"),
+    "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: not there"),
+    "metadata": (lambda place: (place / ".metadata").write_bytes(b"garbage"), ".metadata: found 7 bytes"),
+    "manifest": (lambda place: (place / MANIFEST_FILE).write_text("{"), f"{MANIFEST_FILE}: not JSON"),
+    "no progress": (lambda place: (place / "progress.json").unlink(), "progress.json: not there"),
+    "progress of text": (progress("seconds"), "progress.json: not JSON"),
+    "progress without seconds": (progress("{}"), "progress.json: found no 'seconds'"),
+    "progress with NaN": (progress('{"seconds": NaN}'), "progress.json: found seconds NaN"),
+    "progress with true": (progress('{"seconds": true}'), "progress.json: found seconds true"),
+    "another step": (of_another_step, "progress.json: found step 3; needed 4"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, prepare: Callable[..., Path]) -> Callable[[Parallel], Path]:
+    """`saved("fsdp")` is a run with a checkpoint of its last step."""
+    made: dict[Parallel, Path] = {}
+
+    def run(parallel: Parallel) -> Path:
+        if parallel not in made:
+            made[parallel] = prepare(f"saved-{parallel}", parallel=parallel)
+            pool.run(train, made[parallel], timeout=120)
+        return made[parallel]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def small(pool: Pool, folder: Path) -> Path:
+    pool.run(save_small, folder / "small")
+    return folder / "small"
+
+
+def test_what_is_saved_is_loaded(small: Path, pool: Pool) -> None:
+    assert pool.run(load_small, small) == [("", False)] * RANKS
+    place = small / f"step-{STEP:08d}"
+    assert {path.name for path in place.iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        MANIFEST_FILE,
+        "progress.json",
+    }
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_one_sentence_on_every_rank_before_anything_changes(
+    name: str, small: Path, pool: Pool, tmp_path: Path
+) -> None:
+    how, expected = DAMAGE[name]
+    shutil.copytree(small, tmp_path / "muon")
+    how(tmp_path / "muon" / f"step-{STEP:08d}")
+    for message, same in pool.run(load_small, tmp_path / "muon"):
+        assert expected in message
+        assert str(tmp_path) in message
+        assert "\n" not in message
+        assert same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "zero2"])
+def test_no_weight_changes_where_a_checkpoint_is_damaged(
+    parallel: Parallel, saved: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path]
+) -> None:
+    run = prepare(f"damaged-{parallel}", parallel=parallel)
+    place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
+    for name in ("64 bytes", "nan without manifest"):
+        how, expected = DAMAGE[name]
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
+        how(place)
+        for message, same in pool.run(restore, run):
+            assert expected in message, name
+            assert same, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "zero2"])
+def test_a_checkpoint_without_manifest_still_loads_and_one_that_acts_does_not(
+    parallel: Parallel, saved: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path], folder: Path
+) -> None:
+    run = prepare(f"older-{parallel}", parallel=parallel)
+    shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
+    place = checkpoints_of(run, "muon") / "step-00000004"
+    without_manifest(place)
+    (place / "progress.json").write_text('{"seconds": 1.5}')  # as they were
+    assert pool.run(restore, run) == [("", False)] * RANKS
+    mark = folder / f"it acted {parallel}"
+    (place / ".metadata").write_bytes(pickle.dumps(_Evil(mark)))
+    for message, same in pool.run(restore, run):
+        assert ".metadata: not what a training writes: it names posix.mkdir" in message
+        assert same
+    assert not mark.exists()
+
+
+class _Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def save_poisoned(directory: Path) -> list[str]:
+    """Save a state, then one of which only rank 1 holds a NaN, then one that does not fit on the disk."""
+    messages = []
+    checkpoints = Checkpoints(directory)
+    state = {"model": {"weight": torch.ones(64, 64)}}
+    checkpoints.save(1, state, {"seconds": 1.0})
+    poisoned = {"model": {"weight": torch.ones(64, 64)}}
+    if dist.get_rank() == 1:
+        poisoned["model"]["weight"][3, 3] = float("nan")
+    for step, held in ((2, poisoned), (3, {"model": {"weight": torch.ones(4096, 512)}})):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            checkpoints.save(step, held, {"seconds": 1.0})
+        except RunError as error:
+            messages.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    back = {"model": {"weight": torch.zeros(64, 64)}}
+    assert checkpoints.load(1, back) == {"step": 1, "seconds": 1.0}
+    assert torch.equal(back["model"]["weight"], state["model"]["weight"])
+    return messages
+
+
+def test_what_is_not_finite_or_does_not_fit_is_not_saved_and_the_last_checkpoint_stays(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for messages in pool.run(save_poisoned, tmp_path):
+        assert len(messages) == 2
+        assert "model.weight: not finite, so it is not saved. The checkpoint of step 1 is kept." in messages[0]
+        assert f"could not be written: {os.strerror(errno.EFBIG)}" in messages[1]
+        assert "The checkpoint of step 1 is kept." in messages[1]
+        assert "\n" not in "".join(messages)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+
+
+def fail_apart(first_only: bool) -> str:
+    def work() -> None:
+        if dist.get_rank() == (0 if first_only else 1):
+            raise RunError("the disk is full")
+
+    with pytest.raises(RunError) as caught:
+        (on_first_rank if first_only else together)(work)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("first_only", [True, False])
+def test_what_one_rank_cannot_do_all_ranks_raise(first_only: bool, pool: Pool) -> None:
+    assert pool.run(fail_apart, first_only) == ["the disk is full"] * RANKS
+
+
+def insist_apart(name: str, run: Path) -> str:
+    given: dict[str, Any] = {**asdict(Settings(out="x")), "text": "ab"}
+    if dist.get_rank() == 1:
+        given[name] = "other"
+    with pytest.raises(RunError) as caught:
+        insist_on_the_same(run, given)
+    return str(caught.value)
+
+
+class Scaled(torch.nn.Module):
+    """What FSDP2 cannot shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+
+def shard_a_number() -> str:
+    with pytest.raises(RunError) as caught:
+        parallelise(Scaled(), parallel="fsdp", dtype="fp32", device=torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_a_parameter_that_cannot_be_sharded_is_one_sentence_before_and_on_the_ranks(pool: Pool) -> None:
+    with pytest.raises(RunError, match=r"--model own: scale is a single number.* Write: --parallel ddp"):
+        check_parameters(Scaled(), name="own", parallel="hsdp")
+    check_parameters(Scaled(), name="own", parallel="ddp")
+    for message in pool.run(shard_a_number):
+        assert "--parallel fsdp: FSDP2 cannot shard this model: " in message
+        assert message.endswith("Write: --parallel ddp")
+
+
+@pytest.mark.parametrize("name", ["steps", "data", "lr", "text"])
+def test_what_differs_on_one_rank_is_said_by_all(name: str, pool: Pool, tmp_path: Path) -> None:
+    messages = pool.run(insist_apart, name, tmp_path)
+    assert messages[0] == messages[1]
+    assert f"{tmp_path}: the ranks were given different {name}: " in messages[0]

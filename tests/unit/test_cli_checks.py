@@ -1,0 +1,477 @@
+"""What `muonmesh train` checks before any rank starts: what it reads, models, paths, memory and the lock."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muonmesh.cli import failure, terminal
+from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.cli.failure import RunError, forget_rooms, make_room, read_failures, record_failure
+from muonmesh.cli.files import check_writable, is_finite, make_folders, write_text
+from muonmesh.cli.lock import LOCK_FILE, RunLock
+from muonmesh.cli.memory import check_memory, host_memory, least_memory
+from muonmesh.cli.metrics import MetricsLog, read_metrics
+from muonmesh.cli.model import check_model
+from muonmesh.cli.settings import Settings, load_settings
+from muonmesh.cli.summary import summarise
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.sampled_from([10**9, 2**63, 10**400, -(10**400), 1.5, -0.0, 1e308]),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["many", "muon", "both", "cpu", "fsdp", "7", "\0"]),
+    st.lists(st.one_of(st.integers(0, 2), st.text(max_size=3)), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+CORPUS = Corpus("somewhere", "ab", "text", 1, 2, 300, 4, 5)
+
+
+# --- settings and descriptions ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@settings(max_examples=400, deadline=None)
+@given(name=st.sampled_from([field.name for field in fields(Settings)]), value=ANYTHING, missing=st.booleans())
+def test_settings_are_read_as_written_or_refused_by_the_name_of_file_and_field(
+    run: Path, name: str, value: Any, missing: bool
+) -> None:
+    content = _content(run)
+    if missing:
+        del content[name]
+    else:
+        content[name] = value
+    (run / "config.json").write_text(json.dumps(content))
+    message = ""
+    try:
+        found = load_settings(run)
+    except RunError as error:
+        message = str(error)
+    else:
+        value = tuple(value) if isinstance(value, list) else value
+        assert getattr(found, name) == value
+        assert not isinstance(value, bool)
+        assert not missing
+    if message:
+        assert "config.json" in message
+        assert name in message or name.replace("_", "-") in message or "batch" in message or "warmup" in message
+
+
+def _content(run: Path) -> dict[str, Any]:
+    Settings(out=str(run)).save({"torch": "any"})
+    content: dict[str, Any] = json.loads((run / "config.json").read_text())
+    return content
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("[1]", "found a list; needed the settings of a run"),
+        ("3", "found a number"),
+        ("{" * 100_000, "not JSON"),
+        ("\xff", "not text in UTF-8"),
+        ('{"steps": 1, "steps": 2}', "'steps' is there twice"),
+        ("{}", "found no object 'environment'"),
+    ],
+)
+def test_a_broken_config_is_one_sentence(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(RunError, match=rf"config\.json: .*{re.escape(message)}"):
+        load_settings(tmp_path)
+
+
+def test_a_misspelt_setting_is_told_its_nearest_name(tmp_path: Path) -> None:
+    content = _content(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**content, "warmpu": 3}))
+    with pytest.raises(RunError, match=r"unknown settings \['warmpu'\].* nearest known one is 'warmup'"):
+        load_settings(tmp_path)
+
+
+WRONG: dict[str, Any] = {
+    "steps": "many",
+    "ranks": True,
+    "lr": float("nan"),
+    "weight_decay": float("inf"),
+    "seed": 2**70,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kind_of_setting_names_the_file_and_the_option(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**_content(tmp_path), name: WRONG[name]}))
+    with pytest.raises(RunError, match=rf"config\.json: --{name.replace('_', '-')} .*: needed"):
+        load_settings(tmp_path)
+
+
+def test_a_step_that_no_checkpoint_could_be_named_after_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--steps 100000000: needed a whole number of at most 99999999"):
+        Settings(out="x", steps=10**8)
+
+
+def test_momentum_that_nobody_has_is_not_promised() -> None:
+    with pytest.raises(ValueError, match=r"--save-momentum m: --optimizer adamw has no momentum"):
+        Settings(out="x", optimizer="adamw", save_momentum="m")
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=st.sampled_from([field.name for field in fields(Corpus)]), value=ANYTHING, missing=st.booleans())
+def test_a_description_of_the_text_is_read_as_written_or_refused(
+    run: Path, name: str, value: Any, missing: bool
+) -> None:
+    save_corpus_of(run, CORPUS)
+    content = json.loads((run / "corpus.json").read_text())
+    if missing:
+        del content[name]
+    else:
+        content[name] = value
+    (run / "corpus.json").write_text(json.dumps(content))
+    if not missing and type(value) is type(getattr(CORPUS, name)) and (isinstance(value, str) or value >= 0):
+        assert load_corpus_of(run) == replace(CORPUS, **{name: value})
+    else:
+        with pytest.raises(RunError, match=rf"corpus\.json: found (no '{name}'|{name})"):
+            load_corpus_of(run)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> tuple[Path, Path]:
+    """A text and the folder of its tokens."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(50):
+        (text / f"{number}.txt").write_text(f"Document {number} counts to {number**2}. " * 20)
+    return text, Path(prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache").directory)
+
+
+def test_tokens_that_have_changed_are_noticed(prepared: tuple[Path, Path], tmp_path: Path) -> None:
+    text, place = prepared
+    tokens = bytearray((place / "train.npy").read_bytes())
+    tokens[-8] ^= 1
+    (place / "train.npy").write_bytes(bytes(tokens))
+    with pytest.raises(RunError, match=r"its tokens have changed since they were written\. Remove the folder"):
+        prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "pickled", "pipe"])
+def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path], tmp_path: Path) -> None:
+    import numpy as np
+
+    text, place = prepared
+    file = place / "train.npy"
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "cut":
+        file.write_bytes(content[:-10])
+    elif damage == "pickled":
+        np.save(file, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
+    elif damage == "pipe":
+        os.mkfifo(file)
+    with pytest.raises(RunError, match=r"train\.npy: .*; needed the \d+ tokens that corpus\.json tells of"):
+        prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        '{"step": 1}',
+        '{"run": "sgd", "step": 1}',
+        '{"run": "muon"}',
+        '{"run": "muon", "step": 1.5}',
+        '{"run": "muon", "step": true}',
+        '{"run": "muon", "step": 1, "loss": NaN}',
+        '{"run": "muon", "step": 1, "loss": "low"}',
+        '{"run": "muon", "step": 1, "seconds": null}',
+        '{"run": ["muon"], "step": 1}',
+    ],
+)
+def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Path) -> None:
+    good = '{"run": "muon", "step": 0, "seconds": 0.0, "validation_loss": 5.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(f"{good}{line}\n{good}")
+    for read in (read_metrics, summarise, lambda run: MetricsLog(run).cut("muon", 0)):
+        with pytest.raises(RunError, match=r"metrics\.jsonl: line 2 is not one that a training writes"):
+            read(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == f"{good}{line}\n{good}", "as it was"
+
+
+def test_a_step_without_its_times_is_told_by_the_summary(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"run": "muon", "step": 7, "seconds": 1.0, "tokens": 1, "loss": 5.0}\n')
+    with pytest.raises(RunError, match=r"found no step_seconds in step 7 of muon"):
+        summarise(tmp_path)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 4, "intermediate_size": 128}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
+IMPOSSIBLE: dict[str, tuple[Any, str]] = {
+    "misspelt": ({**LLAMA, "hidden_sizee": 64}, "found hidden_sizee, which llama does not have; .* hidden_size"),
+    "of another type": ({**GPT2, "intermediate_size": 3}, "found intermediate_size, which gpt2 does not have"),
+    "zero": ({**LLAMA, "hidden_size": 0}, "found hidden_size 0; needed a whole number of at least 1"),
+    "negative": ({**LLAMA, "num_hidden_layers": -1}, "found num_hidden_layers -1; needed a whole number"),
+    "zero by another name": ({**GPT2, "n_embd": 0}, "found n_embd 0; needed a whole number of at least 1"),
+    "text": ({**LLAMA, "hidden_size": "64"}, "'hidden_size' expected int, got str"),
+    "true": ({**LLAMA, "hidden_size": True}, "'hidden_size' expected int, got bool"),
+    "null": ({**LLAMA, "hidden_size": None}, "'hidden_size' expected int, got NoneType"),
+    "nan": ({**LLAMA, "rms_norm_eps": float("nan")}, "found rms_norm_eps nan; needed a finite number"),
+    "heads": ({**LLAMA, "num_attention_heads": 3}, r"hidden size \(64\) is not a multiple of .* heads \(3\)"),
+    "heads of gpt2": ({**GPT2, "n_head": 5}, "gpt2 cannot be built .*divisible"),
+    "key-value heads": ({**LLAMA, "num_key_value_heads": 3}, "cannot compute with this configuration"),
+    "activation": ({**LLAMA, "hidden_act": "nope"}, "llama cannot be built from this configuration: KeyError: 'nope'"),
+    "layers": ({**LLAMA, "num_hidden_layers": 10**9}, "found num_hidden_layers 1000000000; needed at most 10000"),
+    "width": ({**LLAMA, "hidden_size": 10**15}, "found hidden_size 10{15}; needed at most"),
+    "list": ([LLAMA], "found a list; needed a transformers config.json"),
+    "no type": ({"hidden_size": 64}, 'found no "model_type"'),
+    "type": ({**LLAMA, "model_type": 3}, 'found no "model_type"'),
+    "unknown type": ({**LLAMA, "model_type": "lama"}, "Unrecognized model identifier"),
+    "not causal": ({"model_type": "t5"}, "t5 does not predict the next token"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_model_that_cannot_be_is_one_sentence(name: str, tmp_path: Path) -> None:
+    content, message = IMPOSSIBLE[name]
+    (tmp_path / "model.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"--model.*{message}") as caught:
+        check_model(str(tmp_path / "model.json"), vocab=300, seq=32)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_what_older_versions_wrote_is_no_misspelling(fields: dict[str, Any], tmp_path: Path) -> None:
+    older = {"architectures": ["X"], "torch_dtype": "float32", "transformers_version": "4.0", "_name_or_path": "x"}
+    older |= {"use_cache": True, "bos_token_id": 1, "top_k": 3, "task_specific_params": None, "n_ctx": 1024}
+    (tmp_path / "model.json").write_text(json.dumps({**fields, **older}))
+    assert check_model(str(tmp_path / "model.json"), vocab=300, seq=32) > 0
+
+
+def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path: Path) -> None:
+    """bert names its embeddings a block, and FSDP2 refuses a parameter in two groups."""
+    from muonmesh.cli.configuration import model_config
+    from muonmesh.cli.model import blocks_of, build_model
+
+    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "bert.json").write_text(json.dumps({**config, "intermediate_size": 128, "is_decoder": True}))
+    model = build_model(model_config(str(tmp_path / "bert.json"), vocab=300, seq=32))
+    assert {type(block).__name__ for block in blocks_of(model)} == {"BertLayer"}
+
+
+def test_a_model_larger_than_the_memory_is_told_its_size() -> None:
+    settings = Settings(out="x", model="llama", ranks=2)
+    with pytest.raises(
+        RunError, match=r"--model llama: 6,500\.0M parameters on 2 ranks need at least 78\.3 GB; found 24"
+    ):
+        check_memory(6_500_000_000, settings, memory=24 * 10**9)
+    check_memory(1_000_000, settings)
+    assert least_memory(10**9, replace(settings, parallel="ddp")) > least_memory(10**9, settings)
+    assert (host_memory() or 0) > 10**8
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("folder", "found a folder there"),
+        ("file/below", "cannot be written: Not a directory"),
+        ("pipe", "found a named pipe there"),
+        ("nowhere", "found a link to nothing there"),
+        ("/proc/self/new", "cannot be written"),
+        ("x" * 300, "cannot be written: File name too long"),
+    ],
+)
+def test_a_path_is_tried_before_a_training_and_nothing_is_left(path: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("there")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "nothing")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RunError, match=rf"--save-momentum .*{message}"):
+        check_writable(tmp_path / path, option="--save-momentum")
+    check_writable(tmp_path / "deep" / "down" / "file", option="--save-momentum")
+    check_writable(tmp_path / "file", option="--save-momentum")
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "file").read_text() == "there"
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    write_text(tmp_path / "file", "first")
+    (tmp_path / ".file.writing").mkdir()  # what it writes beside cannot be
+    with pytest.raises(RunError, match=r"file: could not be written: Is a directory"):
+        write_text(tmp_path / "file", "second")
+    assert (tmp_path / "file").read_text() == "first"
+
+
+@given(value=ANYTHING)
+def test_a_finite_number_is_one(value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    assert is_finite(value) == (number and abs(value) <= sys.float_info.max)
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
+    run = tmp_path / "deep" / "run"
+    with RunLock(run, option="--out"):
+        (run / "config.json").write_text("{}")
+        for option in ("--out", "--resume"):
+            with pytest.raises(RunError, match=rf"{option} .*run: process {os.getpid()} is training there"):
+                RunLock(run, option=option).__enter__()
+    with RunLock(run, option="--resume"):
+        pass
+    with pytest.raises(RunError, match=r"already there, with config\.json\. Write: --resume"):
+        RunLock(run, option="--out").__enter__()
+    assert (run / "config.json").read_text() == "{}"
+
+
+def test_a_lock_of_a_dead_process_does_not_matter(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from muonmesh.cli.lock import RunLock\n"
+        "RunLock(Path(sys.argv[1]), option='--out').__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False)
+    assert (tmp_path / "run" / LOCK_FILE).exists()
+    with RunLock(tmp_path / "run", option="--out"):
+        pass
+
+
+def test_a_directory_that_nothing_was_written_to_goes_again(tmp_path: Path) -> None:
+    with RunLock(tmp_path / "deep" / "run", option="--out"):
+        assert (tmp_path / "deep" / "run" / LOCK_FILE).read_text() == f"{os.getpid()}\n"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    with RunLock(tmp_path / "empty", option="--out"):
+        pass
+    assert (tmp_path / "empty").is_dir(), "it was the user's"
+
+
+def start(run: Path, barrier: Any, answers: Any) -> None:
+    barrier.wait()
+    try:
+        with RunLock(run, option="--out"):
+            (run / "config.json").write_text("{}")
+            answers.put("mine")
+    except RunError:
+        answers.put("not mine")
+
+
+def test_of_many_starters_one_gets_the_directory(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")  # what they do needs nothing of what threads may hold
+    for number in range(10):
+        barrier, answers = context.Barrier(6), context.SimpleQueue()
+        starters = [
+            context.Process(target=start, args=(tmp_path / f"run-{number}", barrier, answers)) for _ in range(6)
+        ]
+        for starter in starters:
+            starter.start()
+        assert sorted(answers.get() for _ in starters) == ["mine", *["not mine"] * 5]
+        for starter in starters:
+            starter.join()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / "thesis")
+    with pytest.raises(RunError, match="cannot be written"):
+        RunLock(tmp_path / "run", option="--resume").__enter__()
+    assert not (tmp_path / "thesis").exists()
+
+
+def test_a_process_that_looks_sees_that_its_launcher_is_gone(tmp_path: Path) -> None:
+    """What is left to systems that send no signal."""
+    looks = (
+        "import os; from muonmesh.cli import lifeline; print(os.getpid(), flush=True); lifeline._watch(os.getppid())"
+    )
+    starts = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(100)"
+    launcher = subprocess.Popen([sys.executable, "-c", starts, looks], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    process = int(launcher.stdout.readline())
+    time.sleep(0.2)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{process}").exists() and "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --- failures and terminals -------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_written_into_the_room_that_was_taken_for_it(tmp_path: Path) -> None:
+    make_room(tmp_path, 2)
+    assert read_failures(tmp_path) == []
+    record_failure(tmp_path, 1, RunError("the disk is full"))
+    assert (tmp_path / "errors" / "rank-1.json").stat().st_size == failure.ROOM
+    assert [str(found) for found in read_failures(tmp_path)] == ["the disk is full"]
+    try:
+        raise KeyError("é" * 3000)
+    except KeyError as error:
+        record_failure(tmp_path, 0, error)
+    first, second = read_failures(tmp_path)
+    assert (first.rank, second.rank, second.kind) == (1, 0, "KeyError")
+    assert "Traceback" in str(second)
+    (tmp_path / "errors" / "rank-1.json").write_text('{"rank": 1, "ti')  # a disk that was full
+    assert [found.rank for found in read_failures(tmp_path)] == [0]
+    forget_rooms(tmp_path)
+    assert [path.name for path in (tmp_path / "errors").iterdir()] == ["rank-0.json"]
+
+
+class Closed(io.StringIO):
+    """A terminal that is gone."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_terminal_that_is_gone_ends_nothing() -> None:
+    stream = terminal.Lasting(Closed())
+    stream.write("text")
+    stream.flush()
+
+
+def test_what_an_encoding_lacks_is_printed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    terminal.print_plainly()
+    terminal.make_console().print("2 ranks × 3 – and é", soft_wrap=True)
+    assert printed.getvalue() == b"2 ranks x 3 - and ?\n"
+
+
+def test_folders_are_made_or_none_of_them(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        make_folders(tmp_path / "file" / "deep")
+    assert make_folders(tmp_path / "a" / "b") == [tmp_path / "a", tmp_path / "a" / "b"]
+    assert make_folders(tmp_path / "a" / "b") == []

@@ -1,0 +1,180 @@
+"""The public face: names, signatures, what is printed, and defaults that depend on other settings."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import typing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muonmesh as mm
+from muonmesh.clip import GradNorms
+from muonmesh.comm.gradients import ParameterGrad
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
+from tests.reference import reference_step
+
+JORDAN = (3.4445, -4.7750, 2.0315)
+MINE = [JORDAN, (2.0, -1.5, 0.5), (1.875, -1.25, 0.375)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------ names
+
+
+def test_what_annotations_and_values_need_can_be_imported() -> None:
+    for name in ("GradNorms", "ParamGroups", "Explanation", "GradientSource"):
+        assert inspect.isclass(getattr(mm, name))
+    for name in ("ClipPolicy", "ScaleMode", "Algorithm", "ExchangeMode", "CoefficientName", "Method"):
+        assert typing.get_args(getattr(mm, name))
+    assert set(mm.__all__) <= set(dir(mm))
+    assert mm.__all__ == sorted(mm.__all__)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    groups = mm.split_params(model)
+    optimizer = mm.Muon(groups)
+    assert isinstance(groups, mm.ParamGroups)
+    assert isinstance(optimizer.clip_grad_norm_(1.0), mm.GradNorms)
+    assert isinstance(optimizer.explain(), mm.Explanation)
+
+
+# ------------------------------------------------------------------ signatures
+
+
+def test_from_model_has_the_arguments_of_muon_with_their_defaults() -> None:
+    ours = dict(inspect.signature(mm.from_model).parameters)
+    theirs = dict(inspect.signature(mm.Muon).parameters)
+    del theirs["params"]
+    for own in ("model", "muon", "adamw", "overrides"):
+        del ours[own]
+    assert list(ours.values()) == list(theirs.values())  # names, kinds, defaults, annotations, order
+
+
+def test_from_model_hands_every_argument_on() -> None:
+    given: dict[str, Any] = {
+        "lr": 0.07,
+        "momentum": 0.8,
+        "nesterov": False,
+        "weight_decay": 0.3,
+        "scale_mode": "spectral",
+        "extra_scale_factor": 0.7,
+        "ns_coefficients": "quintic",
+        "ns_steps": 4,
+        "ns_method": "standard",
+        "adamw_betas": (0.8, 0.9),
+        "adamw_eps": 1e-5,
+        "compute_dtype": torch.float64,
+        "state_dtype": torch.float64,
+        "master_dtype": torch.float64,
+        "process_group": "local",
+        "layouts": {"0.weight": "somewhere"},
+        "shard_state": True,
+        "exchange": "auto",
+        "bucket_cap_mb": 3.0,
+        "gradients": ParameterGrad(),
+    }
+    signature = inspect.signature(mm.from_model)
+    assert given.keys() == signature.parameters.keys() - {"model", "muon", "adamw", "overrides"}
+    assert not [name for name in given if given[name] == signature.parameters[name].default]
+    optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), **given)
+    kept = {
+        **optimizer.defaults,
+        **vars(optimizer._kept),
+        "gradients": optimizer.gradients,
+        "compute_dtype": optimizer._kept.precision.compute,
+        "state_dtype": optimizer._kept.precision.state,
+        "master_dtype": optimizer._kept.precision.master,
+    }
+    assert {name: kept[name] for name in given} == given
+
+
+def test_a_misspelt_argument_of_from_model_is_python_s_own_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentun'"):
+        mm.from_model(nn.Linear(3, 4), momentun=0.9)  # type: ignore[call-arg]
+
+
+# ------------------------------------------------------------------ what is printed
+
+
+def test_an_optimizer_prints_a_line_for_each_group() -> None:
+    model = nn.Sequential(nn.Embedding(50, 16), *(nn.Linear(16, 16) for _ in range(60)), nn.Linear(16, 50))
+    optimizer = mm.from_model(model, lr=3e-4, muon={"lr": torch.tensor(0.02)})
+    assert repr(optimizer) == (
+        "Muon (\n"
+        "    muon:              muon   60 parameters  15,360 elements  lr 0.02\n"
+        "    adamw.embeddings:  adamw    1 parameter     800 elements  lr 0.0003\n"
+        "    adamw.head:        adamw    1 parameter     800 elements  lr 0.0003\n"
+        "    adamw.vectors:     adamw  61 parameters   1,010 elements  lr 0.0003\n"
+        ")"
+    )
+
+
+@pytest.mark.parametrize("lr", [None, "high", float("nan"), torch.ones(3)])
+def test_printing_never_raises(lr: Any) -> None:
+    optimizer = mm.Muon([nn.Parameter(random(3, 4))])
+    optimizer.param_groups[0]["lr"] = lr
+    assert "1 parameter " in repr(optimizer)
+
+
+def test_norms_are_formatted_as_numbers() -> None:
+    norms = GradNorms(torch.tensor(1.23456, dtype=torch.float64), None, None, torch.tensor(False))
+    assert f"{norms:.2f} {norms:8.1e} {norms}" == "1.23  1.2e+00 1.23456"
+    optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)))
+    unknown = optimizer.clip_grad_norm_(1.0, norms=False)
+    assert unknown.total is None
+    assert f"{unknown:.2f}" == "nan"
+    assert math.isnan(float(unknown))
+
+
+# ------------------------------------------------------------------ ns_steps=None
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "steps"),
+    [*((name, 10 if name == "deepseekv4" else 5) for name in COEFFICIENT_SETS), (MINE, 3), ([JORDAN] * 7, 7)],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_without_steps_a_set_runs_what_it_is_made_for(coefficients: Any, steps: int) -> None:
+    assert coefficient_schedule(coefficients) == coefficient_schedule(coefficients, steps)
+    assert len(coefficient_schedule(coefficients)) == steps
+    x = random(24, 40)
+    ours = mm.orthogonalize(x, coefficients=coefficients, dtype=torch.float32)
+    assert torch.equal(ours, mm.orthogonalize(x, coefficients=coefficients, steps=steps, dtype=torch.float32))
+    weights = [nn.Parameter(x.clone()) for _ in range(2)]
+    optimizers = [
+        mm.Muon([weights[0]], ns_coefficients=coefficients),
+        mm.Muon([{"params": [weights[1]], "ns_coefficients": coefficients, "ns_steps": steps}]),
+    ]
+    for _ in range(2):
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = random(24, 40, seed=1)
+            optimizer.step()
+    assert torch.equal(*weights)
+    assert [o.explain().flops for o in optimizers] == [optimizers[0].explain().flops] * 2
+    first, second = (o._kept.planned.plan.parameters[0].settings for o in optimizers)
+    assert first == second  # ranks that say the same in other words agree
+
+
+def test_three_polynomials_of_one_s_own_are_three_steps_of_the_oracle() -> None:
+    start, gradient = random(12, 20), random(12, 20, seed=1)
+    weight = nn.Parameter(start.clone())
+    options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer = mm.Muon([{"params": [("w", weight)]}], ns_coefficients=MINE, compute_dtype=torch.float32, **options)
+    weight.grad = gradient
+    optimizer.step()
+    rule = {"w": {"algorithm": "muon", "matrices": "whole", "coefficients": MINE, **options}}
+    expected, _ = reference_step({"w": start.double()}, {"w": gradient}, {}, rule)
+    assert float((weight.detach().double() - expected["w"]).norm() / expected["w"].norm()) < 1e-6
+
+
+def test_the_method_is_chosen_for_the_steps_that_are_taken() -> None:
+    from muonmesh.numerics.newton_schulz import resolve_method
+
+    assert resolve_method(768, 3072, coefficients="deepseekv4") == "gram"
+    assert resolve_method(768, 3072, coefficients="deepseekv4", steps=5) == "standard"
+    assert resolve_method(768, 3072) == "gram"
