@@ -191,6 +191,25 @@ def test_bit_for_bit_in_flat_buffers_of_tensor_parallel_shards(workers) -> None:
         check(workers(4).run(flat, 2, seed, "normuon", FP32))
 
 
+def gathered(name: str, shared: bool) -> list[str]:
+    """What torch itself makes of the state: DTensors, whole."""
+    sizes, place = MESHES[name]
+    held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), lambda _, shape: place(len(shape)))
+    optimizer = stepped(held.groups, held.give, "normuon", {**FP32, "shard_state": shared})
+    _, state = alone("normuon", FP32)
+    return [
+        f"{name}.{key}"
+        for name, parameter in held.tensors.items()
+        for key, value in optimizer.state[parameter].items()
+        if not torch.equal(problem.whole(value), state[name][key])
+    ]
+
+
+@pytest.mark.parametrize("name", ["fsdp over colwise", "strided alone", "hsdp, shard 1"])
+def test_what_is_kept_is_a_dtensor_like_any_other(workers, name: str) -> None:
+    assert workers(4).run(gathered, name, name.startswith("hsdp")) == [[]] * 4
+
+
 def zeroed(layout: str, waits: bool) -> list[str]:
     """Steps in which matrices have no gradient or a zero one, in turns: they keep all that their rule keeps."""
     optimizers = []
