@@ -193,7 +193,7 @@ def test_bit_for_bit_in_flat_buffers_of_tensor_parallel_shards(workers) -> None:
 
 def gathered(name: str, shared: bool) -> list[str]:
     """What torch itself makes of the state: DTensors, whole."""
-    sizes, place = MESHES[name]
+    sizes, place = layouts.MESHES[name]
     held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), lambda _, shape: place(len(shape)))
     optimizer = stepped(held.groups, held.give, "normuon", {**FP32, "shard_state": shared})
     _, state = alone("normuon", FP32)
