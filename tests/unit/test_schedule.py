@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.schedule import Schedule, Way
-from muonmesh.layout import MeshLayout, Parameter, Placement, Plan, Replicate, Shard, StridedShard, make_plan
+from muonmesh.layout import (
+    FlatShards,
+    MeshLayout,
+    Parameter,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+    StridedShard,
+    make_plan,
+)
 from muonmesh.layout import split_matrices as split
 from muonmesh.layout.plan import Leg
 
@@ -39,6 +49,9 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5) -> Plan:
     for number in range(count):
         matrices = split(f"{name} {number}", shape, spec)
         parameters.append(Parameter(f"{name} {number}", layout, layout, matrices, (1,) * len(matrices), ""))
+    # Cut like nothing else, so that segments of the wire that have equal pieces of a matrix are not at equal distances.
+    flat = FlatShards.cut((7, 9), layout.ranks, [0, 5, 30, 31, 63])
+    parameters.append(Parameter("flat", flat, flat, split("flat", (7, 9), None), (1,), ""))
     return make_plan(parameters, bucket_elements=bucket_elements)
 
 
