@@ -1,0 +1,173 @@
+"""Schedules: replayed by all ranks of a plan in one process, they gather every matrix and bring every element back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from muonmesh.comm.schedule import Schedule, Way
+from muonmesh.layout import (
+    FlatShards,
+    MeshLayout,
+    Parameter,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+    StridedShard,
+    make_plan,
+)
+from muonmesh.layout import split_matrices as split
+from muonmesh.layout.plan import Leg
+
+CPU = torch.device("cpu")
+
+# name: (mesh, placements, shape, matrices)
+CASES: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...], object]] = {
+    "rows": ((4,), (Shard(0),), (16, 6), None),
+    "rows, tall": ((4,), (Shard(0),), (24, 6), None),
+    "uneven rows": ((4,), (Shard(0),), (10, 12), None),
+    "columns": ((4,), (Shard(1),), (6, 16), None),
+    "replicas": ((4,), (Replicate(),), (5, 7), None),
+    "replicas of rows": ((2, 2), (Replicate(), Shard(0)), (8, 10), None),
+    "rows of columns": ((2, 2), (Shard(0), Shard(1)), (7, 9), None),
+    "strided": ((2, 2), (StridedShard(0, 2), Shard(0)), (16, 5), None),
+    "fused": ((4,), (Shard(0),), (24, 8), ("rows", 8, 12, 4)),
+    "stack": ((4,), (Shard(0),), (6, 8, 5), "stack"),
+    "interleaved": ((4,), (Shard(0),), (16, 8), ("interleaved", 2, 0)),
+}
+
+
+def plan_of(name: str, *, bucket_elements: int, count: int = 5) -> Plan:
+    mesh, placements, shape, spec = CASES[name]
+    layout = MeshLayout(shape, mesh, tuple(range(math.prod(mesh))), placements)
+    parameters = []
+    for number in range(count):
+        matrices = split(f"{name} {number}", shape, spec)
+        parameters.append(Parameter(f"{name} {number}", layout, layout, matrices, (1,) * len(matrices), ""))
+    # Cut like nothing else, so that segments of the wire that have equal pieces of a matrix are not at equal distances.
+    flat = FlatShards.cut((7, 9), layout.ranks, [0, 5, 30, 31, 63])
+    parameters.append(Parameter("flat", flat, flat, split("flat", (7, 9), None), (1,), ""))
+    return make_plan(parameters, bucket_elements=bucket_elements)
+
+
+def schedules(plan: Plan) -> list[Schedule]:
+    return [Schedule.of(plan, rank, plan.ranks, torch.float64, CPU) for rank in plan.ranks]
+
+
+def travel(ways: list[Way | None]) -> None:
+    """Move what an all-to-all moves."""
+    if ways[0] is None:
+        assert ways == [None] * len(ways)
+        return
+    for sender, way in enumerate(ways):
+        assert way is not None
+        for receiver, segment in enumerate(torch.split(way.send, way.sent)):
+            other = ways[receiver]
+            assert other is not None
+            torch.split(other.receive, other.received)[sender].copy_(segment)
+
+
+def numbered(plan: Plan, parameter: int) -> Tensor:
+    """A whole parameter whose elements are all different."""
+    shape = plan.parameters[parameter].target.shape
+    return 1.0 + 1000 * parameter + torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+
+
+def stored(plan: Plan, parameter: int, rank: int) -> Tensor:
+    """What a rank stores of it, flat."""
+    layout, whole = plan.parameters[parameter].target, numbered(plan, parameter)
+    local = torch.zeros(math.prod(layout.local_shape(rank)), dtype=torch.float64)
+    for block in layout.blocks(rank):
+        region = block.region
+        box = [slice(first, first + size) for first, size in zip(region.offset, region.shape, strict=True)]
+        local.as_strided(region.shape, block.strides, block.start).copy_(whole[tuple(box)])
+    return local
+
+
+def elements(leg: Leg, storage: Tensor) -> Tensor:
+    """The elements of a leg in a flat local storage."""
+    return storage.as_strided(leg.piece.shape, leg.piece.storage_strides, leg.piece.storage_start)
+
+
+@pytest.mark.parametrize("bucket_elements", [1, 200, 10**6])
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) -> None:
+    """What every rank stores comes back to it negated, through owners that see whole matrices."""
+    plan = plan_of(name, bucket_elements=bucket_elements)
+    every = list(itertools.product(range(len(plan.parameters)), plan.ranks))
+    held = {key: stored(plan, *key) for key in every}
+    back = {key: torch.zeros_like(held[key]) for key in every}
+    owned = 0
+    ranks = schedules(plan)
+    for rank, schedule in enumerate(ranks):
+        for local in itertools.chain.from_iterable(alike for stage in schedule.stages for alike in stage.local):
+            owned += 1
+            for leg, same in zip(local.read, local.write, strict=True):
+                elements(same, back[leg.parameter, rank]).copy_(-elements(leg, held[leg.parameter, rank]))
+    moving = ([stage for stage in schedule.stages if stage.moving] for schedule in ranks)
+    for stages in zip(*moving, strict=True):
+        for rank, stage in enumerate(stages):
+            for leg, into in stage.reads:
+                into.copy_(elements(leg, held[leg.parameter, rank]))
+        travel([stage.gather for stage in stages])
+        for rank, stage in enumerate(stages):
+            for to, of in stage.arriving:
+                to.copy_(of)
+            for x, out, numbers in stage.batches:
+                assert x.shape == out.shape
+                owned += len(x)
+                for matrix, number in zip(x, numbers, strict=True):
+                    assignment = plan.assignments[number]
+                    assert assignment.owner == rank
+                    assert tuple(matrix.shape) == assignment.matrix.shape
+                    assert len(matrix.unique()) == matrix.numel()  # whole: each element once
+                out.copy_(-x)
+            for to, of in stage.leaving:
+                to.copy_(of)
+        travel([stage.scatter for stage in stages])
+        for rank, stage in enumerate(stages):
+            for leg, of in (*stage.staying, *stage.arrived):
+                elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
+    assert owned == len(plan.assignments)
+    for key in every:
+        assert torch.equal(back[key], -held[key])
+
+
+def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
+    layouts = [MeshLayout.replicated(shape, (0,)) for shape in ((4, 6), (5, 5), (6, 4), (4, 6))]
+    parameters = [
+        Parameter(str(i), layout, layout, split(str(i), layout.shape, None), (1,), "")
+        for i, layout in enumerate(layouts)
+    ]
+    (stage,) = Schedule.of(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU).stages
+    assert (stage.gather, stage.scatter, stage.reads, stage.batches) == (None, None, (), ())
+    shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in stage.local]
+    assert sorted(map(len, stage.local)) == [1, 3]  # a tall matrix is assembled wide
+    assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_is_taken_for_two_buckets_however_many_there_are(name: str) -> None:
+    few, many = (
+        sum(memory.numel() for memory in schedules(plan_of(name, bucket_elements=1, count=count))[0].memory.values())
+        for count in (12, 48)
+    )
+    assert few == many
+
+
+def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
+    """A step's Python does not grow with the number of ranks that hold a matrix."""
+    layout = MeshLayout((128, 64), (64,), tuple(range(64)), (Shard(0),))
+    matrices = [split(str(number), (128, 64), None) for number in range(128)]
+    parameters = [Parameter(str(number), layout, layout, m, (1,), "") for number, m in enumerate(matrices)]
+    plan = make_plan(parameters, bucket_elements=10**6)
+    schedule = Schedule.of(plan, 9, plan.ranks, torch.float32, CPU)
+    (stage,) = schedule.stages
+    assert stage.owned == 2
+    assert len(stage.reads) == len(stage.staying) + len(stage.arrived) == 128
+    assert len(stage.arriving) == len(stage.leaving) == 2 * 2  # the ranks before this one, and those behind it
