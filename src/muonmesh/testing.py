@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.storage import Storage, local_of, placements_of, this_rank, world_size
+from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.layout.region import row_major
 from muonmesh.numerics.rules import RULES, Rule
@@ -70,10 +71,8 @@ def prove_rule(
     names = [name for name, known in RULES.items() if rule in (name, known)]
     found = RULES[names[0]] if names else None
     if found is None or not issubclass(found, Rule):
-        raise ValueError(
-            f"prove_rule: found {rule!r}; needed a rule that groups can name. Write "
-            '@muonmesh.register_rule("a name") in front of it'
-        )
+        write = 'Write @muonmesh.register_rule("a name") in front of it'
+        raise ValueError(explain_error("prove_rule", f"{rule!r}", "a rule that groups can name", write))
     group = {"algorithm": names[0], **(settings or {})}
     generator = random.Random(seed)
     _agree(_parts_that_see_neighbours(group, generator))
