@@ -39,6 +39,7 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {
     "norm": ((13,), "adamw"),
     "bias": ((2,), "adamw"),
 }
+LAYOUTS = ["ddp", "fsdp", "fsdp-keep", "shard0", "shard1", "shard-last", "replicate"]
 # Placements on a mesh of 2 × half of the ranks.
 TWO_DIMS: dict[str, tuple[Any, Any]] = {"hsdp": (Replicate(), Shard(0)), "rows-cols": (Shard(0), Shard(1))}
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}

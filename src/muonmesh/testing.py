@@ -72,7 +72,7 @@ def prove_rule(
     found = RULES[names[0]] if names else None
     if found is None or not issubclass(found, Rule):
         write = 'Write @muonmesh.register_rule("a name") in front of it'
-        raise ValueError(explain_error("prove_rule", f"{rule!r}", "a rule that groups can name", write))
+        raise ValueError(explain_error("prove_rule", repr(rule), "a rule that groups can name", write))
     group = {"algorithm": names[0], **(settings or {})}
     generator = random.Random(seed)
     _agree(_parts_that_see_neighbours(group, generator))

@@ -30,9 +30,7 @@ from muonmesh.step.slots import RUNNING
 from muonmesh.testing import prove_rule
 from tests import layouts, problem
 from tests.meshes import mesh_of
-from tests.parallel.test_every_layout import MESHES
-from tests.parallel.test_same_update import LAYOUTS
-from tests.unit.test_docs import run as run_page
+from tests.pages import run as run_page
 
 STEPS = 4
 RULES: dict[str, dict[str, Any]] = {
@@ -120,7 +118,7 @@ def in_a_module(layout: str, rule: str, settings: dict[str, Any]) -> tuple[list[
 
 
 def on_mesh(name: str, how: str, rule: str, settings: dict[str, Any]) -> tuple[list[str], bool]:
-    sizes, place = MESHES[name]
+    sizes, place = layouts.MESHES[name]
     hold = layouts.declared if how == "declared" else layouts.dtensors
 
     def placements(_: str, shape: tuple[int, ...]) -> Sequence[Placement]:
@@ -145,7 +143,7 @@ def check(outcomes: Sequence[tuple[list[str], bool]]) -> None:
 
 
 @pytest.mark.parametrize("rule", ["normuon", "both"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", problem.LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bit_for_bit(workers, ranks: int, layout: str, rule: str) -> None:
     check(workers(ranks).run(in_a_module, layout, rule, FP32))
@@ -168,7 +166,7 @@ def test_cautious_decay_is_bit_for_bit_too(workers) -> None:
 
 
 @pytest.mark.parametrize("how", ["dtensor", "declared"])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", layouts.MESHES)
 def test_bit_for_bit_on_any_mesh(workers, name: str, how: str) -> None:
     check(workers(4).run(on_mesh, name, how, "both", FP32))
 
@@ -191,6 +189,25 @@ def test_bit_for_bit_in_flat_buffers(workers, ranks: int, seed: int) -> None:
 def test_bit_for_bit_in_flat_buffers_of_tensor_parallel_shards(workers) -> None:
     for seed in range(2):
         check(workers(4).run(flat, 2, seed, "normuon", FP32))
+
+
+def gathered(name: str, shared: bool) -> list[str]:
+    """What torch itself makes of the state: DTensors, whole."""
+    sizes, place = layouts.MESHES[name]
+    held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), lambda _, shape: place(len(shape)))
+    optimizer = stepped(held.groups, held.give, "normuon", {**FP32, "shard_state": shared})
+    _, state = alone("normuon", FP32)
+    return [
+        f"{name}.{key}"
+        for name, parameter in held.tensors.items()
+        for key, value in optimizer.state[parameter].items()
+        if not torch.equal(problem.whole(value), state[name][key])
+    ]
+
+
+@pytest.mark.parametrize("name", ["fsdp over colwise", "strided alone", "hsdp, shard 1"])
+def test_what_is_kept_is_a_dtensor_like_any_other(workers, name: str) -> None:
+    assert workers(4).run(gathered, name, name.startswith("hsdp")) == [[]] * 4
 
 
 def zeroed(layout: str, waits: bool) -> list[str]:

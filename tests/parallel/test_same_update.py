@@ -12,8 +12,6 @@ from torch import Tensor
 from tests import problem
 from tests.workers import Pool
 
-LAYOUTS = ["ddp", "fsdp", "fsdp-keep", "shard0", "shard1", "shard-last", "replicate"]
-
 
 @pytest.fixture(scope="module")
 def workers(workers: Callable[[int], Pool]) -> Iterator[Callable[[int], Pool]]:
@@ -55,7 +53,7 @@ def told(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", problem.LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> None:
     for differing, _ in workers(ranks).run(run, layout, dtype):
@@ -103,7 +101,7 @@ def test_bf16_parameters_bit_for_bit(workers, layout: str, master: torch.dtype |
         assert result["tall.momentum_buffer"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", problem.LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_does_what_explain_says(workers, ranks: int, layout: str) -> None:
     outcomes = workers(ranks).run(told, layout, torch.bfloat16)

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import muonmesh as mm
 from muonmesh.layout import Interval, MeshLayout
+from tests.pages import run
 from tests.workers import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -49,22 +50,6 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 # ------------------------------------------------------------------ snippets
-
-
-def snippets(page: str) -> list[types.CodeType]:
-    """The Python of a page; errors name the page and its line."""
-    text = (ROOT / page).read_text()
-    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [compile("\n" * text.count("\n", 0, match.start(1)) + match[1], page, "exec") for match in found]
-
-
-def run(page: str, *given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run the snippets of a page one after the other, each given the names that the page speaks of; yield the names."""
-    names: dict[str, Any] = {}
-    for code, more in zip(snippets(page), given, strict=True):
-        names |= more
-        exec(code, names)
-        yield names
 
 
 def test_every_page_with_snippets_is_run() -> None:
