@@ -7,7 +7,7 @@ from muonmesh.groups import ParamGroups, split_params
 from muonmesh.layout import FlatParameter, FlatShards, Rates
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
-from muonmesh.numerics.rules import MuonRule, NorMuonRule, Rule, register_rule
+from muonmesh.numerics.rules import DecayMode, MuonRule, NorMuonRule, Rule, register_rule
 from muonmesh.numerics.scale import ScaleMode, update_scale
 from muonmesh.optimizer import Muon, from_model
 from muonmesh.report.explain import Explanation
@@ -17,6 +17,7 @@ __all__ = [
     "Algorithm",
     "ClipPolicy",
     "CoefficientName",
+    "DecayMode",
     "ExchangeMode",
     "Explanation",
     "FlatParameter",

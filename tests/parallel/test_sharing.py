@@ -332,12 +332,12 @@ def wrong(kind: str) -> None:
         ("shape", r"w: found a local tensor of shape \(4, 6\) on rank .*needed \([45], 6\)"),
         ("name", r"layouts: found \['weight'\]"),
         ("dtensor", "w: found a DTensor with an entry in layouts="),
-        ("one rank", "the plans differ: rank 0 has 'w: "),
-        ("one shape", "the plans differ: rank 0 has 'w: shape|local tensor of shape"),
+        ("one rank", "the plans differ: found that rank 0 has 'w: "),
+        ("one shape", "the plans differ: found that rank 0 has 'w: shape|local tensor of shape"),
         ("attribute", "w: found tensor_model_parallel=True on a plain tensor"),
         ("flat", r"w: found a local tensor of shape \(12,\)"),
         ("flat gap", "w: found the elements from 23 on held by none"),
-        ("flat differs", "the plans differ: rank 0 has 'w: shape"),
+        ("flat differs", "the plans differ: found that rank 0 has 'w: shape"),
     ],
 )
 def test_layouts_that_are_wrong_are_an_error_on_every_rank(workers, kind: str, message: str) -> None:

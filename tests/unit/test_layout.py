@@ -314,7 +314,7 @@ def test_cover_is_proved_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = module._split
     module._prove_dim.cache_clear()
     monkeypatch.setattr(module, "_split", lambda size, cuts, at: tuple((f, c - 1) for f, c in honest(size, cuts, at)))
-    with pytest.raises(LayoutError, match=r"w: indices"):
+    with pytest.raises(LayoutError, match=r"w: found indices"):
         planned((7, 5), "whole", fsdp((7, 5), 3))
     module._prove_dim.cache_clear()
 

@@ -31,7 +31,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def test_what_annotations_and_values_need_can_be_imported() -> None:
     for name in ("GradNorms", "ParamGroups", "Explanation", "GradientSource"):
         assert inspect.isclass(getattr(mm, name))
-    for name in ("ClipPolicy", "ScaleMode", "Algorithm", "ExchangeMode", "CoefficientName", "Method"):
+    for name in ("ClipPolicy", "ScaleMode", "Algorithm", "ExchangeMode", "CoefficientName", "Method", "DecayMode"):
         assert typing.get_args(getattr(mm, name))
     assert set(mm.__all__) <= set(dir(mm))
     assert mm.__all__ == sorted(mm.__all__)

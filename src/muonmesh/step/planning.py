@@ -115,11 +115,6 @@ class Planned:
             self._names = union(group, names)
         return self._names
 
-    def names_of(self, numbers: Sequence[int]) -> list[str]:
-        """Return the names of those of the parameters that are held here."""
-        everyone = (*self.muon, *self.elementwise)
-        return [member.name for number in numbers if (member := everyone[number]) is not None]
-
     def terms_of(self, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
         """Return the groups of some of the parameters, as this rank numbers them, and what is fixed of the parameters.
 

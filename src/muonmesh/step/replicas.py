@@ -16,18 +16,18 @@ from muonmesh.comm.storage import Storage, local_of
 from muonmesh.step.planning import Member, Planned
 
 
-def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, str]:
-    """Return for each parameter that all of its ranks hold whole a text made of all bits of its weights and state.
+def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, str]:
+    """Return for each parameter that all of its ranks hold whole, by number, a text of all bits of weights and state.
 
     Parameters of which ranks hold different parts are left out. Waits for the device; called at the first step of a
     plan and after state was loaded.
     """
     found = {}
-    for member in (*planned.muon, *planned.elementwise):
+    for number, member in enumerate((*planned.muon, *planned.elementwise)):
         if member is None or member.storage.layout is None:
             continue
         if member.storage.copies == len(member.storage.layout.ranks) > 1:
-            found[member.name] = f"weights {_sum(member.storage, member.tensor):x}" + "".join(
+            found[number] = f"weights {_sum(member.storage, member.tensor):x}" + "".join(
                 f", {key} {_sum(storage, value):x}" for key, value, storage in _state(member, state)
             )
     return found

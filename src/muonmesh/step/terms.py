@@ -34,7 +34,7 @@ class Terms:
         precision: Precision,
         *,
         loaded: bool = False,
-        replicas: Mapping[str, str] | None = None,
+        replicas: Mapping[int, str] | None = None,
     ) -> None:
         """Take a snapshot.
 
@@ -56,8 +56,9 @@ class Terms:
         for numbers in planned.census.shared:
             groups, static = planned.terms_of(numbers)
             text = f"{static} {self._precision} {self._loaded} {[self._said[group] for group in groups]}"
-            if self._replicas:
-                text += f" {[self._replicas.get(name) for name in planned.names_of(numbers)]}"
+            told = [self._replicas[number] for number in numbers if number in self._replicas]
+            if told:  # else the other ranks, which may share nothing else that is replicated, would say less
+                text += f" {told}"
             sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
             device_rates = device_rates or any(_on_device(self._groups[group]["lr"]) for group in groups)
         host = torch.tensor(sets, dtype=torch.uint8).view(-1, DIGEST // 2)
@@ -78,13 +79,13 @@ class Terms:
     def lines(self) -> dict[str, str]:
         """Return for each parameter what is compared, as text. Waits for learning rates on a device."""
         found = {}
-        for member in (*self._planned.muon, *self._planned.elementwise):
+        for number, member in enumerate((*self._planned.muon, *self._planned.elementwise)):
             if member is not None:
                 group = self._groups[member.group]
                 rate = f"lr={float(group['lr'])}, " if _on_device(group["lr"]) else ""
                 dtype = local_of(member.tensor).dtype
                 text = f"{rate}{self._said[member.group]}, {dtype}, {self._precision}, state loaded={self._loaded}"
-                replica = self._replicas.get(member.name)
+                replica = self._replicas.get(number)
                 found[member.name] = text if replica is None else f"{text}, {replica}"
         return found
 
