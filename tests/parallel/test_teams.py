@@ -19,7 +19,7 @@ def explained(asked: dict[tuple[int, int], tuple[int, ...]]) -> tuple[str, int, 
     optimizer = mm.Muon([group], process_group="world")
     planned = plan(optimizer.param_groups, optimizer._kept)
     teamed = make_plan(planned.plan.parameters, bucket_elements=100, _teams=asked)
-    told = explain(optimizer.param_groups, dataclasses.replace(planned, plan=teamed), 2)
+    told = explain(optimizer.param_groups, dataclasses.replace(planned, plan=teamed), optimizer._kept.precision)
     return str(told), told.orthogonalizations, told.flops, [row.owners for row in told.rows]
 
 
