@@ -47,11 +47,21 @@ def cannot_write(path: Path, error: BaseException, *, beside: str = "") -> str:
     """Return the sentence about a file that could not be written: which, why, what to do."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (_room_at(path) < NEARLY_NOTHING or TOOK_LESS.search(str(error))):
-        number = errno.ENOSPC if _room_at(path) < NEARLY_NOTHING else errno.EFBIG
+        # Room may have come back since: another rank's unfinished file is gone. A limit on file sizes stays.
+        number = errno.EFBIG if _sizes_are_limited() and _room_at(path) >= NEARLY_NOTHING else errno.ENOSPC
     full = number in FULL
     why = reason(error) if number is None or not full else os.strerror(number)
     remedy = "Free some space there" if full else "Choose a place that can be written"
     return f"{path}: could not be written: {why}. {beside}{remedy}, then start again or go on with --resume"
+
+
+def _sizes_are_limited() -> bool:
+    """Whether this process may not write files of any size (``ulimit -f``)."""
+    try:
+        import resource
+    except ImportError:  # there are no such limits on Windows
+        return False
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
 
 
 def reason(error: BaseException) -> str:
