@@ -17,7 +17,8 @@ would be most of the time, and no Python is in them. Of what is timed, the round
 machine does only adds.
 
 ``--against PATH`` measures the checkout at PATH too, in a process of its own, in turns with this one. Only the ratio
-says something about another machine.
+says something about another machine: the median over the rounds, each of which is a difference of two times, so on a
+busy machine it takes many. That of the two least Python times in the table is steadier.
 """
 
 from __future__ import annotations
@@ -231,7 +232,9 @@ def main() -> None:
     if arguments.json:
         from contenders import Entries
 
-        write_json(arguments.json, "benchmarks/python_time.py", Entries(), tables, {"rounds": arguments.rounds})
+        write_json(
+            arguments.json, "benchmarks/python_time.py", Entries((), (), {}), tables, {"rounds": arguments.rounds}
+        )
 
 
 if __name__ == "__main__":

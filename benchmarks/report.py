@@ -136,6 +136,8 @@ def _without_paths(words: Sequence[str]) -> list[str]:
     for previous, word in zip(["", *words], words, strict=False):
         if previous == "--peer":
             word = f"{word.partition('=')[0]}=PATH"
+        elif previous == "--against":
+            word = "PATH"
         elif previous == "--json":
             word = "FILE"
         kept.append(word)

@@ -153,3 +153,30 @@ def test_the_clip_stall_command_writes_its_figures_and_its_picture(
             assert row["highest"] == row["before"], "the step after the bad batch did not find the same weights"
         else:
             assert (row["highest"] > row["before"]) == (row["clipping"] == "none")
+
+
+@pytest.mark.slow
+def test_the_python_of_a_step_is_what_is_no_arithmetic(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    file = tmp_path / "python_time.json"
+    options = ["--cases", "legs", "--rounds", "1", "--against", str(REPOSITORY), "--json", str(file)]
+    command = [sys.executable, "benchmarks/python_time.py", *options]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    figures = json.loads(file.read_text())["tables"]["legs"]
+    for name in ("here", "against"):
+        assert figures[name]["step_us"] > figures[name]["arithmetic_us"] > 0.0
+    assert str(tmp_path) not in file.read_text()
+    assert str(REPOSITORY) not in file.read_text()
+
+
+def test_what_is_repeated_for_the_arithmetic_are_the_calls_that_touch_elements(
+    script: Callable[[str], ModuleType],
+) -> None:
+    x = torch.ones(4, 4)
+    with (recorder := script("python_time").Recorder()):
+        x.view(-1)[1:3].t().add_(x.shape[0] + x.numel())
+        torch.mul(x, 2, out=x)
+    assert [func.__name__ for func, _, _ in recorder.calls] == ["add_", "mul"]
+    before = x.clone()
+    recorder.repeat()
+    assert x[0].tolist() == [(before[0, 0] * 2), *((before[0, 1:3] + 20) * 2), before[0, 3] * 2]
