@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.comm.storage import Storage, local_of
+from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.layout import FlatShards
 from muonmesh.step.planning import Member, Planned
+
+_ELEMENTWISE = ("exp_avg", "exp_avg_sq", "master")
+"""State with a number for each element of the parameter, beside what rules keep."""
 
 
 def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, str]:
@@ -34,20 +38,31 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
 
 
 def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterable[tuple[str, Tensor, Storage]]:
+    """Yield the state that is stored as the parameter is; that of a flat tensor may be of other parameters too."""
+    flat = isinstance(member.storage.layout, FlatShards)
     for key, value in sorted(state.get(member.tensor, {}).items()):
         storage = member.homes[key].storage if key in member.homes else member.storage
-        if isinstance(value, Tensor) and storage.copies == member.storage.copies:
+        own = key in member.homes or key in _ELEMENTWISE or not flat
+        if isinstance(value, Tensor) and own and storage.copies == member.storage.copies:
             yield key, value, storage
 
 
 def _sum(storage: Storage, tensor: Tensor) -> int:
-    """Return the sum of all bits of a tensor, read as whole numbers: the same in any order."""
+    """Return the sum of all bits of a tensor, read as whole numbers: the same in whatever order ranks store it."""
     local = local_of(tensor.detach())
-    parts = storage.parts(local) if local.ndim else [local]
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
-    # Times the place, so that two elements that have changed places are seen.
     total = 0
-    for part in parts:
-        flat = part.reshape(-1).view(whole).long()
-        total += int((flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum())
+    for first, part in _placed(storage, local.reshape(-1)):
+        flat = part.view(whole).long()
+        # Times the place in the parameter, so that two elements that have changed places are seen.
+        total += int((flat * torch.arange(first + 1, first + len(flat) + 1, device=flat.device)).sum())
     return total % 2**64
+
+
+def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
+    """Yield what is stored of a parameter, with the place of its first element in the flattened parameter."""
+    if not isinstance(storage.layout, FlatShards) or flat.numel() == 1:
+        yield 0, flat
+        return
+    for first, length, start in storage.layout.held(this_rank()):
+        yield first, flat[start : start + length]
