@@ -3,13 +3,13 @@
 from muonmesh.clip import ClipPolicy, GradNorms
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
-from muonmesh.groups import ParamGroups, split_params
+from muonmesh.groups import ParamGroups
 from muonmesh.layout import FlatParameter, FlatShards, Rates
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
 from muonmesh.numerics.rules import DecayMode, MuonRule, NorMuonRule, Rule, register_rule
 from muonmesh.numerics.scale import ScaleMode, update_scale
-from muonmesh.optimizer import Muon, from_model
+from muonmesh.optimizer import Muon, from_model, split_params
 from muonmesh.report.explain import Explanation
 from muonmesh.settings import Algorithm, ExchangeMode
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,8 @@ from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, explain_error
-from muonmesh.groups import split_params
+from muonmesh.groups import ParamGroups
+from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
@@ -564,6 +566,22 @@ class Muon(torch.optim.Optimizer):
             forget(kept)
 
 
+@functools.wraps(split_locally)
+def split_params(
+    model: nn.Module,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> ParamGroups:
+    """`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
+    try:
+        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+    except Exception as error:
+        note_failure(error)
+        raise
+
+
 def from_model(
     model: nn.Module,
     lr: float | Tensor = 3e-4,
@@ -628,7 +646,7 @@ def from_model(
             first step.
     """
     try:
-        groups = split_params(model, muon=muon, adamw=adamw, overrides=overrides)
+        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
     except Exception as error:
         if process_group != "local":
             note_failure(error)

@@ -278,7 +278,9 @@ def construction_fails(how: str) -> tuple[str, float]:
         group = None
     begin = time.monotonic()
     try:
-        if how.endswith("override"):
+        if how.endswith("split"):
+            optimizer = mm.Muon(mm.split_params(model, overrides=overrides), process_group=group)
+        elif how.endswith("override"):
             optimizer = mm.from_model(model, overrides=overrides, process_group=group)
         else:
             optimizer = mm.Muon(mm.split_params(model), process_group=group, lr=-1.0 if rank == 1 else 0.1)
@@ -292,7 +294,7 @@ def construction_fails(how: str) -> tuple[str, float]:
     return "stepped", 0.0
 
 
-@pytest.mark.parametrize("how", ["override", "setting", "stage override", "stage setting"])
+@pytest.mark.parametrize("how", ["override", "split", "setting", "stage override", "stage split", "stage setting"])
 def test_an_optimizer_that_one_rank_could_not_make_is_an_error_on_all(workers, how: str) -> None:
     (other, seconds), (culprit, _) = workers(2).run(construction_fails, how, timeout=SOON)
     assert culprit.startswith("ValueError"), culprit
