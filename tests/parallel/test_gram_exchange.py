@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
+from muonmesh.layout import FlatShards, Interval, MeshLayout
 from muonmesh.numerics.coefficients import coefficient_schedule
 from tests import problem
 from tests.meshes import mesh_of
@@ -280,3 +281,35 @@ def test_a_rank_that_cannot_follow_takes_part_in_the_sums(workers) -> None:
     other, culprit = workers(2).run(stands_aside)
     assert culprit.startswith("ValueError: ")
     assert other.startswith("PlanError: rank 1")
+
+
+def cut_differently(borders: tuple[int, int], exchange: Any) -> tuple[int, Tensor]:
+    """Two flat copies of a matrix of 24 columns, each cut at another element."""
+    rank, size = dist.get_rank(), 90 * 24
+    runs = [(0, borders[0]), (borders[0], size), (0, borders[1]), (borders[1], size)]
+    intervals = tuple((Interval(low, high - low, 0),) for low, high in runs)
+    within = MeshLayout.replicated((90, 24), (0, 1, 2, 3))
+    sizes = tuple(high - low for low, high in runs)
+    layout = FlatShards(within, intervals, sizes, replicas=((0, 1), (2, 3)))
+    mine = slice(*runs[rank])
+    weight = nn.Parameter(decaying((90, 24), 0).float().flatten()[mine].clone())
+    settings = SEVERAL | {"exchange": exchange}
+    optimizer = mm.Muon([{"params": [("w", weight)]}], layouts={"w": layout}, **settings)
+    for step in range(3):
+        weight.grad = decaying((90, 24), 1 + step).float().flatten()[mine].clone()
+        optimizer.step()
+    parts: list[Any] = [None] * 4
+    dist.all_gather_object(parts, weight.detach())
+    assert torch.equal(torch.cat(parts[:2]), torch.cat(parts[2:])), "the copies have drifted apart"
+    return len(optimizer._kept.planned.plan.grams), torch.cat(parts[:2])
+
+
+@pytest.mark.parametrize("borders", [(24 * 40, 24 * 40), (24 * 40, 24 * 30), (24 * 40, 24 * 40 + 5)])
+def test_copies_that_are_cut_differently_have_an_owner(workers, borders: tuple[int, int]) -> None:
+    """Their ranks would add up other sums, and a part of a column is no slab at all."""
+    outcomes = workers(4).run(cut_differently, borders, "gram")
+    fits = borders[0] == borders[1]
+    assert {grams for grams, _ in outcomes} == {1 if fits else 0}
+    if not fits:
+        owner = workers(4).run(cut_differently, borders, "owner")[0][1]
+        assert torch.equal(outcomes[0][1], owner)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from muonmesh.layout.layout import Layout
+from muonmesh.layout.layout import Layout, MeshLayout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.plan import Parameter, Plan, pieces
 from muonmesh.layout.region import Piece
@@ -58,9 +58,12 @@ def slab(layout: Layout, rank: int, matrix: Matrix) -> tuple[int, tuple[Piece, .
 
 
 def fits(parameter: Parameter, matrix: Matrix) -> bool:
-    """Whether a matrix is cut along its long dim only, and momentum lies where the parameter does."""
+    """Whether a matrix is cut along its long dim only, all copies at the same places, and momentum lies there too.
+
+    Copies that are cut differently would add up sums that round differently, and drift apart.
+    """
     layout = parameter.target
-    if parameter.momentum_storage is not layout or len(layout.ranks) == layout.copies():
+    if parameter.momentum_storage is not layout or len(layout.ranks) == layout.copies() or not _cut_alike(layout):
         return False
     parts = [slab(layout, rank, matrix) for rank in layout.replica(layout.ranks[0])]
     return all(part is not None and part[0] < matrix.shape[1] for part in parts)
@@ -153,6 +156,14 @@ def sums_of(plan: Plan, rank: int) -> tuple[Sum, ...]:
             rows_of = tuple(plan.assignments[n].matrix.shape[0] for n in order)
             sums.append(Sum(turn, ranks, order, rows_of, tuple(segments[n] for n in order)))
     return tuple(sums)
+
+
+def _cut_alike(layout: Layout) -> bool:
+    """Whether ranks at the same place in two copies hold the same elements."""
+    if isinstance(layout, MeshLayout):
+        return True  # what a rank holds does not depend on its place on the axes that replicate
+    cuts = {tuple(tuple(b.region for b in layout.blocks(rank)) for rank in copy) for copy in _copies(layout)}
+    return len(cuts) == 1
 
 
 def _copies(layout: Layout) -> tuple[tuple[int, ...], ...]:
