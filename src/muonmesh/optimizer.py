@@ -317,6 +317,9 @@ class Muon(torch.optim.Optimizer):
         pending, kept.pending = kept.pending, None
         if pending is not None:
             pending.raise_errors()
+        rounding, kept.rounding = kept.rounding, None
+        if rounding is not None:  # the device has counted meanwhile
+            rounding.warn(stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
             waits = kept.host_waits(before[0]) or settings.at_rest

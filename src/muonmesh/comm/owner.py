@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 
 import torch
@@ -43,6 +43,11 @@ class OwnerExchange:
     def schedule(self) -> Schedule:
         """What this rank does; takes the memory for it, so it is worked out when the first step begins."""
         return Schedule.of(*self._arguments)
+
+    @property
+    def memory(self) -> Mapping[str, Tensor]:
+        """What is kept from step to step, by role."""
+        return self.schedule.memory if "schedule" in self.__dict__ else {}
 
     def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
         """Run every bucket once; ``meanwhile`` is called while the first one travels."""
