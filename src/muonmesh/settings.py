@@ -21,7 +21,7 @@ from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 
-Algorithm = Literal["muon", "normuon", "adamw"]
+Algorithm = Literal["muon", "normuon", "adamuon", "adamw"]
 """What comes with muonmesh; `muonmesh.register_rule` adds others."""
 
 ExchangeMode = Literal["owner", "gram", "auto"] | Rates

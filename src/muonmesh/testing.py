@@ -241,14 +241,19 @@ def _run_parts(rule: Rule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[T
     """Return what each elementwise part of a rule makes of vectors."""
     folded = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "momentum"}
     applied = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "weights"}
+    weights, update = inputs["weights"], inputs["update"]
     rule.fold(inputs["gradient"], folded)
     direction = rule.direction(inputs["gradient"], folded).clone()
-    rule.apply(inputs["weights"], inputs["update"], 0.01, applied)
-    return {
-        "fold": tuple(folded.values()),
-        "direction": (direction,),
-        "apply": (inputs["weights"], *applied.values()),
-    }
+    found: dict[str, Sequence[Tensor]] = {"fold": tuple(folded.values()), "direction": (direction,)}
+    asked = rule.sums()
+    if asked:
+        found["summands"] = rule.summands(weights, update.clone(), 0.01, applied)
+        sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64) for number in range(asked))
+        rule.apply_with(weights, update, 0.01, applied, sums)
+    else:
+        rule.apply(weights, update, 0.01, applied)
+    found["apply_with" if asked else "apply"] = (weights, *applied.values())
+    return found
 
 
 def _agree(error: str) -> None:

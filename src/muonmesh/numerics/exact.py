@@ -50,15 +50,15 @@ def limbs_of(values: Tensor, exponent: Tensor, *, count: int) -> Tensor:
 
 
 def total_of(limbs: Tensor, exponent: Tensor, *, count: int) -> Tensor:
-    """Return what the integers of all numbers add up to, 0-d fp64; NaN if a number was not finite.
+    """Return what the integers of all numbers add up to, fp64; NaN where a number was not finite.
 
     Args:
-        limbs: Sum of the `limbs_of` all numbers, int64 (2,).
-        exponent: `largest_exponent` of all numbers, 0-d.
+        limbs: Sums of the `limbs_of` all numbers, int64 (..., 2).
+        exponent: `largest_exponent` of all numbers, (...).
         count: How many numbers there are.
     """
     bits, unbiased = _bits(count), _unbiased(exponent)
-    first, second = limbs.double().unbind()
+    first, second = limbs.double().unbind(-1)
     fraction = first * 2.0**-bits + second * 4.0**-bits
     half = unbiased >> 1  # in two steps, since the power of the largest exponent is no fp64 number
     total = fraction * _power_of_two(half) * _power_of_two(unbiased - half)
