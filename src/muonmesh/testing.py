@@ -221,6 +221,11 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
             "update": torch.randn(length, generator=numbers),
         }
         inputs |= {key: torch.randn(length, generator=numbers).abs() for key in keeps}
+        if rule.sums() and (key := _written_by_summands(rule, inputs)):
+            return (
+                f"{type(rule).__name__}.summands: {key!r} has been written; needed all but the update read only, since "
+                "it is called more than once in a step. What is kept belongs into apply_with()"
+            )
         whole = _run_parts(rule, {key: value.clone() for key, value in inputs.items()})
         halves = [
             _run_parts(rule, {key: value[cut].clone() for key, value in inputs.items()})
@@ -235,6 +240,14 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
                         "matrices belongs into whole()"
                     )
     return ""
+
+
+def _written_by_summands(rule: Rule, inputs: Mapping[str, Tensor]) -> str:
+    """Return the name of what a rule's summands write though they may not."""
+    given = {key: value.clone() for key, value in inputs.items()}
+    state = {key: given[key] for key, kept in rule.keeps().items() if kept == "weights"}
+    rule.summands(given["weights"], given["update"], 0.01, state)
+    return next((key for key in ("weights", *state) if not torch.equal(given[key], inputs[key])), "")
 
 
 def _run_parts(rule: Rule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:

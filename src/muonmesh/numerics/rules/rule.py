@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode, update_scale
@@ -226,12 +227,22 @@ class Rule(Hyperparameters):
         self.apply(weights, update, size, state)
 
     def sums(self) -> int:
-        """Return how many sums over whole matrices the rule asks for."""
+        """Return how many sums over whole matrices the rule asks for.
+
+        Raises:
+            TypeError: a summand is no tensor of the shape of the weights.
+        """
         if not type(self).asks_for_sums():
             return 0
         nothing = torch.empty(0)
         kept = {key: nothing for key, kind in self.keeps().items() if kind == "weights"}
-        return len(self.summands(nothing, nothing.clone(), 1.0, kept))
+        found: Any = self.summands(nothing, nothing.clone(), 1.0, kept)
+        if not isinstance(found, tuple) or not all(isinstance(x, Tensor) and x.shape == nothing.shape for x in found):
+            returned = f"{found!r} for weights of shape {tuple(nothing.shape)}"
+            needed = "a tuple of tensors of the shape of the weights, which are added up later"
+            write = "Write return (update.double().square(),)"
+            raise TypeError(explain_error(f"{type(self).__name__}.summands", returned, needed, write))
+        return len(found)
 
     @classmethod
     def asks_for_sums(cls) -> bool:
