@@ -622,7 +622,7 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
-        rule: What matrices are stepped by: "muon", "normuon", or what `register_rule` has made known.
+        rule: What matrices are stepped by: "muon", "normuon", "adamuon", or what `register_rule` has made known.
         momentum: Like the rest, an argument of `Muon`, which tells more of it: how much of the momentum stays.
         nesterov: Whether to look ahead with the momentum.
         weight_decay: Of both halves; norms, biases and other vectors have none.
