@@ -56,6 +56,7 @@ from muonmesh.step.replicas import fingerprints
 from muonmesh.step.slots import Collected, collect
 from muonmesh.step.sums import Sums
 from muonmesh.step.terms import Terms
+from muonmesh.step.together import MuonStepTogether
 
 
 class Muon(torch.optim.Optimizer):
@@ -337,7 +338,8 @@ class Muon(torch.optim.Optimizer):
             return loss
         if kept.sums is not None:
             kept.sums = Sums()
-        work = MuonStep(
+        half = MuonStepTogether if kept.works_together(planned) else MuonStep
+        work = half(
             planned.plan,
             planned.momentum_holdings,
             slots.muon,

@@ -18,7 +18,7 @@ from torch import Tensor
 from muonmesh.comm.agreement import group_of
 from muonmesh.comm.views import memory_of, place
 from muonmesh.comm.wire import Wire
-from muonmesh.comm.work import Ends, Work, read_all, write_all
+from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.gram import Sum, aligned, slab, sums_of
 from muonmesh.layout.plan import Leg
@@ -140,7 +140,7 @@ class GramExchange:
         work.prepare(stage.held)
         for part in stage.slabs:
             part.x[0].zero_()  # a shard may lack what a matrix has
-        read_all(work, stage.reads, self._device)
+        work.read(stage.reads)
         norms = yield from self._norms(stage)
         for part, norm in zip(stage.slabs, norms.unbind(), strict=True):
             divide(part.x[0], norm)
@@ -153,7 +153,7 @@ class GramExchange:
                 x, out = part.x[segment % 2], part.x[1 - segment % 2]
                 if x.numel():
                     multiply(work.factor(part.assignment, segment, part.gram), x, out)
-        write_all(work, stage.writes, self._device)
+        work.write(stage.writes)
 
     def _norms(self, stage: _Stage) -> Generator[bool, None, Tensor]:
         """Return the norms of the matrices, fp64 (n,)."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from muonmesh.comm.schedule import Copies, Schedule, Way
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Work, read_all, write_all
+from muonmesh.comm.work import Work
 from muonmesh.layout import Plan
 from muonmesh.numerics.threads import run_all
 
@@ -73,7 +73,7 @@ class OwnerExchange:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
         stage = self.schedule.stages[number]
         work.prepare(stage.moving)
-        read_all(work, stage.reads, self._device)
+        work.read(stage.reads)
         self._gathered[number] = self._start(stage.gather)
 
     def _compute(self, number: int, work: Work) -> None:
@@ -96,11 +96,11 @@ class OwnerExchange:
         if stage.summed:  # nothing is written before all has arrived and is added up
             self._finish(self._scattered.pop(number))
             self._totals.take(stage.summed, (*stage.staying, *stage.arrived), work, what=f"bucket {number}")
-            write_all(work, (*stage.staying, *stage.arrived), self._device)
+            work.write((*stage.staying, *stage.arrived))
             return
-        write_all(work, stage.staying, self._device)
+        work.write(stage.staying)
         self._finish(self._scattered.pop(number))
-        write_all(work, stage.arrived, self._device)
+        work.write(stage.arrived)
 
     def _start(self, way: Way | None) -> Transfer | None:
         if way is None:

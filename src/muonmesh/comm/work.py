@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.views import contiguous
 from muonmesh.layout import Piece
 from muonmesh.layout.plan import Leg
-from muonmesh.numerics.threads import run_all
 
 Ends = tuple[tuple[Leg, Tensor], ...]
 """Legs whose storage is on this rank, each with the view that it is read into, or written from."""
@@ -36,7 +33,7 @@ class Work(Protocol):
     """
 
     def prepare(self, assignments: Sequence[int]) -> None:
-        """Get ready to read what this rank stores of these matrices, each named once a step."""
+        """Get ready to read what this rank stores of these matrices, each named once a step and read right after."""
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Read, orthogonalise and write matrices that are this rank's alone; they have not been prepared.
@@ -44,8 +41,8 @@ class Work(Protocol):
         Those of one sequence have one shape and one setting.
         """
 
-    def read(self, leg: Leg, into: Tensor) -> None:
-        """Write the values of a leg's elements ``into`` a tensor of the shape of its piece, any strides."""
+    def read(self, ends: Ends) -> None:
+        """Write the values of each leg's elements into a tensor of the shape of its piece, any strides."""
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
         """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and their assignments.
@@ -73,7 +70,7 @@ class Work(Protocol):
 
         Args:
             leg: Whose matrix has sums (`Plan.summed`).
-            update: As for `write`.
+            update: Contiguous and of the shape of its piece.
             into: int64 (sums,); zeros before.
         """
 
@@ -90,8 +87,8 @@ class Work(Protocol):
     def take_sums(self, assignment: int, sums: Tensor) -> None:
         """Take the sums over a matrix, fp64 (sums,), before any of it is written."""
 
-    def write(self, leg: Leg, update: Tensor) -> None:
-        """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
+    def write(self, ends: Ends) -> None:
+        """Apply to each leg's elements an update of the shape of its piece, any strides."""
 
     def step_adamw(self) -> None:
         """Step AdamW's half, which needs no exchange, while the first transfer is under way."""
@@ -106,9 +103,10 @@ class Idle:
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Nothing."""
 
-    def read(self, leg: Leg, into: Tensor) -> None:
+    def read(self, ends: Ends) -> None:
         """Send zeros."""
-        into.zero_()
+        for _, into in ends:
+            into.zero_()
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
         """Send back zeros."""
@@ -138,22 +136,8 @@ class Idle:
     def take_sums(self, assignment: int, sums: Tensor) -> None:
         """Nothing."""
 
-    def write(self, leg: Leg, update: Tensor) -> None:
+    def write(self, ends: Ends) -> None:
         """Nothing."""
 
     def step_adamw(self) -> None:
         """Nothing."""
-
-
-def read_all(work: Work, ends: Ends, device: torch.device) -> None:
-    """Read every leg into its view."""
-    run_all([partial(work.read, leg, into) for leg, into in ends], device=device)
-
-
-def write_all(work: Work, ends: Ends, device: torch.device) -> None:
-    """Write every leg from its view."""
-    run_all([partial(_write, work, leg, update) for leg, update in ends], device=device)
-
-
-def _write(work: Work, leg: Leg, update: Tensor) -> None:
-    work.write(leg, contiguous(update))

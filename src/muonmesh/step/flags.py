@@ -25,6 +25,7 @@ class Flags:
     Attributes:
         nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans, or where the host
             does not wait for them (CUDA) 0-d bool tensors.
+        active: The same as one bool tensor (n,), where the host does not wait.
         present: For each Muon parameter whether any rank has a gradient.
         skip: Whether some rank says that this step changes nothing.
         overflow: Whether some rank's GradScaler has found an overflow: a 0-d bool tensor.
@@ -42,6 +43,7 @@ class Flags:
     only_creates_state: bool = False
     stop: Tensor | None = None
     replan: bool = False
+    active: Tensor | None = None
 
 
 def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:

@@ -58,6 +58,7 @@ class Kept:
         rounding: That warning, while the device still counts.
         neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
+        together: Whether pieces are worked on together; None: on other devices than a CPU.
         torn: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
     """
@@ -80,8 +81,13 @@ class Kept:
     rounding: Rounding | None = None
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
+    together: bool | None = None
     torn: str | None = None
     source: GradientSource = PARAMETER_GRAD
+
+    def works_together(self, planned: Planned) -> bool:
+        """Whether the pieces of many matrices are worked on together, and not one after the other in a cache."""
+        return planned.device.type != "cpu" if self.together is None else self.together
 
     def host_waits(self, planned: Planned) -> bool:
         """Whether the host waits for what the ranks say to each other: on a CPU, where there is nothing else to do."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.views import contiguous, place
-from muonmesh.comm.work import Local
+from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.kernels import select
@@ -26,7 +26,7 @@ from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, create_state, view_of
 from muonmesh.step.sums import Sums
 
-_TOGETHER_ELSEWHERE = 1 << 26
+_TOGETHER_ELSEWHERE = 1 << 28
 """Elements orthogonalised together where one call has the whole device."""
 
 
@@ -125,7 +125,7 @@ class MuonStep:
             return
         assert held.folded is not None
         for piece in self._holdings[assignment]:
-            parts.fold(held.rule, view_of(held.gradient, piece), _views(held.folded, piece), active=_mask(flag))
+            parts.fold(held.rule, view_of(held.gradient, piece), views_of(held.folded, piece), active=_mask(flag))
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, one batch on one thread after the other.
@@ -150,23 +150,27 @@ class MuonStep:
         )
         for local, target in zip(batch, x.unbind(), strict=True):
             for leg in local.read:
-                self.read(leg, place(leg.piece, target), fold=True)
+                self._read(leg, place(leg.piece, target), fold=True)
         self._orthogonalize(x, out, [matrix.assignment for matrix in batch])
         for local, result in zip(batch, out.unbind(), strict=True):
             ends = tuple((leg, place(leg.piece, result)) for leg in local.write)
             if asked := self._plan.summed([local.assignment]):
                 self._alone.take(asked, ends, self)
             for leg, update in ends:
-                self.write(leg, contiguous(update))
+                self._write(leg, update)
 
-    def read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
+    def read(self, ends: Ends) -> None:
+        """Write the directions of legs' elements, after `prepare`."""
+        run_all([functools.partial(self._read, leg, into) for leg, into in ends], device=self._device)
+
+    def _read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
         """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
         held, piece = self._held[leg.parameter], leg.piece
         if held.folded is None:  # no rank has ever had a gradient
             into.zero_()
             return
         assert held.gradient is not None
-        folded, gradient = _views(held.folded, piece), view_of(held.gradient, piece)
+        folded, gradient = views_of(held.folded, piece), view_of(held.gradient, piece)
         flag = self._nonzero[leg.assignment]
         if fold and flag is not False:
             parts.fold(held.rule, gradient, folded, active=_mask(flag), into=into)
@@ -255,26 +259,29 @@ class MuonStep:
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
-        if self._nonzero[leg.assignment] is not False:
+        if self._changes(leg):
             rule, weights, beside, scale = self._written(leg)
             into.copy_(parts.exponents(rule, weights, update, beside, scale=scale))
 
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Write what a leg's elements add to these sums."""
-        if self._nonzero[leg.assignment] is not False:
+        if self._changes(leg):
             rule, weights, beside, scale = self._written(leg)
             count = self._plan.assignments[leg.assignment].matrix.numel
             into.copy_(parts.limbs(rule, weights, update, beside, exponents, scale=scale, count=count))
 
     def take_sums(self, assignment: int, sums: Tensor) -> None:
-        """Take the sums over a matrix, for `write`."""
+        """Take the sums over a matrix, for what writes it."""
         self._totals[assignment] = sums.unbind()
 
-    def write(self, leg: Leg, update: Tensor) -> None:
-        """Decay and update a leg's elements, unless their matrix is left alone."""
-        flag = self._nonzero[leg.assignment]
-        if flag is False:
+    def write(self, ends: Ends) -> None:
+        """Decay and update legs' elements, unless their matrix is left alone."""
+        run_all([functools.partial(self._write, leg, update) for leg, update in ends], device=self._device)
+
+    def _write(self, leg: Leg, update: Tensor) -> None:
+        if not self._changes(leg):
             return
+        update, flag = contiguous(update), self._nonzero[leg.assignment]
         rule, weights, beside, scale = self._written(leg)
         held = self._held[leg.parameter]
         squares: list[Tensor] | None = None if self._sums is None else []
@@ -285,12 +292,16 @@ class MuonStep:
         if self._sums is not None and squares is not None:
             self._sums.add(held.slot.group, torch.stack(squares).sum() / held.slot.storage.copies)
 
+    def _changes(self, leg: Leg) -> bool:
+        """Whether a leg's elements may change: some rank has a gradient that is not zero, as far as the host knows."""
+        return self._nonzero[leg.assignment] is not False and self._held[leg.parameter].slot.created
+
     def _written(self, leg: Leg) -> tuple[Rule, Tensor, dict[str, Tensor], float]:
         """Return the rule of a leg's elements, what it changes of them, weights or master, and the update's scale."""
         held = self._held[leg.parameter]
         weights = held.weights if held.master is None else held.master
         scale = self._scale(leg.assignment, held.slot.group, held.rule)
-        return held.rule, view_of(weights, leg.piece), _views(held.beside, leg.piece), scale
+        return held.rule, view_of(weights, leg.piece), views_of(held.beside, leg.piece), scale
 
     def _scale(self, assignment: int, group: int, rule: Rule) -> float:
         """Return the update scale of the whole matrix; there are few shapes and many legs."""
@@ -330,7 +341,8 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     return kept
 
 
-def _views(kept: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
+def views_of(kept: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
+    """Return the elements that a piece names of each contiguous local storage."""
     return {key: view_of(value, piece) for key, value in kept.items()}
 
 

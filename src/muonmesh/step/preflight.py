@@ -145,7 +145,7 @@ def preflight(
         stop = answers.stops() | answers.somebody("replan") | answers.somebody("skip") | overflowed
         active = (answers.of("nonzero") != 0) & ~stop
         present = [slot is not None and slot.gradient is not None for slot in muon]
-        agreed = Flags(list(active.unbind()), present, overflowed, stop=stop)
+        agreed = Flags(list(active.unbind()), present, overflowed, stop=stop, active=active)
         return agreed, Pending.start(answers, exchange, error, planned, terms.lines, settings)
     if error is None and bool(answers.somebody("error")):
         error = settings.late()

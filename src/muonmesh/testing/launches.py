@@ -163,7 +163,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
             summand = args[0] if name in ("addmm", "baddbmm") else None
             if summand is not None and kwargs.get("beta", 1) != 0 and kwargs.get("out") is not summand:
                 self.launches["copy of the summand"] += 1  # cuBLAS adds in place
-                self.elementwise_bytes += 2 * _size(made[0])
+                self.product_bytes += 2 * _size(made[0])
         else:
             self.elementwise_bytes += moved
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from muonmesh.numerics.kernels.blocked import BLOCKED
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.table import Matmuls
+from muonmesh.numerics.kernels.widened import widened
 
 KernelName: TypeAlias = Literal["auto", "torch"]
 """Who multiplies: "auto" is the fastest on the device, "torch" needs nothing but torch."""
@@ -50,8 +52,16 @@ def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, row
     matrix_bytes = rows * cols * dtype.itemsize
     if device.type != "cpu":
         return dense(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), together=True)
+    if dtype == torch.bfloat16 and not _multiplies_bf16():
+        return widened(BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=1, together=False))
     if rows >= _BLOCKED_FROM_ROWS:
         return BLOCKED
     batched = dtype == torch.bfloat16 and rows >= _BATCHED_FROM_ROWS
     at_once = max(1, _CPU_BYTES_AT_ONCE // matrix_bytes) if batched else 1
     return dense(at_once=at_once, together=False)
+
+
+@cache
+def _multiplies_bf16() -> bool:
+    """Whether this CPU multiplies bf16 faster than fp32, or at least as fast; oneDNN says so from AVX-512 on."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,15 +1,15 @@
 """Runs the elementwise parts of rules on a device: all pieces of a bucket with few launches and few bytes.
 
-On a CPU `parts` takes one piece after the other, in parts of the cache's size. A device is different in three ways: each
-operation costs a launch, so pieces are taken together; memory is read and written at every operation, so there are few;
-and the host does not know which matrices are left alone, since it does not wait, so whatever is written is masked by
-flags on the device.
+On a CPU `parts` takes one piece after the other, in parts of the cache's size. A device is different in three ways.
+Each operation costs a launch, so pieces are taken together. Memory is read and written at every operation, so there are
+few. And the host does not know which matrices are left alone, since it does not wait, so whatever is written is masked
+by flags on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class Updated(NamedTuple):
         matrix: Which flag is its own.
         scale: Update scale of the whole matrix.
         rounded: Weights of lower precision that the master is rounded to; None where there is no master.
+        sums: What the rule's summands add up to over the whole matrix, 0-d fp64 each; empty if it asks for none.
+        copies: How many ranks store these elements.
     """
 
     weights: Tensor
@@ -62,6 +64,8 @@ class Updated(NamedTuple):
     matrix: int
     scale: float
     rounded: Tensor | None
+    sums: tuple[Tensor, ...]
+    copies: int
 
 
 def fold(rule: Rule, pieces: Sequence[Folded], active: Tensor) -> None:
@@ -85,24 +89,34 @@ def fold(rule: Rule, pieces: Sequence[Folded], active: Tensor) -> None:
             parts.write_direction(rule, piece.gradient, piece.state, piece.into)
 
 
-def apply(rule: Rule, pieces: Sequence[Updated], active: Tensor) -> None:
+def apply(rule: Rule, pieces: Sequence[Updated], active: Tensor, *, measured: bool = False) -> Tensor | None:
     """Decay and update weights in place, computed in fp32 or wider and rounded once.
 
     Args:
-        rule: Whose `Rule.apply`.
+        rule: Whose `Rule.apply`, or `Rule.apply_with` where there are sums.
         pieces: On one device.
         active: For each matrix whether anything is written, bool (n,), there.
+        measured: Whether the squares of the steps without decay are asked for.
+
+    Returns:
+        Their sum if so, each element counted once among its copies, 0-d fp64.
     """
     if not pieces:
-        return
-    if type(rule).apply is Rule.apply and rule.decay_mode == "full":
-        _apply_plain(rule, pieces, active)
+        return None
+    squares: list[Tensor] | None = [] if measured else None
+    if type(rule).apply is Rule.apply and rule.decay_mode == "full" and not type(rule).asks_for_sums():
+        _apply_plain(rule, pieces, active, squares)
     else:
-        for weights, update, state, matrix, scale, _ in pieces:
-            parts.apply(rule, weights, update, state, scale=scale, active=active[matrix])
+        for weights, update, state, matrix, scale, _, sums, copies in pieces:
+            own: list[Tensor] = []
+            told = own if measured else None
+            parts.apply(rule, weights, update, state, scale=scale, active=active[matrix], sums=sums, squares=told)
+            if squares is not None:
+                squares += [square / copies for square in own]
     masters = [piece.weights for piece in pieces if piece.rounded is not None]
     if masters:
         torch._foreach_copy_([piece.rounded for piece in pieces if piece.rounded is not None], masters)
+    return torch.stack(squares).sum() if squares else None
 
 
 # ------------------------------------------------------------------ Muon's own parts
@@ -163,7 +177,7 @@ def _fold_one(
         torch.add(momentum, g, alpha=(1 - rule.momentum) / rule.momentum, out=into)
 
 
-def _apply_plain(rule: Rule, pieces: Sequence[Updated], active: Tensor) -> None:
+def _apply_plain(rule: Rule, pieces: Sequence[Updated], active: Tensor, squares: list[Tensor] | None) -> None:
     """`Rule.apply` with full decay: weights that are left alone are multiplied by 1 and changed by 0 times the update.
 
     That changes none of their bits, since the update of a matrix that is left alone is finite: it comes from what is
@@ -171,28 +185,37 @@ def _apply_plain(rule: Rule, pieces: Sequence[Updated], active: Tensor) -> None:
     """
     numbers = [piece.matrix for piece in pieces]
     device = active.device
-    scales = upload([piece.scale for piece in pieces], dtype=torch.float32, device=device)
+    scales = upload([piece.scale for piece in pieces], dtype=torch.float64, device=device)
     of_piece = active[upload(numbers, dtype=torch.int64, device=device)]
     keep = torch.where(of_piece, 1 - rule.lr * rule.weight_decay, torch.ones_like(scales))
     change = torch.where(of_piece, scales * -rule.lr, torch.zeros_like(scales))
+    exact = {torch.promote_types(piece.weights.dtype, torch.float32) for piece in pieces}
+    factors = {dtype: (keep.to(dtype), change.to(dtype)) for dtype in exact}
+    if squares is not None:
+        norms = torch.stack(torch._foreach_norm([piece.update for piece in pieces], 2, dtype=torch.float64))
+        shares = upload([piece.copies for piece in pieces], dtype=torch.float64, device=device)
+        squares.append(((norms * change).square() / shares).sum())
     place = {id(piece): number for number, piece in enumerate(pieces)}
     for some in _alike(pieces, [piece.weights for piece in pieces]):
         if len(some) == 1:
             number = place[id(some[0])]
             for p, u in _split([some[0].weights, some[0].update]):
-                _apply_one(p, u, keep[number], change[number])
+                _apply_one(p, u, factors, number)
         else:
             index = upload([place[id(piece)] for piece in some], dtype=torch.int64, device=device)
             weights = [piece.weights for piece in some]
             p = _stacked(weights)
-            _apply_one(p, _stacked([piece.update for piece in some]), keep[index, None], change[index, None])
+            _apply_one(p, _stacked([piece.update for piece in some]), factors, (index, None))
             torch._foreach_copy_(weights, _unstacked(p, weights))
 
 
-def _apply_one(weights: Tensor, update: Tensor, keep: Tensor, change: Tensor) -> None:
+def _apply_one(
+    weights: Tensor, update: Tensor, factors: Mapping[torch.dtype, tuple[Tensor, Tensor]], which: Any
+) -> None:
     exact = torch.promote_types(weights.dtype, torch.float32)
+    keep, change = factors[exact]
     wide = weights.to(exact)
-    wide.mul_(keep).addcmul_(update.to(wide.dtype) if wide.dtype == torch.float64 else update, change)
+    wide.mul_(keep[which]).addcmul_(update, change[which])
     if wide is not weights:
         weights.copy_(wide)
 
