@@ -420,9 +420,10 @@ class Sphere(mm.MuonRule):
 
 def on_the_page() -> None:
     """The rule that docs/rules.md shows."""
-    for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}):
+    for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}, {}):
         pass
     prove_rule("even-rows", examples=EXAMPLES, seed=1, settings={"row_beta": 0.5})
+    prove_rule("as-large-as-the-weights", examples=EXAMPLES, seed=2)
 
 
 def test_the_rule_of_the_page_is_proved(workers) -> None:
