@@ -251,6 +251,27 @@ def test_sums_do_not_wait_for_the_device() -> None:
         bool(active)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_have_the_same_bits_in_parts_and_on_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    def after(cached: int, threads: int) -> list[Tensor]:
+        monkeypatch.setattr(parts, "_CACHED", cached)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            weights = [nn.Parameter(random(40, 60, seed=n).float()) for n in range(5)]
+            optimizer = mm.Muon([{"params": weights, "algorithm": "adamuon"}], lr=0.1)
+            for step in range(2):
+                for number, weight in enumerate(weights):
+                    weight.grad = random(40, 60, seed=10 * step + number).float()
+                optimizer.step()
+        finally:
+            torch.set_num_threads(before)
+        return [weight.detach() for weight in weights]
+
+    for found, expected in zip(after(100, threads), after(1 << 19, 1), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_summand_that_is_no_summand_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Norm(MuonRule):
