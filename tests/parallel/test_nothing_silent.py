@@ -175,7 +175,8 @@ def test_clipping_that_differs_on_one_rank_scales_nothing(workers, key: str, wai
 
 def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
     """Change the plan on rank 1 only, after the first step; return what the next call says."""
-    model, optimizer = build("fsdp" if how == "swap" else "ddp")
+    # Under DDP only the first rank would count in the sums that AdaMuon asks for.
+    model, optimizer = build("fsdp" if how == "swap" or algorithm == "adamuon" else "ddp")
     optimizer.param_groups[0]["algorithm"] = algorithm
     optimizer._kept.waits = waits
     give(model, 0)
