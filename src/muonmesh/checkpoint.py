@@ -20,7 +20,7 @@ from muonmesh.step.planning import Member, Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
-_NEVER_NEGATIVE = ("step", "exp_avg_sq", "row_second_moment", "col_second_moment", *RUNNING)
+_NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
 

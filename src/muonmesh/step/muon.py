@@ -103,7 +103,7 @@ class MuonStep:
                 continue
             rule = self._rules[slot.group]
             assert rule is not None
-            if self._flags.present[number]:
+            if self._flags.present[number] or self._written_blindly(slot):
                 create_state(slot, self._precision)
             gradient, master = slot.gradient, slot.state.get("master")
             folded = slot.kept("momentum") if slot.created else None
@@ -117,6 +117,13 @@ class MuonStep:
             weights = local if local.is_contiguous() else local.contiguous()
             master = None if master is None else local_of(master)
             self._held[number] = _Held(slot, rule, weights, folded, slot.kept("weights"), gradient, master)
+
+    def _written_blindly(self, slot: Slot) -> bool:
+        """Whether weights are written, masked, though no gradient is here, by a rule that needs its state for that.
+
+        Where the host does not wait for the flags it cannot know whether another shard has a gradient.
+        """
+        return self._flags.stop is not None and any(home.kept == "weights" for home in slot.homes.values())
 
     def _fold(self, assignment: int) -> None:
         flag = self._nonzero[assignment]
