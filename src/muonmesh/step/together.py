@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from muonmesh.comm.views import place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.rules import together
-from muonmesh.numerics.rules.together import Folded, Updated
+from muonmesh.numerics.rules.together import Factors, Folded, Updated
 from muonmesh.step.muon import MuonStep, views_of
 from muonmesh.step.slots import view_of
 
@@ -32,6 +33,7 @@ class MuonStepTogether(MuonStep):
             active = upload(self._flags.nonzero, dtype=torch.bool, device=self._device)
         self._active = active
         self._unfolded: list[int] = []
+        self._factors: dict[int, Factors] = {}
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state; the gradients are folded when the matrices are read."""
@@ -62,10 +64,8 @@ class MuonStepTogether(MuonStep):
         for folded in found.values():
             by_group.setdefault(self._group(folded.matrix), []).append(folded)
         for group, pieces in by_group.items():
-            rule = self._rules[group]
-            assert rule is not None
             pieces.sort(key=lambda piece: not piece.folds)  # what is only read has been folded then
-            together.fold(rule, pieces, self._active)
+            together.fold(pieces, self._factors_of(group))
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, a batch of equal ones at a time."""
@@ -102,11 +102,26 @@ class MuonStepTogether(MuonStep):
             piece = Updated(weights, update, beside, leg.assignment, scale, rounded, sums, copies)
             by_group.setdefault(held.slot.group, []).append(piece)
         for group, pieces in by_group.items():
-            rule_of_group = self._rules[group]
-            assert rule_of_group is not None
-            squares = together.apply(rule_of_group, pieces, self._active, measured=self._sums is not None)
+            squares = together.apply(pieces, self._factors_of(group), measured=self._sums is not None)
             if self._sums is not None and squares is not None:
                 self._sums.add(group, squares)
+
+    def _factors_of(self, group: int) -> Factors:
+        if group not in self._factors:
+            rule = self._rules[group]
+            assert rule is not None
+            self._factors[group] = Factors(rule, self._active, self._every_scale)
+        return self._factors[group]
+
+    @cached_property
+    def _every_scale(self) -> Tensor:
+        """The update scale of each matrix, fp64 (n,), in one copy; 0 for what this rank does not store."""
+        found = []
+        for assignment in self._plan.assignments:
+            slot = self._slots[assignment.parameter]
+            rule = None if slot is None else self._rules[slot.group]
+            found.append(0.0 if rule is None else rule.scale(assignment.matrix.rows, assignment.matrix.cols))
+        return upload(found, dtype=torch.float64, device=self._device)
 
     def _group(self, assignment: int) -> int:
         return self._held[self._plan.assignments[assignment].parameter].slot.group
