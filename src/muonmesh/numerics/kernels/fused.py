@@ -13,10 +13,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.rows import Rows, on_device
 from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted
 
 _Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
+
+_OPTIONS = {"enable_fp_fusion": False}
+"""Or an element's bits would depend on how its piece lies in memory: products would be rounded here and not there."""
 
 _library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -100,17 +104,8 @@ def _fold(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    from muonmesh.numerics.kernels import pieces
-
-    device = gradients[0].device if gradients else None
-    for dtypes, rows, table in _grouped("fold", device, gradients, momenta, directions or momenta):
-        tiny = torch.finfo(dtypes[1]).tiny
-        pieces.fold[(rows.programs,)](
-            *(table, rows.pieces, _contiguous(active), 1 - momentum, momentum),
-            *(active is not None, len(directions) > 0, nesterov, tiny),
-            *(pieces.TYPES[dtype] for dtype in dtypes),
-            enable_fp_fusion=False,  # or an element's bits would depend on how its piece lies in memory
-        )
+    for launch in _folding(gradients, momenta, directions, active, momentum, nesterov):
+        launch.run()
 
 
 def _apply(
@@ -121,16 +116,8 @@ def _apply(
     keep: Tensor,
     size: Tensor,
 ) -> None:
-    from muonmesh.numerics.kernels import pieces
-
-    device = weights[0].device if weights else None
-    for dtypes, rows, table in _grouped("apply", device, weights, masters or weights, updates):
-        pieces.apply[(rows.programs,)](
-            *(table, rows.pieces, _contiguous(active), _contiguous(keep), _contiguous(size)),
-            *(active is not None, len(masters) > 0),
-            *(pieces.TYPES[dtype] for dtype in dtypes),
-            enable_fp_fusion=False,
-        )
+    for launch in _applying(weights, masters, updates, active, keep, size):
+        launch.run()
 
 
 for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
@@ -140,6 +127,40 @@ for _name in ("fold", "apply"):
     torch.library.register_fake(f"muonmesh::{_name}", lambda *arguments: None, lib=_library)
 
 
+def _folding(
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    active: Tensor | None,
+    momentum: float,
+    nesterov: bool,
+) -> Iterator[Launch]:
+    from muonmesh.numerics.kernels import pieces
+
+    for dtypes, rows, table in _grouped("fold", gradients, momenta, directions or momenta):
+        numbers = (table, rows.pieces, _contiguous(active), 1 - momentum, momentum)
+        choices = (active is not None, len(directions) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
+        arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
+        yield Launch(pieces.fold, rows.programs, arguments, _OPTIONS)
+
+
+def _applying(
+    weights: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    active: Tensor | None,
+    keep: Tensor,
+    size: Tensor,
+) -> Iterator[Launch]:
+    from muonmesh.numerics.kernels import pieces
+
+    for dtypes, rows, table in _grouped("apply", weights, masters or weights, updates):
+        numbers = (table, rows.pieces, _contiguous(active), _contiguous(keep), _contiguous(size))
+        choices = (active is not None, len(masters) > 0)
+        arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
+        yield Launch(pieces.apply, rows.programs, arguments, _OPTIONS)
+
+
 def _contiguous(vector: Tensor | None) -> Tensor | None:
     if vector is None:
         return None
@@ -147,9 +168,7 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
     return vector.view(torch.uint8) if vector.dtype == torch.bool else vector
 
 
-def _grouped(
-    what: str, device: torch.device | None, *lists: Sequence[Tensor]
-) -> Iterator[tuple[_Dtypes, Rows, Tensor]]:
+def _grouped(what: str, *lists: Sequence[Tensor]) -> Iterator[tuple[_Dtypes, Rows, Tensor]]:
     """Yield the dtypes, the rows and the table on the device for all pieces of the same dtypes."""
     groups: dict[_Dtypes, Rows] = {}
     for number, (a, b, c) in enumerate(zip(*lists, strict=True)):
@@ -163,7 +182,7 @@ def _grouped(
             rows = groups[dtypes] = Rows()
         rows.add(number, a, b, c)
     filled = {dtypes: rows for dtypes, rows in groups.items() if rows.pieces}
-    if filled and device is not None:
-        tables = on_device(list(filled.values()), device)
+    if filled:
+        tables = on_device(list(filled.values()), lists[0][0].device)
         for (dtypes, rows), table in zip(filled.items(), tables, strict=True):
             yield dtypes, rows, table

@@ -119,37 +119,39 @@ def fold(
     if kind == _FLAT:
         length = tl.load(row + _LENGTHS + 2)
         here = block * (_ROWS * _COLS) + tl.arange(0, _ROWS * _COLS)
-        gradient, moving = tl.multiple_of(gradient, 16), tl.multiple_of(moving, 16)
-        direction = tl.multiple_of(direction, 16)
+        # Not _address: a hint that is given to what a function returns is lost when the function is inlined.
+        g_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(G)), 16) + here
+        m_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(M)), 16) + here
+        d_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(D)), 16) + here
         if (block + 1) * (_ROWS * _COLS) <= length:  # without a mask 16 bytes are moved at a time
-            m, d = _folded(
-                tl.load(gradient + here), tl.load(moving + here), weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY
+            m_whole, d_whole = _folded(
+                tl.load(g_flat), tl.load(m_flat), weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY
             )
             if on:
-                tl.store(moving + here, m)
+                tl.store(m_flat, m_whole)
             if DIRECTS:
-                tl.store(direction + here, d.to(D))
+                tl.store(d_flat, d_whole.to(D))
         else:
-            inside = here < length
-            g = tl.load(gradient + here, mask=inside, other=0.0)
-            m = tl.load(moving + here, mask=inside, other=0.0)
-            m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-            tl.store(moving + here, m, mask=inside & on)
+            left = here < length
+            g_tail = tl.load(g_flat, mask=left, other=0.0)
+            m_tail = tl.load(m_flat, mask=left, other=0.0)
+            m_tail, d_tail = _folded(g_tail, m_tail, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
+            tl.store(m_flat, m_tail, mask=left & on)
             if DIRECTS:
-                tl.store(direction + here, d.to(D), mask=inside)
+                tl.store(d_flat, d_tail.to(D), mask=left)
     else:
         plane, i, j, inside = _places(row, block)
-        moving += _offsets(row, 1, plane, i, j)
+        m_at = moving + _offsets(row, 1, plane, i, j)
         g = tl.load(gradient + _offsets(row, 0, plane, i, j), mask=inside, other=0.0)
-        m = tl.load(moving, mask=inside, other=0.0)
+        m = tl.load(m_at, mask=inside, other=0.0)
         m, d = _folded(g, m, weight, momentum, on, NESTEROV=NESTEROV, TINY=TINY)
-        tl.store(moving, m, mask=inside & on)
+        tl.store(m_at, m, mask=inside & on)
         if DIRECTS:
-            direction += _offsets(row, 2, plane, i, j)
+            d_at = direction + _offsets(row, 2, plane, i, j)
             if kind == _TRANSPOSED:  # neighbours in memory to neighbouring threads
-                tl.store(tl.trans(direction), tl.trans(d.to(D)), mask=tl.trans(inside))
+                tl.store(tl.trans(d_at), tl.trans(d.to(D)), mask=tl.trans(inside))
             else:
-                tl.store(direction, d.to(D), mask=inside)
+                tl.store(d_at, d.to(D), mask=inside)
 
 
 @triton.jit
@@ -185,37 +187,32 @@ def apply(
         if kind == _FLAT:
             length = tl.load(row + _LENGTHS + 2)
             here = block * (_ROWS * _COLS) + tl.arange(0, _ROWS * _COLS)
-            weight, master = tl.multiple_of(weight, 16), tl.multiple_of(master, 16)
-            update = tl.multiple_of(update, 16)
+            w_flat = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(W)), 16) + here
+            p_flat = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(P)), 16) + here
+            u_flat = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(U)), 16) + here
             if (block + 1) * (_ROWS * _COLS) <= length:  # without a mask 16 bytes are moved at a time
-                u = tl.load(update + here)
+                whole = _applied(tl.load(p_flat if HAS_MASTERS else w_flat), tl.load(u_flat), keep, size)
                 if HAS_MASTERS:
-                    new = _applied(tl.load(master + here), u, keep, size).to(P)
-                    tl.store(master + here, new)
-                else:
-                    new = _applied(tl.load(weight + here), u, keep, size)
-                tl.store(weight + here, new.to(W))
+                    tl.store(p_flat, whole.to(P))
+                tl.store(w_flat, (whole.to(P) if HAS_MASTERS else whole).to(W))
             else:
-                inside = here < length
-                u = tl.load(update + here, mask=inside, other=0.0)
+                left = here < length
+                u_tail = tl.load(u_flat, mask=left, other=0.0)
+                tail = tl.load(p_flat if HAS_MASTERS else w_flat, mask=left, other=0.0)
+                changed = _applied(tail, u_tail, keep, size)
                 if HAS_MASTERS:
-                    new = _applied(tl.load(master + here, mask=inside, other=0.0), u, keep, size).to(P)
-                    tl.store(master + here, new, mask=inside)
-                else:
-                    new = _applied(tl.load(weight + here, mask=inside, other=0.0), u, keep, size)
-                tl.store(weight + here, new.to(W), mask=inside)
+                    tl.store(p_flat, changed.to(P), mask=left)
+                tl.store(w_flat, (changed.to(P) if HAS_MASTERS else changed).to(W), mask=left)
         else:
             plane, i, j, inside = _places(row, block)
-            weight += _offsets(row, 0, plane, i, j)
-            update += _offsets(row, 2, plane, i, j)
+            w_at = weight + _offsets(row, 0, plane, i, j)
+            p_at = master + _offsets(row, 1, plane, i, j)
+            u_at = update + _offsets(row, 2, plane, i, j)
             if kind == _TRANSPOSED:  # neighbours in memory to neighbouring threads
-                u = tl.trans(tl.load(tl.trans(update), mask=tl.trans(inside), other=0.0))
+                u = tl.trans(tl.load(tl.trans(u_at), mask=tl.trans(inside), other=0.0))
             else:
-                u = tl.load(update, mask=inside, other=0.0)
+                u = tl.load(u_at, mask=inside, other=0.0)
+            new = _applied(tl.load(p_at if HAS_MASTERS else w_at, mask=inside, other=0.0), u, keep, size)
             if HAS_MASTERS:
-                master += _offsets(row, 1, plane, i, j)
-                new = _applied(tl.load(master, mask=inside, other=0.0), u, keep, size).to(P)
-                tl.store(master, new, mask=inside)
-            else:
-                new = _applied(tl.load(weight, mask=inside, other=0.0), u, keep, size)
-            tl.store(weight, new.to(W), mask=inside)
+                tl.store(p_at, new.to(P), mask=inside)
+            tl.store(w_at, (new.to(P) if HAS_MASTERS else new).to(W), mask=inside)

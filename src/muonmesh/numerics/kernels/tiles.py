@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from muonmesh.numerics.kernels.launch import Launch
 
 
 class Tile(NamedTuple):
@@ -32,7 +33,7 @@ LARGE = Tile(side=128, depth=64, warps=8, stages=3)
 SMALL = Tile(side=64, depth=64, warps=4, stages=3)
 ODD = Tile(side=64, depth=32, warps=4, stages=3)
 """For matrices that are not aligned: elements are loaded one by one then, each with an address and a mask."""
-EXACT = Tile(side=64, depth=32, warps=8, stages=3)
+EXACT = Tile(side=64, depth=16, warps=8, stages=3)
 """For fp32, whose products no tensor core computes as such."""
 
 _LARGE_FROM = 257
@@ -152,23 +153,6 @@ _FAR = 1 << 24
 """Strides from which on an offset within a tile does not fit in 32 bits."""
 
 
-class Launch(NamedTuple):
-    """A kernel and what it is called with."""
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: Sequence[Any]
-    options: Mapping[str, Any]
-
-    def run(self) -> None:
-        """Compile the kernel, if that has not been done, and start it."""
-        self.kernel[self.grid](*self.arguments, **self.options)
-
-    def compile(self) -> Any:
-        """Compile the kernel for the device that Triton believes to be there, and return it."""
-        return self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
-
-
 def multiplication(
     a: Tensor,
     b: Tensor,
@@ -209,7 +193,7 @@ def multiplication(
         *(tile.side, tile.depth, _GROUP, tl.int32 if max(strides) < _FAR else tl.int64),
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}
-    return Launch(_aligned if aligned else _any, (batch * tiles,), arguments, options)
+    return Launch(_aligned if aligned else _any, batch * tiles, arguments, options)
 
 
 def tile_for(rows: int, cols: int, dtype: torch.dtype, *, aligned: bool) -> Tile:
