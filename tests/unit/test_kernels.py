@@ -14,6 +14,7 @@ from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import Matmuls, blocked
 from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
 from muonmesh.numerics.kernels.dense import dense
+from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import orthogonalize
 
@@ -21,7 +22,8 @@ CPU = torch.device("cpu")
 EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
 TABLES = {
     "blocked": (BLOCKED, 1),
-    "dense": (dense(at_once=3, together=False), 3),
+    "dense": (dense(at_once=3), 3),
+    "device": (torch_products(at_once=3), 3),
 }
 
 
@@ -201,7 +203,7 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_select_refuses_unknown_kernels() -> None:
-    with pytest.raises(ValueError, match="kernels: found 'cuda'; needed one of 'auto', 'torch'"):
+    with pytest.raises(ValueError, match="kernels: found 'cuda'; needed one of 'auto', 'torch', 'triton'"):
         kernels.select("cuda", device=CPU, dtype=torch.float32, rows=4, cols=4)  # type: ignore[arg-type]
 
 

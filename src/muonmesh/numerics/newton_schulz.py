@@ -25,6 +25,7 @@ from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
+from muonmesh.numerics.precision import exact_fp32
 from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -99,9 +100,10 @@ def orthogonalize(
     target = result.view(matrices.shape)
     at_once = max(1, min(matmuls.at_once, len(matrices)))
     iteration = _Iteration((at_once, rows, cols), matmuls, dtype=dtype, device=x.device)
-    for start in range(0, len(matrices), at_once):
-        some = slice(start, start + at_once)
-        iteration.run(matrices[some], target[some], segments, aol=aol, overwrite=overwrite)
+    with exact_fp32(dtype):
+        for start in range(0, len(matrices), at_once):
+            some = slice(start, start + at_once)
+            iteration.run(matrices[some], target[some], segments, aol=aol, overwrite=overwrite)
     return result
 
 
@@ -122,6 +124,11 @@ def gram_factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
         gram: X Xᵀ with the norm of X divided out, shape (rows, rows), fp32 or fp64.
         segment: One polynomial or more.
     """
+    with exact_fp32(gram.dtype):
+        return _factor(gram, segment)
+
+
+def _factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     factor = eye
     for number, polynomial in enumerate(segment):
