@@ -273,13 +273,15 @@ class _Iteration:
         self._next = out if self._serves(out) else self._long(1, count)
         self._a, self._b, self._c, self._d, self._e = (buffer[:count] for buffer in self._square)
         self._norm = load(matrices, self.x, together=together)
+        self._inverse = self._norm.reciprocal()
+        self._inverse_square = self._inverse.square() if together else self._norm.square().reciprocal()
         if aol:
             rescale_rows(self.x, self._gram())
         # X alternates between the two buffers; an odd number of segments ends in the second.
         self._scale: float | Tensor = 1.0
         for number, segment in enumerate(segments, 1):
             if number == len(segments):
-                self._scale = self._norm.reciprocal()
+                self._scale = self._inverse
             if len(segment) == 2:
                 self.gram_steps(*segment, last=number == len(segments))
             else:
@@ -337,7 +339,7 @@ class _Iteration:
 
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer `_a`."""
-        return self._matmuls.gram(self.x, self._norm.square().reciprocal(), self._a)
+        return self._matmuls.gram(self.x, self._inverse_square, self._a)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
         """X ← a·X + B X, in the last segment divided by ν."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.muon import MuonRule
@@ -116,11 +117,19 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
             alone is written all the same, from what is kept.
     """
     rule, active = factors.rule, factors.active
+    rest = []
     if _folds_as_muon(rule):
-        fp32 = [piece for piece in pieces if _momentum(piece).dtype == torch.float32]
-        _fold_as_muon(fp32, factors)
-        pieces = [piece for piece in pieces if _momentum(piece).dtype != torch.float32]
-    for piece in pieces:
+        in_one, by_torch = [], []
+        for piece in pieces:
+            if piece.folds and _can_fuse(piece.gradient, _momentum(piece), piece.into):
+                in_one.append(piece)
+            elif _momentum(piece).dtype == torch.float32:
+                by_torch.append(piece)
+            else:
+                rest.append(piece)
+        _fold_fused(in_one, factors)
+        _fold_as_muon(by_torch, factors)
+    for piece in rest if _folds_as_muon(rule) else pieces:
         if piece.folds:
             parts.fold(rule, piece.gradient, piece.state, active=active[piece.matrix], into=piece.into)
         elif piece.into is not None:
@@ -143,7 +152,12 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     rule, active = factors.rule, factors.active
     squares: list[Tensor] | None = [] if measured else None
     if type(rule).apply is Rule.apply and rule.decay_mode == "full" and not type(rule).asks_for_sums():
-        _apply_plain(pieces, factors, squares)
+        if squares is not None:
+            squares.append(_squares(pieces, factors))
+        fused_pieces = [piece for piece in pieces if _can_fuse(piece.weights, piece.rounded, piece.update)]
+        _apply_fused(fused_pieces, factors)
+        pieces = [piece for piece in pieces if not _can_fuse(piece.weights, piece.rounded, piece.update)]
+        _apply_plain(pieces, factors)
     else:
         for weights, update, state, matrix, scale, _, sums, copies in pieces:
             own: list[Tensor] = []
@@ -151,7 +165,7 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
             parts.apply(rule, weights, update, state, scale=scale, active=active[matrix], sums=sums, squares=told)
             if squares is not None:
                 squares += [square / copies for square in own]
-    masters = [piece.weights for piece in pieces if piece.rounded is not None]
+    masters = [piece.weights for piece in pieces if piece.rounded is not None]  # of what was not fused
     if masters:
         torch._foreach_copy_([piece.rounded for piece in pieces if piece.rounded is not None], masters)
     return torch.stack(squares).sum() if squares else None
@@ -214,17 +228,12 @@ def _fold_one(
         torch.add(momentum, g, alpha=(1 - rule.momentum) / rule.momentum, out=into)
 
 
-def _apply_plain(pieces: Sequence[Updated], factors: Factors, squares: list[Tensor] | None) -> None:
+def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
     """`Rule.apply` with full decay: weights that are left alone are multiplied by 1 and changed by 0 times the update.
 
     That changes none of their bits, since the update of a matrix that is left alone is finite: it comes from what is
     kept and not from the gradient.
     """
-    if squares is not None:
-        norms = torch.stack(torch._foreach_norm([piece.update for piece in pieces], 2, dtype=torch.float64))
-        (change,) = _of_each([piece.matrix for piece in pieces], factors.change)
-        shares = upload([piece.copies for piece in pieces], dtype=torch.float64, device=norms.device)
-        squares.append(((norms * change[:, 0]).square() / shares).sum())
     for some in _alike(pieces, [piece.weights for piece in pieces]):
         exact = torch.promote_types(some[0].weights.dtype, torch.float32)
         keep, change = factors.applied(exact)
@@ -248,6 +257,58 @@ def _apply_one(weights: Tensor, update: Tensor, keep: Tensor, change: Tensor) ->
     wide.mul_(keep).addcmul_(update, change)
     if wide is not weights:
         weights.copy_(wide)
+
+
+def _squares(pieces: Sequence[Updated], factors: Factors) -> Tensor:
+    """Return the sum of squares of the steps, without decay, each element counted once among its copies."""
+    norms = torch.stack(torch._foreach_norm([piece.update for piece in pieces], 2, dtype=torch.float64))
+    (change,) = _of_each([piece.matrix for piece in pieces], factors.change)
+    shares = upload([piece.copies for piece in pieces], dtype=torch.float64, device=norms.device)
+    return ((norms * change[:, 0]).square() / shares).sum()
+
+
+# ------------------------------------------------------------------ by one kernel
+
+
+def _can_fuse(*tensors: Tensor | None) -> bool:
+    """Whether one kernel takes these tensors of a piece."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return fused.can_fuse(given[0].device, [t.dtype for t in given]) and given[0].ndim <= 3
+
+
+def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
+    rule = factors.rule
+    assert isinstance(rule, MuonRule)
+    for some in ([p for p in pieces if p.into is not None], [p for p in pieces if p.into is None]):
+        if some:
+            fused.fold(
+                [piece.gradient for piece in some],
+                [_momentum(piece) for piece in some],
+                [piece.into for piece in some if piece.into is not None],
+                _of(some, factors.active),
+                momentum=rule.momentum,
+                nesterov=rule.nesterov,
+            )
+
+
+def _apply_fused(pieces: Sequence[Updated], factors: Factors) -> None:
+    keep, change = factors.applied(torch.float32)
+    for some in ([p for p in pieces if p.rounded is not None], [p for p in pieces if p.rounded is None]):
+        if some:
+            mastered = some[0].rounded is not None
+            fused.apply(
+                [piece.weights if piece.rounded is None else piece.rounded for piece in some],
+                [piece.weights for piece in some] if mastered else [],
+                [piece.update for piece in some],
+                _of(some, factors.active),
+                keep=_of(some, keep),
+                size=-_of(some, change),
+            )
+
+
+def _of(pieces: Sequence[Folded | Updated], factor: Tensor) -> Tensor:
+    """Return the factor of each piece's matrix, (pieces,)."""
+    return _of_each([piece.matrix for piece in pieces], factor)[0][:, 0]
 
 
 # ------------------------------------------------------------------ pieces together
