@@ -48,8 +48,8 @@ class GradNorms:
 
     Attributes:
         total: 0-d fp64 tensor, norm of all gradients; None if it was not asked for.
-        muon: Norm of the Muon groups' gradients; None likewise.
-        adamw: Norm of the AdamW groups' gradients; None likewise.
+        muon: Norm of the gradients of Muon's half, the groups whose rule is scale-invariant; None likewise.
+        adamw: Norm of the others': AdamW's, and those of rules that feel the scale of gradients; None likewise.
         skipped: 0-d bool tensor, whether the next ``step`` changes nothing.
     """
 
@@ -326,7 +326,7 @@ def keep_running_norms(clip: Clip, state: Mapping[Tensor, Mapping[str, Any]], st
     for tensor, fresh in clip.running:
         for key, value in zip(RUNNING, fresh, strict=True):
             kept = state[tensor].get(key)
-            if kept is not None:  # else no rank has ever had a gradient
+            if kept is not None:  # else no state has been created here, since there was no gradient
                 value = value.view_as(kept)
                 kept.copy_(value if stop is None else torch.where(stop, kept, value))
 

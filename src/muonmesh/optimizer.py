@@ -63,9 +63,10 @@ class Muon(torch.optim.Optimizer):
     """Muon on matrices and AdamW on the rest, the same update whatever holds a matrix.
 
     Muon replaces a matrix's momentum M = UΣVᵀ by about UVᵀ, a whole-matrix operation (K. Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon). Sharded parameters (DTensor) are gathered to one owner each,
-    orthogonalised there and scattered back, so that sharding never changes the algorithm: on CPU parameters
-    and state are bit for bit those of one process.
+    https://kellerjordan.github.io/posts/muon). Where ranks hold shards of a matrix, its momentum is gathered to one
+    owner, orthogonalised there and scattered back, so that sharding never changes the algorithm: on CPU parameters
+    and state are bit for bit those of one process. A parameter may hold several matrices, as a fused q, k, v weight
+    does; each has an owner of its own.
 
     One step: all ranks check their gradients and agree; each updates the momentum it stores; pieces travel to
     the owners, which orthogonalise whole matrices; every rank applies decay and update to what it stores.
@@ -74,7 +75,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Param groups, best from `split_params`; or parameters, or (name, parameter) pairs, all of them
-            matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, or "adamw";
+            matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, another rule, or "adamw";
             ``use_muon`` is accepted for it), ``matrices`` (how each parameter splits, see `split_matrices`),
             ``name``, and any of the hyperparameters below.
         lr: Learning rate of both halves. For a Muon matrix, lr × scale is the spectral norm of one step.
@@ -364,6 +365,7 @@ class Muon(torch.optim.Optimizer):
         exchange.counts = Counts()
         slots = collect(planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None))
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
         look = kept.loaded or kept.compared is not planned
         replicas = fingerprints(planned, self.state) if look else None
         flags, kept.pending = preflight(

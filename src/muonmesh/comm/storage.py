@@ -334,6 +334,13 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
 def _shard_for(
     shape: tuple[int, ...], sizes: tuple[int, ...], placements: Sequence[TorchPlacement], axis: int
 ) -> TorchPlacement:
+    """Return how a replicate axis cuts momentum that its replicas share, by the rule of `sharded_over_replicas`.
+
+    Placements apply from left to right. If the axis cut a dim that an axis to its right cuts too, it would cut first,
+    and the other axis would cut other pieces than it does in the parameter. So it cuts such a dim by a strided shard,
+    which is as if it came last, and only where all cuts are even.
+    """
+
     def cuts(dim: int, axes: range) -> list[int]:
         return [sizes[i] for i in axes if getattr(placements[i], "dim", None) == dim]
 

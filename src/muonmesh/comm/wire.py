@@ -1,4 +1,9 @@
-"""Wire: the collectives of a step, counted, and told apart when one fails. Nothing else in a step sends anything."""
+"""Wire: the collectives of a step that all ranks of a connected set take part in, counted, and named when one fails.
+
+Three things are sent past it: the sum of a partial gradient, which DTensor sends over its own mesh (`gradients`); the
+norms of other pipeline stages (`muonmesh.clip`); and what ranks tell each other once for each plan, or after an error
+(`agreement`, `meeting`).
+"""
 
 from __future__ import annotations
 

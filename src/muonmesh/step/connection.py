@@ -70,7 +70,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
     group = group_of(ranks, candidates)
     views = agree_on_plan(group, planned.plan if planned is not None else None, error)
     assert planned is not None
-    if views is not None or ranks != planned.plan.ranks:
+    if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
         planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb, kept.exchange)
         insist(group, planned.plan)
