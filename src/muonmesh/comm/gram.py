@@ -33,8 +33,8 @@ class _Slab:
     Attributes:
         assignment: The matrix.
         segments: How many sums it takes.
-        x: The columns and what comes of them, (rows, width), in turn.
-        gram: X Xᵀ, (rows, rows): first of this rank's columns, then the sum.
+        x: Two memories (rows, width): each segment reads one and writes what becomes of the columns to the other.
+        gram: X Xᵀ, (rows, rows): first that of this rank's columns, then the sum over the ranks.
     """
 
     assignment: int

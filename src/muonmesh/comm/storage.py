@@ -1,4 +1,4 @@
-"""Storage: what a tensor says about where it lives. The only reader of DTensor placements."""
+"""Storage: what a tensor says about where it lives. Only here torch's placements become ours."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Storage:
         )
 
     def companion(self, layout: Layout) -> Storage:
-        """Return where a companion of what lives here lives (`muonmesh.layout.companion`), by its layout."""
+        """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter that lives here."""
         return Storage(layout, layout.shape, row_major(layout.shape), self.mesh, self.placements)
 
     @property

@@ -157,9 +157,10 @@ class MuonStep:
             parts.fold(held.rule, view_of(held.gradient, piece), views_of(held.folded, piece), active=_mask(flag))
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Take matrices that nobody else has through the whole step, one batch on one thread after the other.
+        """Take matrices that nobody else has through the whole step, a batch of equal ones in each task.
 
-        What one operation leaves in the thread's cache the next one finds there, and no thread waits for another.
+        What one operation leaves in the cache the next one finds there. In bf16 each task has a thread of its own, so
+        no thread waits for another; see `_run`.
         """
         tasks: list[tuple[int, Callable[[], None]]] = []
         for some in alike:
@@ -249,7 +250,11 @@ class MuonStep:
         return max(1, min(-(-count // torch.get_num_threads()), kernels.at_once))
 
     def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        """Run (cost, task) pairs: whole matrices on threads, but not in dtypes whose bits depend on their number."""
+        """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).
+
+        In fp32 and fp64 the bits of a product depend on how many threads share it. There the tasks are run one after
+        the other, each on all threads, so that they do not depend on how many tasks there are.
+        """
         tasks = sorted(tasks, key=lambda task: -task[0])
         ordered = [task for _, task in tasks]
         if self._precision.compute == torch.bfloat16 and ordered:
