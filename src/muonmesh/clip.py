@@ -229,10 +229,10 @@ def stand_aside(
 
     Args:
         planned: What this rank had planned before, as the others still may have.
-        exchange: Of that plan.
+        exchange: The exchange of that plan.
         error: What is wrong with its groups; None: they have changed, so that all must plan again.
-        limits: What the call asks for.
-        process_group: Likewise.
+        limits: The arguments of the call.
+        process_group: Ranks of other pipeline stages to be clipped with, as in `Muon.clip_grad_norm_`.
         waits: Whether the others' hosts read what is said. If not and some have not changed, `Muon.step` ends in an
             error on all ranks.
 
@@ -274,7 +274,7 @@ def measure(
     Where n ranks store the same elements, each adds 1/n of their squares, so that every element counts once.
 
     Args:
-        planned: Whose gradients.
+        planned: The plan whose gradients are measured.
         groups: The param groups.
         source: Where they are.
         measured: The halves to measure, as places in the sums.

@@ -317,13 +317,14 @@ class Muon(torch.optim.Optimizer):
         self.refuse_if_torn()
         clip, kept.clip = kept.clip, Clip()
         pending, kept.pending = kept.pending, None
-        if pending is not None:
+        if pending is not None:  # the flags of the step before, for which the host did not wait
             pending.raise_errors()
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:  # the device has counted meanwhile
             rounding.warn(stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
+            # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
             waits = kept.host_waits(before[0]) or settings.at_rest
             kept.pending = stand_aside(*before, settings.error, waits=waits)
             if kept.pending is not None:

@@ -49,7 +49,7 @@ class _Stage:
 
     Attributes:
         what: Names it in errors.
-        sum: Which.
+        sum: Which sum of the plan it is.
         group: The ranks that hold one copy.
         order: The places of these ranks in the group, in the order of the layout.
         held: Assignments of which this rank stores something.
@@ -78,7 +78,7 @@ class GramExchange:
     Sums are taken two at a time: while one travels, the other is computed.
 
     Args:
-        plan: Whose.
+        plan: The plan whose sums to take.
         wire: To the other ranks.
         rank: This one.
         dtype: Of the wire of an owner exchange; here it is at least fp32.

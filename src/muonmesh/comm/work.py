@@ -83,8 +83,8 @@ class Work(Protocol):
         """Write what a leg's elements add to these sums, as integers; see `muonmesh.numerics.exact`.
 
         Args:
-            leg: Likewise.
-            update: Likewise.
+            leg: As in `exponents`.
+            update: As in `exponents`.
             exponents: The largest of all elements of the matrix, int64 (sums,).
             into: int64 (sums, 2); zeros before.
         """

@@ -125,7 +125,7 @@ class Plan:
 
     Attributes:
         ranks: The connected set: all ranks that share any of the parameters.
-        parameters: What was planned.
+        parameters: The parameters whose matrices are assigned.
         assignments: Every Matrix once, with its team.
         buckets: Numbers of the assignments that move and compute together, in order.
         elementwise: Parameters that are not orthogonalised.

@@ -53,7 +53,7 @@ def total_of(limbs: Tensor, exponent: Tensor, *, count: int) -> Tensor:
     """Return what the integers of all numbers add up to, fp64; NaN where a number was not finite.
 
     Args:
-        limbs: Sums of the `limbs_of` all numbers, int64 (..., 2).
+        limbs: What `limbs_of` returns, added up over all numbers, int64 (..., 2).
         exponent: `largest_exponent` of all numbers, (...).
         count: How many numbers there are.
     """

@@ -98,7 +98,7 @@ def changed(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planne
 
     Args:
         groups: As they are now.
-        kept: What was kept.
+        kept: What the optimizer keeps.
         error: What is wrong with the groups, so that they cannot be compared with what they were.
     """
     before = kept.connected

@@ -94,7 +94,7 @@ def collect(
     """Read every gradient and check the state beside it.
 
     Args:
-        planned: Whose.
+        planned: The plan whose parameters are read.
         groups: The param groups.
         state: The optimizer's state.
         source: Where the gradients are.

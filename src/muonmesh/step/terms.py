@@ -41,7 +41,7 @@ class Terms:
         """Take a snapshot.
 
         Args:
-            planned: Whose.
+            planned: The plan with the parameters that are compared.
             groups: The param groups.
             precision: The optimizer's dtypes.
             loaded: Whether state has been loaded since the last step.
