@@ -25,7 +25,7 @@ _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_s
 
 
 _WORKED_OUT = ("matrices", "reasons")
-"""Lists with an entry for each parameter that the groups of an optimizer have and its saved groups do not."""
+"""Lists by parameter in the groups of an optimizer. They follow from the model, so a saved group has None for them."""
 
 _LEFT_OUT = (*_WORKED_OUT, "param_names")
 """What may be None in a saved group."""

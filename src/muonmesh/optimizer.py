@@ -487,7 +487,7 @@ class Muon(torch.optim.Optimizer):
         kept.torn, kept.loaded = None, bool(places)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups as torch does; what lists parameters in a group is left out, but for the names.
+        """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
 
         Raises:
             StateError: a step was interrupted while it wrote.
@@ -627,8 +627,8 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
-        rule: What matrices are stepped by: "muon", "normuon", "adamuon", or what `register_rule` has made known.
-        momentum: Like the rest, an argument of `Muon`, which tells more of it: how much of the momentum stays.
+        rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
+        momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
         nesterov: Whether to look ahead with the momentum.
         weight_decay: Of both halves; norms, biases and other vectors have none.
         decay_mode: Which weights decay.
