@@ -33,8 +33,8 @@ class _Slab:
     Attributes:
         assignment: The matrix.
         segments: How many sums it takes.
-        x: The columns and what comes of them, (rows, width), in turn.
-        gram: X Xᵀ, (rows, rows): first of this rank's columns, then the sum.
+        x: Two memories (rows, width): each segment reads one and writes what becomes of the columns to the other.
+        gram: X Xᵀ, (rows, rows): first that of this rank's columns, then the sum over the ranks.
     """
 
     assignment: int
@@ -49,7 +49,7 @@ class _Stage:
 
     Attributes:
         what: Names it in errors.
-        sum: Which.
+        sum: Which sum of the plan it is.
         group: The ranks that hold one copy.
         order: The places of these ranks in the group, in the order of the layout.
         held: Assignments of which this rank stores something.
@@ -78,7 +78,7 @@ class GramExchange:
     Sums are taken two at a time: while one travels, the other is computed.
 
     Args:
-        plan: Whose.
+        plan: The plan whose sums to take.
         wire: To the other ranks.
         rank: This one.
         dtype: Of the wire of an owner exchange; here it is at least fp32.

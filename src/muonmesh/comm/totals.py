@@ -29,7 +29,7 @@ class Totals:
     """Takes the sums that rules ask for over the matrices of a plan.
 
     Args:
-        plan: Whose.
+        plan: The plan of these matrices.
         rank: This one.
         device: Where the matrices are.
         wire: To the other ranks; None where nobody else has anything of the matrices.

@@ -33,7 +33,12 @@ class Work(Protocol):
     """
 
     def prepare(self, assignments: Sequence[int]) -> None:
-        """Get ready to read what this rank stores of these matrices, each named once a step and read right after."""
+        """Get ready to read what this rank stores of these matrices.
+
+        Each matrix that moves, or whose Gram matrices are summed, is prepared once a step, right before `read` is
+        called for it. An owner exchange prepares the matrices of a bucket on every rank, also those that it stores
+        nothing of.
+        """
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Read, orthogonalise and write matrices that are this rank's alone; they have not been prepared.
@@ -42,7 +47,7 @@ class Work(Protocol):
         """
 
     def read(self, ends: Ends) -> None:
-        """Write the values of each leg's elements into a tensor of the shape of its piece, any strides."""
+        """Write what is orthogonalised of each leg's elements into a tensor of the shape of its piece, any strides."""
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
         """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and their assignments.
@@ -63,7 +68,7 @@ class Work(Protocol):
         """Take what is kept of the matrices that this rank owns, by assignment and key, to be written in place."""
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Keep numbers again that were read so, unless their matrix is left alone."""
+        """Keep numbers that `read_kept` has read and the owner has changed, unless their matrix is left alone."""
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that is taken over their matrix.
@@ -78,8 +83,8 @@ class Work(Protocol):
         """Write what a leg's elements add to these sums, as integers; see `muonmesh.numerics.exact`.
 
         Args:
-            leg: Likewise.
-            update: Likewise.
+            leg: As in `exponents`.
+            update: As in `exponents`.
             exponents: The largest of all elements of the matrix, int64 (sums,).
             into: int64 (sums, 2); zeros before.
         """

@@ -310,8 +310,8 @@ class _Iteration:
         held as μ + Q with zero mean on Q's diagonal: in bf16 a diagonal of nearly equal entries rounds the same way
         in every entry, which shifts all singular values together and can push them past where q diverges.
 
-        Rounded matrices commute only nearly, so mirroring one triangle of their product is an error too. What later
-        steps repair may have it; the last two steps multiply in full.
+        Rounded matrices commute only nearly, so mirroring one triangle of their product is an error too. Later steps
+        repair it. Nothing comes after the last two steps, so these multiply in full.
         """
         matmuls, p0, q0 = self._matmuls, p[0], q[0]
         a = self._gram()

@@ -34,10 +34,11 @@ class Clip(NamedTuple):
 
 @dataclass
 class Kept:
-    """One object for the life of an optimizer: what changes is a field of it, and it is never replaced.
+    """What an optimizer keeps between calls: one object for its whole life, whose fields change and which does not.
 
-    Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy; what those
-    assigned to the copy would be lost.
+    Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy. An attribute
+    that a method assigned would be set on the copy alone, and lost; a field of an object that both have is not. (What a
+    rule keeps of a parameter is another thing: `muonmesh.numerics.rules.Kept`.)
 
     Attributes:
         precision: Dtypes.
