@@ -34,7 +34,7 @@ SMALL = Tile(side=64, depth=64, warps=4, stages=3)
 ODD = Tile(side=64, depth=32, warps=4, stages=3)
 """For matrices that are not aligned: elements are loaded one by one then, each with an address and a mask."""
 EXACT = Tile(side=64, depth=16, warps=8, stages=3)
-"""For fp32, whose products no tensor core computes as such."""
+"""For fp32, which NVIDIA's tensor cores would multiply as TF32."""
 
 _LARGE_FROM = 257
 """With fewer rows or columns, large tiles would be few, and many processors idle."""
