@@ -334,7 +334,7 @@ def test_apply(interpreter: Interpreter, masters: bool, masked: bool) -> None:
 def test_pieces_that_cannot_be_are_refused(interpreter: Interpreter) -> None:
     shapes, dtype, dims = interpreter(fused_refused)
     assert shapes.startswith("piece 0: found shapes (2, 3), (3, 2), (3, 2); needed one shape of at most 3 dims. ")
-    assert dtype.startswith("fold, piece 0: found torch.float64, torch.float32, torch.float32; needed bf16, fp16")
+    assert dtype.startswith("piece 0 of fold: found torch.float64, torch.float32, torch.float32; needed bf16, fp16")
     assert dims.startswith("piece 0: found shapes (1, 1, 2, 3)")
 
 

@@ -178,7 +178,7 @@ def _grouped(what: str, *lists: Sequence[Tensor]) -> Iterator[tuple[_Dtypes, Row
             if any(dtype not in DTYPES for dtype in dtypes):
                 needed = "bf16, fp16 or fp32"
                 found = ", ".join(map(str, dtypes))
-                raise ValueError(f"{what}, piece {number}: found {found}; needed {needed}. Write a loop over pieces")
+                raise ValueError(f"piece {number} of {what}: found {found}; needed {needed}. Write a loop over pieces")
             rows = groups[dtypes] = Rows()
         rows.add(number, a, b, c)
     filled = {dtypes: rows for dtypes, rows in groups.items() if rows.pieces}
