@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import device, fused, triton
+from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from tests.interpreter import interpreting
@@ -369,6 +371,26 @@ def test_each_kernel_is_one_launch_to_whoever_watches() -> None:
         assert launches.names.count("muonmesh.multiply.default") == 2
         assert {name.split(".")[0] for name in launches.names} == {"muonmesh", "aten"}
         assert not any("mm" in name for name in launches.names if name.startswith("aten"))
+
+
+def test_a_kernel_starts_on_the_device_of_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton itself takes the current one, which need not be theirs."""
+    current: list[torch.device] = []
+    started: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[[], None]:
+            return lambda: started.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    Launch(Kernel(), 1, (), {}).run(torch.device("cuda:1"))
+    assert started == [torch.device("cuda:1")]
 
 
 def test_the_fused_pair_says_where_it_can_be() -> None:

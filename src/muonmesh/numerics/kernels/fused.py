@@ -105,7 +105,7 @@ def _fold(
     nesterov: bool,
 ) -> None:
     for launch in _folding(gradients, momenta, directions, active, momentum, nesterov):
-        launch.run()
+        launch.run(momenta[0].device)
 
 
 def _apply(
@@ -117,7 +117,7 @@ def _apply(
     size: Tensor,
 ) -> None:
     for launch in _applying(weights, masters, updates, active, keep, size):
-        launch.run()
+        launch.run(weights[0].device)
 
 
 for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
