@@ -400,6 +400,11 @@ def test_the_fused_pair_says_where_it_can_be() -> None:
     assert not fused.can_fuse(cpu, [BF16])  # outside of the interpreter's process
 
 
+def test_no_pieces_are_nothing_to_do() -> None:
+    fused.fold([], [], [], None, momentum=0.9, nesterov=True)
+    fused.apply([], [], [], None, keep=torch.ones(0), size=torch.ones(0))
+
+
 def test_select_takes_triton_for_bf16_on_devices() -> None:
     def chosen(name: kernels.KernelName, dtype: torch.dtype) -> Any:
         return kernels.select(name, device=torch.device("cuda"), dtype=dtype, rows=64, cols=64).gram

@@ -65,6 +65,8 @@ def fold(
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
+    if not gradients:
+        return  # without a tensor torch would not know where
     torch.ops.muonmesh.fold(gradients, momenta, directions, active, momentum, nesterov)
     torch.autograd.graph.increment_version([*momenta, *directions])
 
@@ -92,6 +94,8 @@ def apply(
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
+    if not weights:
+        return
     torch.ops.muonmesh.apply(weights, masters, updates, active, keep, size)
     torch.autograd.graph.increment_version([*weights, *masters])
 
