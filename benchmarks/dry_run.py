@@ -102,19 +102,20 @@ def main() -> None:
     parser.add_argument("--json", help="Where to write the figures.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    header = ["", "optimizer", "launches", "calls", "collectives", "B/element", "peak MiB", "kept MiB", "ms (model)"]
+    header = ["", "launches", "calls", "coll.", "B/elem.", "peak MiB", "kept", "ms"]
     rows, figures = list[list[str]](), list[dict[str, Any]]()
     for name in arguments.cases:
         case = CASES[name]
-        contenders = {"muonmesh": ours} | ({} if case.mesh else {"torch.optim.Muon": theirs})
+        contenders = {"muonmesh": ours} | ({} if case.mesh else {"torch": theirs})
         for title, optimizer in contenders.items():
             run = case.run(optimizer)
             counts = [f"{count:,}" for count in (run.launches, run.operations, run.collectives)]
             memory = [f"{size / 2**20:,.0f}" for size in (run.peak_bytes, run.kept_bytes)]
             milliseconds = f"{run.seconds * 1e3:,.2f}"
-            rows.append([case.title, title, *counts, f"{run.bytes_per_element:.1f}", *memory, milliseconds])
+            told = case.title if title == "muonmesh" else f"  {title}"
+            rows.append([told, *counts, f"{run.bytes_per_element:.1f}", *memory, milliseconds])
             figures.append({"case": name, "optimizer": title, "seconds": run.seconds, **asdict(run)})
-    print_rows("One step on CUDA as a dry run on fake tensors; milliseconds are modelled for one H100", header, rows)
+    print_rows("One step on CUDA, dry run; ms: modelled, one H100", header, rows)
     if arguments.json:
         write_json(arguments.json, "benchmarks/dry_run.py", Entries((), (), {}), {"dry run": figures}, {})
 

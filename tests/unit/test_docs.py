@@ -27,7 +27,14 @@ from tests.workers import Pool
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-ONE_PROCESS = ("README.md", "docs/optimizer.md", "docs/clipping.md", "docs/groups.md", "docs/rules.md")
+ONE_PROCESS = (
+    "README.md",
+    "docs/optimizer.md",
+    "docs/clipping.md",
+    "docs/groups.md",
+    "docs/rules.md",
+    "docs/performance.md",
+)
 RANKS = ("docs/layouts.md", "docs/deepspeed.md")
 
 
@@ -117,6 +124,12 @@ def test_the_page_about_clipping() -> None:
     assert [stepped() for _ in range(3)] == [True] * 3
     assert logged[0] > 0
     assert issubclass(next(written)["Clip"], TrainerCallback)  # `test_trainer` shows what it does
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_the_page_about_performance() -> None:
+    *_, names = run("docs/performance.md", {})
+    assert names["run"].launches > 0
 
 
 def test_the_page_about_rules() -> None:
