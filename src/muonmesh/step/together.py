@@ -53,7 +53,7 @@ class MuonStepTogether(MuonStep):
         self._unfolded = []
         for leg, into in ends:
             held, key = self._held[leg.parameter], (leg.assignment, leg.piece)
-            if held.gradient is None or held.folded is None:  # no rank has ever had a gradient
+            if held.gradient is None or held.folded is None:  # no replica has had a gradient so far
                 into.zero_()
             elif key in found and found[key].into is None:
                 found[key] = found[key]._replace(into=into)
@@ -93,7 +93,7 @@ class MuonStepTogether(MuonStep):
         by_group: dict[int, list[Updated]] = {}
         for leg, update in ends:
             held = self._held[leg.parameter]
-            if not held.slot.created:  # no rank has ever had a gradient
+            if not held.slot.created:  # no replica has had a gradient so far, so nothing is to be written
                 continue
             _, weights, beside, scale = self._written(leg)
             rounded = None if held.master is None else view_of(held.weights, leg.piece)

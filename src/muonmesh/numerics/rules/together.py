@@ -34,7 +34,7 @@ class Folded(NamedTuple):
     Attributes:
         gradient: Any shape, any real dtype, read only.
         state: What the rule keeps as "momentum", each of that shape; written if ``folds``.
-        matrix: Which flag is its own.
+        matrix: Number of its matrix in the plan, by which `Factors` are found.
         folds: Whether the gradient is folded into the state; if not, only the direction is written.
         into: Where the direction goes, of that shape, any strides and real dtype; None: nowhere.
     """
@@ -53,7 +53,7 @@ class Updated(NamedTuple):
         weights: Any shape, written: masters where there are any.
         update: That shape, any real dtype, contiguous, read only.
         state: What the rule keeps as "weights", each of that shape, written.
-        matrix: Which flag is its own.
+        matrix: Number of its matrix in the plan.
         scale: Update scale of the whole matrix.
         rounded: Weights of lower precision that the master is rounded to; None where there is no master.
         sums: What the rule's summands add up to over the whole matrix, 0-d fp64 each; empty if it asks for none.
@@ -321,6 +321,7 @@ def _alike(pieces: Sequence[Folded | Updated], of: Sequence[Tensor]) -> Iterator
         if tensor.numel() > SMALL:
             yield [piece]
         else:
+            # Dtypes and sizes of its tensors, which of them there are, and whether it folds.
             kind = [(t.dtype, t.numel()) if isinstance(t, Tensor) else isinstance(t, bool) and t for t in piece]
             small.setdefault(tuple(kind), []).append(piece)
     for some in small.values():
