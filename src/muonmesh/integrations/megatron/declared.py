@@ -83,7 +83,7 @@ def declared_layouts(
             )
         key = expert, parameter.device.type
         if key not in meshes:
-            meshes[key] = _mesh(data, tensor, parameter.device.type)
+            meshes[key] = mesh_of(data, tensor, parameter.device.type)
         mesh = meshes[key]
         if mesh is None:
             continue
@@ -92,7 +92,7 @@ def declared_layouts(
             raise LayoutError(explain_error(name, found, needed, "Set gtp_weight_remat_size=1"))
         placements: list[Placement] = [Replicate()] * mesh.ndim
         if tensor is not None and mesh.size(-1) > 1:
-            placements[-1] = overridden.get(name) or _stamped(name, parameter)
+            placements[-1] = overridden.get(name) or stamped_placement(name, parameter)
             _check(name, parameter, placements[-1])
         layouts[name] = mesh, tuple(placements)
     return layouts
@@ -120,7 +120,7 @@ def _overridden(names: list[str], overrides: Mapping[str, Placement]) -> dict[st
     return placements
 
 
-def _stamped(name: str, parameter: Tensor) -> Placement:
+def stamped_placement(name: str, parameter: Tensor) -> Placement:
     """Return the placement over the tensor-parallel ranks that the attributes say."""
     dim = int(getattr(parameter, "partition_dim", -1))
     # Replicated weights may carry a dim too (Megatron-LM #7395): the flag decides.
@@ -166,7 +166,7 @@ def _check(name: str, parameter: Tensor, placement: Placement) -> None:
         raise LayoutError(explain_error(name, found, f"a number of pieces that divides {shape[dim]}", write))
 
 
-def _mesh(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
+def mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
     """Return the mesh of (data, tensor), or of the one that was given; makes no group and sends nothing."""
     given = {name: group for name, group in (("data", data), ("tensor", tensor)) if group is not None}
     if not given:
@@ -175,7 +175,7 @@ def _mesh(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
         if isinstance(group, DeviceMesh) and group.ndim != 1:
             write = f'Write {name}_parallel=mesh["..."], its dim of that name'
             raise LayoutError(explain_error(name, f"{group}", "a mesh of one dim", write))
-    if isinstance(data, DeviceMesh) and isinstance(tensor, DeviceMesh) and _of_one_mesh(data, tensor):
+    if isinstance(data, DeviceMesh) and isinstance(tensor, DeviceMesh) and _of_onemesh_of(data, tensor):
         return DeviceMesh._concatenate([data, tensor])
     groups = [group.get_group() if isinstance(group, DeviceMesh) else group for group in given.values()]
     ranks = {name: _ranks(name, group) for name, group in zip(given, groups, strict=True)}
@@ -185,7 +185,7 @@ def _mesh(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(given))
 
 
-def _of_one_mesh(data: DeviceMesh, tensor: DeviceMesh) -> bool:
+def _of_onemesh_of(data: DeviceMesh, tensor: DeviceMesh) -> bool:
     """Whether two named dims were taken out of one mesh, which then knows the whole grid."""
     named = data.mesh_dim_names and tensor.mesh_dim_names
     return bool(named) and data != tensor and data._get_root_mesh() == tensor._get_root_mesh()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -48,13 +49,7 @@ class MainGrad(GradientSource):
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Copy a gradient into ``main_grad``; None makes it zero, as Megatron's ``zero_grad_buffer`` does."""
-        held: Tensor | None = getattr(parameter, "main_grad", None)
-        if held is None or held is gradient:
-            return
-        if gradient is None:
-            held.zero_()
-        else:
-            held.copy_(gradient)
+        _write(getattr(parameter, "main_grad", None), gradient)
 
     def name(self, parameter: Tensor) -> str | None:
         """Return the name it was given with."""
@@ -64,3 +59,55 @@ class MainGrad(GradientSource):
         """Return the data-parallel group, of experts theirs."""
         experts = not getattr(parameter, "allreduce", True)
         return self._experts if experts and self._experts is not None else self._data
+
+    def counted(self, parameter: Tensor) -> bool:
+        """Return False for the copy of a tied embedding that the first pipeline stage holds too (``shared``)."""
+        return not getattr(parameter, "shared", False)
+
+
+class Shard(NamedTuple):
+    """What this rank keeps of a parameter of Megatron's: its elements from low to high, flattened."""
+
+    parameter: Tensor
+    low: int
+    high: int
+
+
+class FlatMainGrad(GradientSource):
+    """Gradients of flat tensors: each is an interval of a parameter's ``main_grad``, flattened, of which it is a view.
+
+    Args:
+        shards: For each tensor that is stepped what it is of which parameter; others are parameters themselves.
+    """
+
+    def __init__(self, shards: dict[Tensor, Shard]) -> None:
+        self._shards = shards
+        self._whole = MainGrad()
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the interval of ``main_grad``."""
+        shard = self._shards.get(parameter)
+        if shard is None:
+            return self._whole.gradient(parameter)
+        whole = self._whole.gradient(shard.parameter)
+        return None if whole is None else whole.view(-1)[shard.low : shard.high]
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Copy a gradient into the interval; None makes it zero."""
+        held = self.gradient(parameter)
+        if held is not None and (gradient is None or gradient.data_ptr() != held.data_ptr()):
+            _write(held, gradient)
+
+    def counted(self, parameter: Tensor) -> bool:
+        """As `MainGrad.counted` of the parameter."""
+        shard = self._shards.get(parameter)
+        return self._whole.counted(parameter if shard is None else shard.parameter)
+
+
+def _write(held: Tensor | None, gradient: Tensor | None) -> None:
+    if held is None or held is gradient:
+        return
+    if gradient is None:
+        held.zero_()
+    else:
+        held.copy_(gradient)
