@@ -77,7 +77,7 @@ class LatentAttention(DotProductAttention):
 
     def __init__(self, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert k_channels == v_channels == self.config.kv_channels
+        assert v_channels in (None, self.config.kv_channels)
 
 
 def begin(shape: Shape) -> None:
@@ -226,6 +226,7 @@ def optimizer_config(shape: Shape, **settings: Any) -> OptimizerConfig:
             "min_lr": 0.0,
             "weight_decay": 0.1,
             "clip_grad": 1.0,
+            "initial_loss_scale": 2.0**10,
             "bf16": shape.dtype == torch.bfloat16,
             "fp16": shape.dtype == torch.float16,
             "params_dtype": shape.dtype,

@@ -35,7 +35,9 @@ class Oracle:
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in sorted(wholes.items())}
         kinds: dict[str, list[str]] = {"muon": [], "matrices": [], "vectors": []}
         for name, value in self.parameters.items():
-            kind = "muon" if any(name.endswith(end) for end in MATRICES) else "vectors" if value.ndim < 2 else "matrices"
+            kind = (
+                "muon" if any(name.endswith(end) for end in MATRICES) else "vectors" if value.ndim < 2 else "matrices"
+            )
             kinds[kind].append(name)
         groups = []
         for kind, names in kinds.items():

@@ -6,30 +6,10 @@ import pytest
 import torch
 
 from tests.megatron.host import Shape
+from tests.megatron.shapes import LATENT, MOE, ONE_LAYER, SEQUENCE
 from tests.megatron.training import Trained, train
 
 BF16, FP16 = torch.bfloat16, torch.float16
-MOE = (
-    ("num_moe_experts", 4),
-    ("moe_router_topk", 2),
-    ("moe_grouped_gemm", False),
-    ("moe_ffn_hidden_size", 24),
-    ("moe_token_dispatcher_type", "alltoall"),
-    ("moe_shared_expert_intermediate_size", 16),
-)
-LATENT = (
-    ("num_query_groups", 4),
-    ("q_lora_rank", 16),
-    ("kv_lora_rank", 8),
-    ("qk_head_dim", 8),
-    ("qk_pos_emb_head_dim", 4),
-    ("v_head_dim", 8),
-    ("rope_type", "rope"),
-    ("apply_rope_fusion", False),
-)
-SEQUENCE = (("sequence_parallel", True),)
-ONE_LAYER = (("num_layers", 1),)
-
 WHOLE = {
     "DP 2": (2, Shape()),
     "TP 2": (2, Shape(tp=2)),

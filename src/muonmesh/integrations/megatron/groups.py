@@ -114,6 +114,8 @@ def _schedule(keys: Mapping[Any, Any], parameter: nn.Parameter, name: str, group
     if "lr" in schedule or ("max_lr" in schedule and "lr" in group):
         found = f"a rate of its own from config_overrides and lr={group.get('lr')!r} from muon=, adamw= or overrides="
         raise ValueError(explain_error(name, found, "one of them", "Remove one"))
+    if group.get("weight_decay") == 0:
+        schedule.pop("wd_mult", None)  # vectors have none as it is
     return schedule
 
 
