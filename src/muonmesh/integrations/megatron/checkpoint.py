@@ -36,7 +36,8 @@ def sharded(optimizer: Muon, saved: Mapping[str, str], holders: Mapping[str, int
     for member in optimizer.members:
         entry = state[member.name] = {}
         for key, value in optimizer.state[member.tensor].items():
-            entry[key] = list(_parts(member, key, value, saved[member.name]))
+            # A dict, since dist_checkpointing takes an empty list for a list of another length.
+            entry[key] = dict(enumerate(_parts(member, key, value, saved[member.name])))
     groups = {}
     for group in optimizer.param_groups:
         name = group["name"]
@@ -113,7 +114,6 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
     """
     groups = {group["name"]: group for group in optimizer.param_groups}
     missing = sorted(groups.keys() - loaded["param_groups"].keys())
-    missing += sorted({member.name for member in optimizer.members} - loaded["state"].keys())
     if missing:
         write = "Load into an optimizer of the same model and settings"
         raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
@@ -125,7 +125,9 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
             home = member.homes.get(key)
             layout = home.storage.layout if home is not None else member.storage.layout
             assert layout is not None
-            parts = loaded["state"][member.name][key]
+            parts = list(
+                loaded["state"].get(member.name, {}).get(key, {}).values()
+            )  # none where a rank holds nothing of it
             if key == "step" or key in RUNNING:
                 local.copy_(parts[0].view(local.shape))
                 continue
