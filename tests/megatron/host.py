@@ -18,7 +18,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.dist_checkpointing.strategies import torch as _  # noqa: E402, F401  # imported once, not by each rank
+from megatron.core.dist_checkpointing import load as _load  # noqa: E402, F401  # imported once, not by each rank
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,

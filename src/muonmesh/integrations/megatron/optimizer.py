@@ -12,6 +12,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from torch import Tensor
 
 from muonmesh.clip import GradNorms, Limits
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
@@ -189,7 +190,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             if master is not None:  # Megatron's log of the parameters' norm reads it there
-                holding.parameter.main_param = master  # type: ignore[attr-defined]
+                holding.parameter.main_param = local_of(master)  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = self.config.use_distributed_optimizer  # type: ignore[attr-defined]
         if self.config.use_distributed_optimizer:
             for chunk in self.model_chunks:
@@ -248,7 +249,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             if master is not None:
-                master.copy_(holding.tensor)
+                local_of(master).copy_(holding.tensor)
 
     def explain(self) -> Explanation:
         """Return who goes where and why; ``str()`` of it is a table. No communication."""
