@@ -17,7 +17,7 @@ from muonmesh.errors import PlanError
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
-from tests.megatron.shapes import MOE, ONE_LAYER
+from tests.megatron.shapes import MOE, ONE_LAYER, SEQUENCE
 
 
 def made(shape: Shape, **settings: Any) -> tuple[list[Any], Any]:
@@ -203,6 +203,28 @@ def test_what_would_be_ignored_is_refused(workers, config: Any, arguments: Any, 
     for outcome in workers(2).run_expecting_errors(refused, config, arguments):
         assert outcome.error is ValueError
         assert re.search(message, outcome.message)
+
+
+def unreduced() -> bool:
+    """Whether Megatron leaves other gradients on ranks that hold the same experts."""
+    shape = Shape(tp=2, etp=1, model=MOE + SEQUENCE + ONE_LAYER)
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    host.backward(shape, chunks, None, 0)
+    name = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+    expert = gathered.named(chunks)[name]
+    both = [torch.zeros_like(expert) for _ in range(2)]
+    dist.all_gather(both, expert.main_grad)
+    differ = not torch.equal(*both)
+    dist.all_gather(both, expert.detach())
+    with pytest.raises(ValueError, match=r"does not average .* Set expert_model_parallel_size=2, or expert_tensor"):
+        get_megatron_optimizer(host.optimizer_config(shape), chunks)
+    return differ and torch.equal(*both)
+
+
+def test_experts_that_megatron_lets_drift_apart_are_refused(workers) -> None:
+    """If this fails because gradients agree, Megatron has mended it, and the refusal can go."""
+    assert workers(2).run(unreduced) == [True, True]
 
 
 # ------------------------------------------------------------------ the rest of the interface

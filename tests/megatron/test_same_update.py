@@ -31,6 +31,10 @@ FLAT = {
     "PP 2 × DP 2, tied": (4, Shape(pp=2, flat=True, tied=True)),
     "PP 2 × DP 2, fp16": (4, Shape(pp=2, flat=True, dtype=FP16)),
     "EP 2 × DP 4": (4, Shape(ep=2, flat=True, model=MOE + ONE_LAYER)),
+    "EP 2 × TP 2 × DP 2, sequence parallel": (
+        4,
+        Shape(tp=2, ep=2, etp=1, flat=True, model=MOE + SEQUENCE + ONE_LAYER),
+    ),
 }
 
 

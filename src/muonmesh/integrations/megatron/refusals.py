@@ -52,7 +52,26 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             found += f"{config.use_distributed_optimizer} in OptimizerConfig"
             write = "Set both alike"
             raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same", write))
-        remat = getattr(getattr(chunk, "config", None), "gtp_weight_remat_size", 1)
+        model = getattr(chunk, "config", None)
+        _refuse_unreduced_experts(model)
+        remat = getattr(model, "gtp_weight_remat_size", 1)
         if remat > 1:
             found = f"gtp_weight_remat_size={remat}"
             raise ValueError(explain_error("TransformerConfig", found, "1", "Set gtp_weight_remat_size=1"))
+
+
+def _refuse_unreduced_experts(model: Any) -> None:
+    """Refuse experts whose gradients differ on ranks that hold the same experts.
+
+    Without expert parallelism 0.16.1 stamps experts ``allreduce=True``, so they are averaged over the data-parallel
+    ranks of the dense weights. With another size of expert tensor parallelism the tensor-parallel ranks hold copies that
+    have seen other tokens, and nothing averages these: they drift apart, whatever the optimizer.
+    """
+    if not getattr(model, "num_moe_experts", None) or model.expert_model_parallel_size > 1:
+        return
+    tensor, expert = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
+    if expert not in (None, tensor):
+        found = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
+        found += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
+        write = f"Set expert_model_parallel_size={tensor}, or expert_tensor_parallel_size={tensor}"
+        raise ValueError(explain_error("TransformerConfig", found, "copies of experts that stay alike", write))
