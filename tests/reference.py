@@ -78,17 +78,20 @@ def muon(
     extra_scale_factor: float = 1.0,
     cautious: bool = False,
     normuon: dict[str, Any] | None = None,
+    adamuon: dict[str, Any] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One Muon step of one parameter. A matrix without a non-zero gradient keeps weights and momentum.
 
     `cautious` decays only where update and weight agree in sign: x ← x − η(u + λ·1[u·x ≥ 0]·x) (arXiv 2510.12402).
     `normuon` is {"beta2", "eps", "longer"} for NorMuon (arXiv 2510.05491, as its authors' code rescales).
+    `adamuon` is {"beta2", "eps"} for AdaMuon (arXiv 2507.11005, algorithm 1), whose update has an RMS of 0.2 · lr.
     """
     spec = matrices if matrices is not None else {2: "whole", 3: "stack"}[p.ndim]
     p, m = p.clone(), state.get("momentum", torch.zeros_like(p)).clone()
     if g is None:
         return p, state
     moments = [m.clone() for m in state.get("moments", [])]  # of NorMuon, for each matrix
+    second = state.get("second", torch.zeros_like(p)).clone()  # of AdaMuon
     for number, at in enumerate(split(torch.arange(p.numel()).reshape(p.shape), spec)):  # flat indices of one matrix
         if normuon is not None and len(moments) <= number:
             tall = not normuon["longer"] or at.shape[0] >= at.shape[1]
@@ -99,15 +102,19 @@ def muon(
         buf[at] = momentum * buf[at] + (1 - momentum) * grad
         direction = (1 - momentum) * grad + momentum * buf[at] if nesterov else buf[at]
         scale = SCALES[scale_mode](*at.shape) * extra_scale_factor
-        update = polar(direction, coefficients)
+        update = polar(direction if adamuon is None else direction.sign(), coefficients)
         if normuon is not None:
             mean = (update**2).mean(dim=1 if moments[number].shape[1] == 1 else 0, keepdim=True)
             moments[number] = normuon["beta2"] * moments[number] + (1 - normuon["beta2"]) * mean
             even = update / (moments[number].sqrt() + normuon["eps"])
             update = even * (update.norm() / even.norm())
+        if adamuon is not None:
+            second.view(-1)[at] = adamuon["beta2"] * second.view(-1)[at] + (1 - adamuon["beta2"]) * update**2
+            even = update / (second.view(-1)[at].sqrt() + adamuon["eps"])
+            update, scale = even * (math.sqrt(even.numel()) / even.norm()), 0.2
         decays = (update * w[at] >= 0).double() if cautious else 1.0
         w[at] = w[at] * (1 - lr * weight_decay * decays) - lr * scale * update
-    return p, {"momentum": m} | ({"moments": moments} if normuon is not None else {})
+    return p, {"momentum": m, "second": second} | ({"moments": moments} if normuon is not None else {})
 
 
 def adamw(

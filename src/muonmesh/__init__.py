@@ -7,13 +7,14 @@ from muonmesh.groups import ParamGroups
 from muonmesh.layout import FlatParameter, FlatShards, Rates
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
-from muonmesh.numerics.rules import DecayMode, MuonRule, NorMuonRule, Rule, register_rule
+from muonmesh.numerics.rules import AdaMuonRule, DecayMode, MuonRule, NorMuonRule, Rule, register_rule
 from muonmesh.numerics.scale import ScaleMode, update_scale
 from muonmesh.optimizer import Muon, from_model, split_params
 from muonmesh.report.explain import Explanation
 from muonmesh.settings import Algorithm, ExchangeMode
 
 __all__ = [
+    "AdaMuonRule",
     "Algorithm",
     "ClipPolicy",
     "CoefficientName",

@@ -317,6 +317,9 @@ class Muon(torch.optim.Optimizer):
         pending, kept.pending = kept.pending, None
         if pending is not None:
             pending.raise_errors()
+        rounding, kept.rounding = kept.rounding, None
+        if rounding is not None:  # the device has counted meanwhile
+            rounding.warn(stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
             waits = kept.host_waits(before[0]) or settings.at_rest
@@ -619,7 +622,7 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
-        rule: What matrices are stepped by: "muon", "normuon", or what `register_rule` has made known.
+        rule: What matrices are stepped by: "muon", "normuon", "adamuon", or what `register_rule` has made known.
         momentum: Like the rest, an argument of `Muon`, which tells more of it: how much of the momentum stays.
         nesterov: Whether to look ahead with the momentum.
         weight_decay: Of both halves; norms, biases and other vectors have none.

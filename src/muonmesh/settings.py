@@ -21,7 +21,7 @@ from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 
-Algorithm = Literal["muon", "normuon", "adamw"]
+Algorithm = Literal["muon", "normuon", "adamuon", "adamw"]
 """What comes with muonmesh; `muonmesh.register_rule` adds others."""
 
 ExchangeMode = Literal["owner", "gram", "auto"] | Rates
@@ -354,6 +354,12 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
         if key in _TORCH_SWITCHES:
             _check(value is None or value is False, f"{where}: {key}", value, "False: muonmesh has no such switch")
             continue
+        readers = [name for name, other in RULES.items() if key in other.settings()]
+        if readers:
+            algorithm = f"algorithm={group.get('algorithm')!r}"
+            found, needed = f"the key {key!r}, which nobody reads", f"a setting of {algorithm}, or a rule that reads it"
+            write = f'Leave it out, or write "algorithm": "{readers[0]}"'
+            raise ValueError(explain_error(where, found, needed, write))
         meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), _GROUP_KEYS, 1, 0.8)), None)
         if meant is not None:
             raise ValueError(explain_error(where, f"the key {key!r}", f"{meant!r}", "Rename it"))

@@ -38,6 +38,7 @@ RULES: dict[str, dict[str, Any]] = {
     "rows": {"algorithm": "normuon"},
     "cautious": {"decay_mode": "cautious", "weight_decay": 3.0},
     "both": {"algorithm": "normuon", "decay_mode": "cautious", "weight_decay": 3.0},
+    "adamuon": {"algorithm": "adamuon", "adamuon_beta2": 0.8, "decay_mode": "cautious", "weight_decay": 3.0},
 }
 EXAMPLES = int(os.environ.get("FUZZ", "2000")) // 50
 """Generated layouts a rule; `make fuzz N=` sets it."""
@@ -46,7 +47,7 @@ EXAMPLES = int(os.environ.get("FUZZ", "2000")) // 50
 def ruled(groups: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
     """The same groups under a rule; AdamW's decay cautiously where it does."""
     settings = RULES[rule]
-    own = {key: value for key, value in settings.items() if not key.startswith(("algorithm", "normuon"))}
+    own = {key: value for key, value in settings.items() if not key.startswith(("algorithm", "normuon", "adamuon"))}
     return [{**group, **(own if group["algorithm"] == "adamw" else settings)} for group in groups]
 
 
@@ -142,22 +143,28 @@ def check(outcomes: Sequence[tuple[list[str], bool]]) -> None:
     assert outcomes == [([], True)] * len(outcomes)
 
 
-@pytest.mark.parametrize("rule", ["normuon", "both"])
+@pytest.mark.parametrize("rule", ["normuon", "both", "adamuon"])
 @pytest.mark.parametrize("layout", problem.LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bit_for_bit(workers, ranks: int, layout: str, rule: str) -> None:
     check(workers(ranks).run(in_a_module, layout, rule, FP32))
 
 
+@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-def test_bit_for_bit_in_bf16(workers, layout: str) -> None:
-    check(workers(4).run(in_a_module, layout, "normuon", {"bucket_cap_mb": 0.005}))
+def test_bit_for_bit_in_bf16(workers, layout: str, rule: str) -> None:
+    check(workers(4).run(in_a_module, layout, rule, {"bucket_cap_mb": 0.005}))
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "shard1"])
 @pytest.mark.parametrize("dtype", ["compute_dtype", "state_dtype"])
-def test_bit_for_bit_in_fp64(workers, layout: str, dtype: str) -> None:
-    check(workers(2).run(in_a_module, layout, "rows", {**FP32, dtype: torch.float64}))
+@pytest.mark.parametrize("rule", ["rows", "adamuon"])
+def test_bit_for_bit_in_fp64(workers, layout: str, dtype: str, rule: str) -> None:
+    check(workers(2).run(in_a_module, layout, rule, {**FP32, dtype: torch.float64}))
+
+
+def test_bit_for_bit_with_moments_in_bf16(workers) -> None:
+    check(workers(2).run(in_a_module, "shard-last", "adamuon", {**FP32, "state_dtype": torch.bfloat16}))
 
 
 def test_cautious_decay_is_bit_for_bit_too(workers) -> None:
@@ -171,9 +178,16 @@ def test_bit_for_bit_on_any_mesh(workers, name: str, how: str) -> None:
     check(workers(4).run(on_mesh, name, how, "both", FP32))
 
 
+@pytest.mark.parametrize("name", layouts.MESHES)
+def test_sums_are_bit_for_bit_on_any_mesh(workers, name: str) -> None:
+    """Fails if a sum is taken over a shard, or if copies of an element count."""
+    check(workers(4).run(on_mesh, name, "dtensor", "adamuon", FP32))
+
+
 @pytest.mark.parametrize("name", ["hsdp", "hsdp, shard 1", "replicate inside", "all replicated", "three axes"])
-def test_bit_for_bit_where_replicas_share_the_state(workers, name: str) -> None:
-    check(workers(4).run(on_mesh, name, "dtensor", "normuon", {**FP32, "shard_state": True}))
+@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
+def test_bit_for_bit_where_replicas_share_the_state(workers, name: str, rule: str) -> None:
+    check(workers(4).run(on_mesh, name, "dtensor", rule, {**FP32, "shard_state": True}))
 
 
 def test_bit_for_bit_where_ddp_shares_the_state(workers) -> None:
@@ -182,21 +196,23 @@ def test_bit_for_bit_where_ddp_shares_the_state(workers) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", range(2))
-def test_bit_for_bit_in_flat_buffers(workers, ranks: int, seed: int) -> None:
-    check(workers(ranks).run(flat, 1, seed, "normuon", FP32))
+@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
+def test_bit_for_bit_in_flat_buffers(workers, ranks: int, seed: int, rule: str) -> None:
+    check(workers(ranks).run(flat, 1, seed, rule, FP32))
 
 
-def test_bit_for_bit_in_flat_buffers_of_tensor_parallel_shards(workers) -> None:
+@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
+def test_bit_for_bit_in_flat_buffers_of_tensor_parallel_shards(workers, rule: str) -> None:
     for seed in range(2):
-        check(workers(4).run(flat, 2, seed, "normuon", FP32))
+        check(workers(4).run(flat, 2, seed, rule, FP32))
 
 
-def gathered(name: str, shared: bool) -> list[str]:
+def gathered(name: str, shared: bool, rule: str) -> list[str]:
     """What torch itself makes of the state: DTensors, whole."""
     sizes, place = layouts.MESHES[name]
     held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), lambda _, shape: place(len(shape)))
-    optimizer = stepped(held.groups, held.give, "normuon", {**FP32, "shard_state": shared})
-    _, state = alone("normuon", FP32)
+    optimizer = stepped(held.groups, held.give, rule, {**FP32, "shard_state": shared})
+    _, state = alone(rule, FP32)
     return [
         f"{name}.{key}"
         for name, parameter in held.tensors.items()
@@ -206,17 +222,18 @@ def gathered(name: str, shared: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["fsdp over colwise", "strided alone", "hsdp, shard 1"])
-def test_what_is_kept_is_a_dtensor_like_any_other(workers, name: str) -> None:
-    assert workers(4).run(gathered, name, name.startswith("hsdp")) == [[]] * 4
+@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
+def test_what_is_kept_is_a_dtensor_like_any_other(workers, name: str, rule: str) -> None:
+    assert workers(4).run(gathered, name, name.startswith("hsdp"), rule) == [[]] * 4
 
 
-def zeroed(layout: str, waits: bool) -> list[str]:
+def zeroed(layout: str, waits: bool, rule: str) -> list[str]:
     """Steps in which matrices have no gradient or a zero one, in turns: they keep all that their rule keeps."""
     optimizers = []
     for held in (layout, "local"):
         model, group = problem.hold(held, problem.initial())
         settings = {**problem.SETTINGS, **FP32, "process_group": group}
-        optimizer = mm.Muon(ruled(problem.groups(model), "both"), **settings)
+        optimizer = mm.Muon(ruled(problem.groups(model), rule), **settings)
         optimizer._kept.waits = waits if held == layout else True
         for step in range(STEPS):
             for number, (name, gradient) in enumerate(problem.gradients(step).items()):
@@ -231,19 +248,20 @@ def zeroed(layout: str, waits: bool) -> list[str]:
 
 @pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-def test_matrices_that_are_left_alone_keep_everything(workers, layout: str, waits: bool) -> None:
+@pytest.mark.parametrize("rule", ["both", "adamuon"])
+def test_matrices_that_are_left_alone_keep_everything(workers, layout: str, waits: bool, rule: str) -> None:
     """Without waiting, as on CUDA, every write is masked by the flags on the device."""
-    assert workers(2).run(zeroed, layout, waits) == [[], []]
+    assert workers(2).run(zeroed, layout, waits, rule) == [[], []]
 
 
 # ------------------------------------------------------------------ checkpoints
 
 
-def build(layout: str) -> tuple[nn.Module, mm.Muon]:
+def build(layout: str, rule: str = "normuon") -> tuple[nn.Module, mm.Muon]:
     """``-shared`` after the name of a layout stores momentum, and what follows it, sharded over its replicas."""
     model, group = problem.hold(layout.removesuffix("-shared"), problem.initial())
     settings = {**problem.SETTINGS, **FP32, "shard_state": layout.endswith("-shared"), "process_group": group}
-    return model, mm.Muon(ruled(problem.groups(model), "normuon"), **settings)
+    return model, mm.Muon(ruled(problem.groups(model), rule), **settings)
 
 
 def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
@@ -262,23 +280,24 @@ def states(model: nn.Module, optimizer: mm.Muon, options: StateDictOptions) -> d
     }
 
 
-def save(layout: str, path: str, flat: bool) -> None:
-    model, optimizer = build(layout)
+def save(layout: str, path: str, flat: bool, rule: str) -> None:
+    model, optimizer = build(layout, rule)
     advance(model, optimizer, 0, 2)
     dcp.save(states(model, optimizer, StateDictOptions(flatten_optimizer_state_dict=flat)), checkpoint_id=path)
 
 
-def load(layout: str, path: str, flat: bool) -> list[str]:
-    model, optimizer = build(layout)
+def load(layout: str, path: str, flat: bool, rule: str) -> list[str]:
+    model, optimizer = build(layout, rule)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state = states(model, optimizer, options)
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     advance(model, optimizer, 2, STEPS)
-    return differing(optimizer, "normuon", FP32)
+    return differing(optimizer, rule, FP32)
 
 
+@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -291,10 +310,10 @@ def load(layout: str, path: str, flat: bool) -> list[str]:
     ids=["4-to-2", "other-dim", "shared-to-fsdp", "to-ddp"],
 )
 def test_resharding_continues_bit_for_bit(
-    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool
+    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool, rule: str
 ) -> None:
-    workers(before[0]).run(save, before[1], str(tmp_path), flat)
-    for wrong in workers(after[0]).run(load, after[1], str(tmp_path), flat):
+    workers(before[0]).run(save, before[1], str(tmp_path), flat, rule)
+    for wrong in workers(after[0]).run(load, after[1], str(tmp_path), flat, rule):
         assert wrong == []
 
 
@@ -381,6 +400,24 @@ class AllKinds(mm.MuonRule):
         state["mean"].lerp_(weights, 1 - self.beta)
 
 
+@register_rule("test-sphere")
+@dataclass(frozen=True)
+class Sphere(mm.MuonRule):
+    """Steps along the update as it is tangent to the sphere that the weights are on; counts elements and steps."""
+
+    def keeps(self) -> dict[str, Any]:
+        return {"momentum_buffer": "momentum", "steps": "weights"}
+
+    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+        u, w = update.double(), weights.double()
+        return w.square(), w * u, torch.ones_like(update) + state["steps"] * 0
+
+    def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None:
+        along = torch.where(sums[0] == 0, 0.0, sums[1] / sums[0])
+        weights.sub_((update - weights * along).mul_(size / sums[2].sqrt()))
+        state["steps"].add_(1)
+
+
 def on_the_page() -> None:
     """The rule that docs/rules.md shows."""
     for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}):
@@ -414,8 +451,23 @@ class CentresWeights(mm.MuonRule):
         weights.sub_(weights.mean())
 
 
+@register_rule("test-normalises-summands")
+@dataclass(frozen=True)
+class NormalisesSummands(Sphere):
+    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+        return (*super().summands(weights, update, size, state)[:2], update / update.norm())
+
+
+@register_rule("test-counts-twice")
+@dataclass(frozen=True)
+class CountsTwice(Sphere):
+    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+        state["steps"].add_(1)
+        return super().summands(weights, update, size, state)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("rule", ["muon", "normuon", "test-all-kinds"])
+@pytest.mark.parametrize("rule", ["muon", "normuon", "adamuon", "test-all-kinds", "test-sphere"])
 def test_a_rule_is_proved_on_generated_layouts(workers, ranks: int, rule: str) -> None:
     workers(ranks).run(prove_rule, rule, examples=EXAMPLES)
 
@@ -431,6 +483,8 @@ def test_cautious_decay_is_proved_on_generated_layouts(workers) -> None:
         ("test-sees-its-rank", "weights differ from one process"),
         ("test-normalises-gradients", r"NormalisesGradients\.fold: .* belongs into whole"),
         ("test-centres-weights", r"CentresWeights\.apply: .* belongs into whole"),
+        ("test-normalises-summands", r"NormalisesSummands\.summands: .* belongs into whole"),
+        ("test-counts-twice", r"CountsTwice\.summands: .* written"),
     ],
 )
 def test_a_rule_that_sees_sharding_is_found(workers, rule: str, told: str) -> None:
@@ -450,3 +504,8 @@ def test_one_process_proves_its_parts() -> None:
 def test_gram_matrices_are_not_summed_for_a_rule_on_whole_matrices(workers) -> None:
     """The Gram exchange never has a matrix whole."""
     check(workers(2).run(in_a_module, "shard-last", "normuon", {**FP32, "exchange": "gram"}))
+
+
+def test_gram_matrices_are_not_summed_for_a_rule_with_sums(workers) -> None:
+    """Its matrices go to owners, who give it what one process does."""
+    check(workers(2).run(in_a_module, "shard-last", "adamuon", {**FP32, "exchange": "gram"}))

@@ -59,6 +59,14 @@ def test_normuon_agrees_with_the_oracle(side: str) -> None:
         assert difference < 1e-9, name
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_adamuon_agrees_with_the_oracle(nesterov: bool) -> None:
+    settings = {"algorithm": "adamuon", "adamuon_beta2": 0.8, "adamuon_eps": 1e-6, "nesterov": nesterov}
+    options = {"adamuon": {"beta2": 0.8, "eps": 1e-6}, "nesterov": nesterov}
+    for name, difference in stepped(settings, options, MATRICES):
+        assert difference < 1e-9, name
+
+
 def test_the_two_sides_of_normuon_differ_for_wide_matrices_only() -> None:
     def after(side: str, shape: tuple[int, int]) -> Tensor:
         weight = nn.Parameter(random(*shape).float())
@@ -148,14 +156,90 @@ def test_normuon_keeps_the_frobenius_norm_of_the_update() -> None:
     assert not nothing.any()
 
 
+@pytest.mark.parametrize("spec", ["whole", ("rows", 4, 8, 12), ("heads", 4, 1)])
+def test_the_step_of_adamuon_has_its_rms_over_each_whole_matrix(spec: Any) -> None:
+    """Also as metrics() tells it, and as explain() promises it."""
+    weight = nn.Parameter(torch.zeros(24, 40))
+    group = {"params": [weight], "param_names": ["weight"], "matrices": [spec], "algorithm": "adamuon", "name": "muon"}
+    optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0)
+    weight.grad = random(24, 40, seed=1).float()
+    optimizer.metrics()
+    for _ in range(2):
+        before = weight.detach().clone()
+        optimizer.step()
+        step = before - weight.detach()
+        for matrix in reference.split(step, spec):
+            assert float(matrix.square().mean().sqrt()) == pytest.approx(0.2 * 0.5, rel=1e-6)
+        assert optimizer.metrics()["muon/update_rms"] == pytest.approx(0.1, rel=1e-6)
+        assert optimizer.explain().rows[0].rms == pytest.approx(0.1, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["original", "spectral", "unit_rms_norm", "none"])
+def test_adamuon_scales_as_muon_does(mode: Any) -> None:
+    """Its update has the Frobenius norm of an orthogonal matrix before it is scaled, so no mode is ignored."""
+    weight = nn.Parameter(torch.zeros(24, 40))
+    group = {"params": [weight], "algorithm": "adamuon"}
+    optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0, scale_mode=mode, extra_scale_factor=3.0)
+    weight.grad = random(24, 40, seed=1).float()
+    optimizer.step()
+    expected = 0.5 * 3.0 * reference.SCALES[mode](24, 40) * 24**0.5
+    assert float(weight.detach().norm()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_adamuon_does_not_depend_on_the_scale_of_gradients() -> None:
+    results = []
+    for scale in (1.0, 2.0**-60, 2.0**60):
+        weight = nn.Parameter(random(12, 20).float())
+        optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}], lr=0.1)
+        for step in range(3):
+            weight.grad = random(12, 20, seed=step + 1).float() * scale
+            optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_adamuon_does_not_hide_a_gradient_that_is_not_finite(bad: float) -> None:
+    """The sign of an infinity, and torch's sign of a NaN, are finite."""
+    weight = nn.Parameter(random(6, 8).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}], lr=0.1)
+    weight.grad = random(6, 8, seed=1).float()
+    weight.grad[2, 3] = bad
+    optimizer.step()
+    assert bool(weight.isnan().all())
+
+
+def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
+    weight = nn.Parameter(random(2, 6, 8).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}])
+    weight.grad = random(2, 6, 8, seed=3).float()
+    optimizer.step()
+    before = optimizer.state[weight]["second_moment"].clone()
+    assert before.shape == weight.shape
+    assert bool((before > 0).all())
+    weight.grad = random(2, 6, 8, seed=4).float()
+    weight.grad[0] = 0.0
+    optimizer.step()
+    after = optimizer.state[weight]["second_moment"]
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+
+
 @pytest.mark.parametrize(
     ("key", "value", "needed"),
-    [("normuon_beta2", 1.0, "a number in"), ("normuon_eps", -1.0, "a number in"), ("normuon_side", "cols", "longer")],
+    [
+        ("normuon_beta2", 1.0, "a number in"),
+        ("normuon_eps", -1.0, "a number in"),
+        ("normuon_side", "cols", "longer"),
+        ("adamuon_beta2", 1.0, "a number in"),
+        ("adamuon_eps", -1.0, "a number in"),
+    ],
 )
 def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> None:
     weight = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(ValueError, match=f"{key}: found .*; needed .*{needed}"):
-        mm.Muon([{"params": [weight], "algorithm": "normuon", key: value}])
+        mm.Muon([{"params": [weight], "algorithm": key.partition("_")[0], key: value}])
     with pytest.raises(ValueError, match="nobody reads"):  # and are refused where nobody reads them
         mm.Muon([{"params": [weight], "algorithm": "muon", key: value}])
     with pytest.raises(ValueError, match="'full', 'cautious'"):
@@ -174,6 +258,21 @@ def test_a_rule_says_its_name_once() -> None:
 
     with pytest.raises(TypeError, match="needed a dataclass"):
         register_rule("bare")(Bare)
+
+    @dataclass(frozen=True)
+    class NothingMadeOfSums(MuonRule):
+        def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+            return (update,)
+
+    @dataclass(frozen=True)
+    class NothingAddedUp(MuonRule):
+        def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None:
+            return
+
+    with pytest.raises(TypeError, match="found summands of NothingMadeOfSums without apply_with"):
+        register_rule("nothing-made")(NothingMadeOfSums)
+    with pytest.raises(TypeError, match="found apply_with of NothingAddedUp without summands"):
+        register_rule("nothing-added")(NothingAddedUp)
     with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
         mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,6 +22,11 @@ from muonmesh.layout.carried import Carried
 
 class Strategy(Protocol):
     """A way to orthogonalise matrices that several ranks hold."""
+
+    @property
+    def memory(self) -> Mapping[str, Tensor]:
+        """What it keeps from step to step, by role; empty before the first step."""
+        ...
 
     def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
         """Take its matrices of the plan through one step; all ranks of the plan call it.
@@ -90,6 +95,10 @@ class Exchange:
     def steps(self) -> int:
         """How many steps have begun, for messages."""
         return self._wire.steps
+
+    def memory(self) -> list[Tensor]:
+        """Return the memory that is kept from step to step."""
+        return [tensor for strategy in self._strategies for tensor in strategy.memory.values()]
 
     def reduce_flags(self, flags: Tensor) -> Tensor:
         """Return the elementwise maximum of small integer flags over all ranks."""

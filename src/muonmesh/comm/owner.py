@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.schedule import Copies, Schedule, Way
+from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Work, read_all, write_all
 from muonmesh.layout import Plan
@@ -34,6 +35,7 @@ class OwnerExchange:
         self, plan: Plan, wire: Wire, *, rank: int, peers: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._wire = wire
+        self._totals = Totals(plan, rank=rank, device=device, wire=wire)
         self._device = device
         self._arguments = plan, rank, peers, dtype, device
         self._gathered: dict[int, Transfer | None] = {}
@@ -43,6 +45,11 @@ class OwnerExchange:
     def schedule(self) -> Schedule:
         """What this rank does; takes the memory for it, so it is worked out when the first step begins."""
         return Schedule.of(*self._arguments)
+
+    @property
+    def memory(self) -> Mapping[str, Tensor]:
+        """What is kept from step to step, by role."""
+        return self.schedule.memory if "schedule" in self.__dict__ else {}
 
     def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
         """Run every bucket once; ``meanwhile`` is called while the first one travels."""
@@ -86,6 +93,11 @@ class OwnerExchange:
     def _receive(self, number: int, work: Work) -> None:
         """Apply what stayed here while the rest travels, then what arrived."""
         stage = self.schedule.stages[number]
+        if stage.summed:  # nothing is written before all has arrived and is added up
+            self._finish(self._scattered.pop(number))
+            self._totals.take(stage.summed, (*stage.staying, *stage.arrived), work, what=f"bucket {number}")
+            write_all(work, (*stage.staying, *stage.arrived), self._device)
+            return
         write_all(work, stage.staying, self._device)
         self._finish(self._scattered.pop(number))
         write_all(work, stage.arrived, self._device)

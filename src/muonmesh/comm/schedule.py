@@ -54,6 +54,7 @@ class Stage:
 
     Attributes:
         moving: The assignments of the bucket of which something moves.
+        summed: Those of them over which sums are taken before they are written, see `Plan.summed`.
         reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
         gather: The way to the owners; None if nothing travels on it.
         arriving: From the receive buffer into the matrices.
@@ -68,6 +69,7 @@ class Stage:
     """
 
     moving: tuple[int, ...]
+    summed: Mapping[int, int]
     reads: Ends
     gather: Way | None
     arriving: Copies
@@ -148,6 +150,7 @@ class _Draft:
     ) -> None:
         self._rank, self._peers = rank, peers
         self._moving, self._local, self._ways, self._moves = moving, local, ways, moves
+        self._summed = plan.summed(moving)
         owned = [number for number in moving if plan.assignments[number].owner == rank]
         self._batches = _alike(plan, owned)
         self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
@@ -193,6 +196,7 @@ class _Draft:
             leaving = tuple((wire, matrix) for matrix, wire in pairs)
         return Stage(
             self._moving,
+            self._summed,
             tuple(reads),
             to_owners,
             arriving,

@@ -68,6 +68,28 @@ class Work(Protocol):
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep numbers again that were read so, unless their matrix is left alone."""
 
+    def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
+        """Write the largest exponent of a leg's elements in each sum that is taken over their matrix.
+
+        Args:
+            leg: Whose matrix has sums (`Plan.summed`).
+            update: As for `write`.
+            into: int64 (sums,); zeros before.
+        """
+
+    def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
+        """Write what a leg's elements add to these sums, as integers; see `muonmesh.numerics.exact`.
+
+        Args:
+            leg: Likewise.
+            update: Likewise.
+            exponents: The largest of all elements of the matrix, int64 (sums,).
+            into: int64 (sums, 2); zeros before.
+        """
+
+    def take_sums(self, assignment: int, sums: Tensor) -> None:
+        """Take the sums over a matrix, fp64 (sums,), before any of it is written."""
+
     def write(self, leg: Leg, update: Tensor) -> None:
         """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
 
@@ -105,6 +127,15 @@ class Idle:
         """Nothing."""
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
+        """Nothing."""
+
+    def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
+        """Say that all elements are zero."""
+
+    def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
+        """Add nothing."""
+
+    def take_sums(self, assignment: int, sums: Tensor) -> None:
         """Nothing."""
 
     def write(self, leg: Leg, update: Tensor) -> None:

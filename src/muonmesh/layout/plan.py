@@ -31,6 +31,7 @@ class Parameter:
             only with equals, and the ranks compare it.
         segments: Into how many sums over the ranks a Gram exchange divides the steps; 0 if there can be none.
         companions: What its rule keeps by row, column or matrix, which travels to the owners and back.
+        sums: How many sums over each of the matrices its rule asks for, before the weights are written.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Parameter:
     settings: str
     segments: int = 0
     companions: tuple[Companion, ...] = ()
+    sums: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ def describe(parameter: Parameter | Elementwise) -> str:
     sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
     momentum = parameter.momentum_storage.describe()
     kept = "".join(f", {companion.describe()}" for companion in parameter.companions)
+    if parameter.sums:
+        kept += f", {parameter.sums} summed"
     return f"{line}, state {momentum}{kept}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
 
 
@@ -189,6 +193,11 @@ class Plan:
         """Return where the other end of an assignment's routes is."""
         parameter = self.parameters[assignment.parameter]
         return parameter.momentum_storage if gather else parameter.target
+
+    def summed(self, assignments: Iterable[int]) -> dict[int, int]:
+        """Return those of some assignments whose rule asks for sums over the matrix, each with how many."""
+        counts = ((number, self.parameters[self.assignments[number].parameter].sums) for number in assignments)
+        return {number: count for number, count in counts if count}
 
     @property
     def targets(self) -> list[Layout]:

@@ -157,6 +157,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
         collectives += plan.gathers(bucket) + plan.scatters(bucket)
+        moving = [number for number in plan.buckets[bucket] if plan.moves(number)]
+        collectives += 2 * bool(plan.summed(moving))  # the largest exponents, and the integers
         sent += _moved(gather.held, rank) + _moved(scatter.owned, rank)
         received += sum((_moved(gather.owned, rank) + _moved(scatter.held, rank)).values())
     beside = Carried.beside(plan)

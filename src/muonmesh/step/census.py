@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.gradients import partial_axes
 from muonmesh.layout import Elementwise, Parameter, Plan
+from muonmesh.numerics.kernels.memory import upload
 
 TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
 """Flags of a rank rather than of a parameter: it says that the step changes nothing; its GradScaler has found an
@@ -25,6 +26,22 @@ class HasGradient(Protocol):
     """A parameter in one step, with its gradient or None."""
 
     gradient: Tensor | None
+
+
+class Constants(NamedTuple):
+    """What stays the same of a census, on a device.
+
+    Attributes:
+        replicated: `Census.replicated`, uint8.
+        owners: `Census.owners`, int64.
+        axes: For each flag "partial" the number of its parameter, int64.
+        stored: For each byte of the digests whether this rank belongs to its set, uint8.
+    """
+
+    replicated: Tensor
+    owners: Tensor
+    axes: Tensor
+    stored: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,7 @@ class Census:
     axes: tuple[tuple[int, int, int], ...]
     shared: tuple[tuple[int, ...], ...]
     stored: tuple[bool, ...]
-    _constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    _constants: dict[torch.device, Constants] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def of(plan: Plan, rank: int) -> Census:
@@ -145,30 +162,42 @@ class Census:
         """
         device = nonzero.device
         known = [int(flag) if not isinstance(flag, Tensor) else 0 for flag in (tail.get(name, False) for name in TAIL)]
-        on_host = torch.tensor(known, dtype=torch.uint8)
-        stored = torch.tensor([flag for flag in self.stored for _ in range(DIGEST)], dtype=torch.uint8)
-        counted = torch.tensor(self.counted(slots), dtype=torch.uint8)
-        parts = [counted, settings, 255 - settings, on_host]
+        stored = [flag for flag in self.stored for _ in range(DIGEST)]
+        said = [[0] * len(stored)] * 2
         if settings.device.type == "cpu":
-            parts[1:3] = [part * stored for part in parts[1:3]]
+            mine = settings.tolist()
+            said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in (mine, inverse(mine))]
+        host = [0] * self.matrices + self.counted(slots) + said[0] + said[1] + known
+        if device.type == "cpu":
+            flags = torch.tensor(host, dtype=torch.uint8)
         else:
-            parts[1:3] = [part * stored.to(device, non_blocking=True) for part in parts[1:3]]
-        flags = torch.cat([nonzero, *(part.to(device, non_blocking=True) for part in parts)])
+            flags = upload(host, dtype=torch.uint8, device=device)  # in one copy
+        flags[: self.matrices] = nonzero
+        if settings.device.type != "cpu":
+            mask = self.constants(device).stored
+            flags[self.slices["settings"]] = settings * mask
+            flags[self.slices["inverse"]] = (255 - settings) * mask
         for name, flag in tail.items():
             if isinstance(flag, Tensor):
                 flags[self.slices[name]] = flag
         return flags
 
-    def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return on a device ``replicated`` and ``owners``, and for each flag "partial" the number of its parameter."""
+    def constants(self, device: torch.device) -> Constants:
+        """Return what the answers are compared with, on a device, where it stays."""
         if device not in self._constants:
             numbers = [number for number, _, count in self.axes for _ in range(count)]
-            self._constants[device] = (
-                torch.tensor(self.replicated, dtype=torch.uint8, device=device),
-                torch.tensor(self.owners, dtype=torch.int64, device=device),
-                torch.tensor(numbers, dtype=torch.int64, device=device),
+            self._constants[device] = Constants(
+                upload(self.replicated, dtype=torch.uint8, device=device),
+                upload(self.owners, dtype=torch.int64, device=device),
+                upload(numbers, dtype=torch.int64, device=device),
+                upload([flag for flag in self.stored for _ in range(DIGEST)], dtype=torch.uint8, device=device),
             )
         return self._constants[device]
+
+
+def inverse(digests: Sequence[int]) -> list[int]:
+    """Return what bytes lack of 255."""
+    return [255 - byte for byte in digests]
 
 
 @dataclass(frozen=True)
@@ -192,7 +221,7 @@ class Answers:
 
         A gradient that is a sum over ranks is left out: a missing summand is zero.
         """
-        replicated, owners, axes = self.census.constants(self.flags.device)
+        replicated, owners, axes, _ = self.census.constants(self.flags.device)
         both = self.of("present") * self.of("missing") * replicated
         if len(axes):
             summed = torch.zeros(len(self.census.presence), dtype=torch.int64, device=self.flags.device)

@@ -29,7 +29,7 @@ from muonmesh.step.planning import (
     signature_of,
     widened,
 )
-from muonmesh.step.rounding import warn_about_rounding
+from muonmesh.step.rounding import rounding_of
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's param groups."""
@@ -86,7 +86,10 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
     kept.connected = planned
     if not kept.warned:
         kept.warned = True
-        warn_about_rounding(planned, groups, kept.precision)
+        kept.rounding = rounding_of(planned, groups, kept.precision)
+        if kept.rounding is not None and kept.rounding.arrived is None:
+            kept.rounding.warn(stacklevel=4)
+            kept.rounding = None
     return planned, planned.exchange
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import Plan
+from muonmesh.numerics.kernels.memory import upload
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, view_of
 
@@ -54,18 +55,22 @@ def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]
 
 def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None], device: torch.device) -> Tensor:
     """Return the same as a uint8 tensor, without waiting for the device."""
-    numbers, views = [], []
+    numbers, views = list[int](), list[Tensor]()
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
         gradient = _gradient(slots[assignment.parameter])
         if gradient is not None:
             numbers += [number] * len(parts)
             views += [view_of(gradient, piece) for piece in parts]
-    found = torch.zeros(len(plan.assignments), dtype=torch.uint8, device=device)
+    # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
+    found = torch.zeros(len(plan.assignments), dtype=torch.int32, device=device)
     if views:
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(views, float("inf"))])
-        index = torch.tensor(numbers).to(device, non_blocking=True)
-        found.index_add_(0, index, (norms != 0).to(torch.uint8))
-    return found.clamp_(max=1)
+        norms = torch.stack(torch._foreach_norm(views, float("inf")))
+        if numbers == list(range(len(plan.assignments))):
+            found = (norms != 0).to(torch.uint8)
+        else:
+            index = upload(numbers, dtype=torch.int64, device=device)
+            found.index_add_(0, index, (norms != 0).to(torch.int32))
+    return found.clamp_(max=1).to(torch.uint8)
 
 
 def _gradient(slot: Slot | None) -> Tensor | None:

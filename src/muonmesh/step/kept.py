@@ -14,6 +14,7 @@ from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import Pending
+from muonmesh.step.rounding import Rounding
 from muonmesh.step.sums import Sums
 
 
@@ -54,6 +55,7 @@ class Kept:
         sums: Of the last step's updates, once `Muon.metrics` has asked for them.
         pending: Flags of the last step where the host did not wait for them.
         warned: Whether a warning about rounding was given.
+        rounding: That warning, while the device still counts.
         neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         torn: What interrupted a step that had begun to write; None: nothing did.
@@ -75,6 +77,7 @@ class Kept:
     sums: Sums | None = None
     pending: Pending | None = None
     warned: bool = False
+    rounding: Rounding | None = None
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
     torn: str | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.comm.totals import Totals
 from muonmesh.comm.views import contiguous, place
 from muonmesh.comm.work import Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
@@ -84,6 +85,8 @@ class MuonStep:
         self._held: dict[int, _Held] = {}  # by parameter; filled before threads read it
         self._carried: Mapping[int, Mapping[str, Tensor]] = {}
         self._scales: dict[tuple[int, int, int], float] = {}
+        self._alone = Totals(plan, rank=this_rank(), device=device)
+        self._totals: dict[int, tuple[Tensor, ...]] = {}  # by assignment; sums over it that its rule asks for
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state and fold the gradients into the momenta of these matrices."""
@@ -150,8 +153,11 @@ class MuonStep:
                 self.read(leg, place(leg.piece, target), fold=True)
         self._orthogonalize(x, out, [matrix.assignment for matrix in batch])
         for local, result in zip(batch, out.unbind(), strict=True):
-            for leg in local.write:
-                self.write(leg, contiguous(place(leg.piece, result)))
+            ends = tuple((leg, place(leg.piece, result)) for leg in local.write)
+            if asked := self._plan.summed([local.assignment]):
+                self._alone.take(asked, ends, self)
+            for leg, update in ends:
+                self.write(leg, contiguous(update))
 
     def read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
         """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
@@ -247,25 +253,44 @@ class MuonStep:
         rule = self._rule(assignment)
         return gram_factor(gram, gram_segments(rule.coefficients, rule.steps)[segment])
 
+    def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
+        """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
+        if self._nonzero[leg.assignment] is not False:
+            rule, weights, beside, scale = self._written(leg)
+            into.copy_(parts.exponents(rule, weights, update, beside, scale=scale))
+
+    def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
+        """Write what a leg's elements add to these sums."""
+        if self._nonzero[leg.assignment] is not False:
+            rule, weights, beside, scale = self._written(leg)
+            count = self._plan.assignments[leg.assignment].matrix.numel
+            into.copy_(parts.limbs(rule, weights, update, beside, exponents, scale=scale, count=count))
+
+    def take_sums(self, assignment: int, sums: Tensor) -> None:
+        """Take the sums over a matrix, for `write`."""
+        self._totals[assignment] = sums.unbind()
+
     def write(self, leg: Leg, update: Tensor) -> None:
         """Decay and update a leg's elements, unless their matrix is left alone."""
         flag = self._nonzero[leg.assignment]
         if flag is False:
             return
-        held, piece = self._held[leg.parameter], leg.piece
-        slot, rule = held.slot, held.rule
-        scale = self._scale(leg.assignment, slot.group, rule)
-        weights, beside = view_of(held.weights, piece), _views(held.beside, piece)
-        if held.master is None:
-            parts.apply(rule, weights, update, beside, scale=scale, active=_mask(flag))
-        else:
-            master = view_of(held.master, piece)
-            parts.apply(rule, master, update, beside, scale=scale, active=_mask(flag))
-            weights.copy_(master)
-        if self._sums is not None:
-            copies = slot.storage.copies
-            squares = update.double().square().sum() * (rule.lr * scale) ** 2 / copies
-            self._sums.add(slot.group, squares)
+        rule, weights, beside, scale = self._written(leg)
+        held = self._held[leg.parameter]
+        squares: list[Tensor] | None = None if self._sums is None else []
+        totals = self._totals.get(leg.assignment, ())
+        parts.apply(rule, weights, update, beside, scale=scale, active=_mask(flag), sums=totals, squares=squares)
+        if held.master is not None:
+            view_of(held.weights, leg.piece).copy_(weights)
+        if self._sums is not None and squares is not None:
+            self._sums.add(held.slot.group, torch.stack(squares).sum() / held.slot.storage.copies)
+
+    def _written(self, leg: Leg) -> tuple[Rule, Tensor, dict[str, Tensor], float]:
+        """Return the rule of a leg's elements, what it changes of them, weights or master, and the update's scale."""
+        held = self._held[leg.parameter]
+        weights = held.weights if held.master is None else held.master
+        scale = self._scale(leg.assignment, held.slot.group, held.rule)
+        return held.rule, view_of(weights, leg.piece), _views(held.beside, leg.piece), scale
 
     def _scale(self, assignment: int, group: int, rule: Rule) -> float:
         """Return the update scale of the whole matrix; there are few shapes and many legs."""

@@ -262,11 +262,17 @@ def signature_of(
                 str(group["ns_coefficients"]),
                 group["ns_steps"],
                 group["ns_method"],
-                tuple(rule_of(group).keeps().items()) if is_matrix_rule(group["algorithm"]) else (),
+                _asked(group) if is_matrix_rule(group["algorithm"]) else (),
             )
             for group in groups
         ),
     )
+
+
+def _asked(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what a group's rule keeps, and how many sums it asks for."""
+    rule: Rule = rule_of(group)
+    return (*rule.keeps().items(), rule.sums())
 
 
 def _frozen(value: Any) -> Any:
@@ -439,6 +445,8 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     assert issubclass(rule, Rule)
     if rule.changes_matrices():  # which the Gram exchange never has whole
         settings, segments = f"{settings}, {group['algorithm']}", 0
+    if rule.asks_for_sums():  # which the Gram exchange does not take
+        segments = 0
     companions = tuple(home.companion for home in member.homes.values() if home.companion is not None)
     return Parameter(
         member.name,
@@ -449,6 +457,7 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
         settings,
         segments,
         companions,
+        rule_of(group).sums(),
     )
 
 

@@ -20,20 +20,25 @@ _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "master")
 """State with a number for each element of the parameter, beside what rules keep."""
 
 
-def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, str]:
-    """Return for each parameter that all of its ranks hold whole, by number, a text of all bits of weights and state.
+Fingerprint = Mapping[str, Tensor]
+"""A number made of all bits of a parameter, and of each tensor of its state, by name: 0-d int64, where they are."""
 
-    Parameters of which ranks hold different parts are left out. Waits for the device; called at the first step of a
-    plan and after state was loaded.
+
+def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, Fingerprint]:
+    """Return for each parameter that all of its ranks hold whole, by number, the numbers of weights and state.
+
+    Parameters of which ranks hold different parts are left out. Called at the first step of a plan and after state was
+    loaded; the host waits for nothing.
     """
-    found = {}
+    found = dict[int, Fingerprint]()
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
         if member is None or member.storage.layout is None:
             continue
         if member.storage.copies == len(member.storage.layout.ranks) > 1:
-            found[number] = f"weights {_sum(member.storage, member.tensor):x}" + "".join(
-                f", {key} {_sum(storage, value):x}" for key, value, storage in _state(member, state)
-            )
+            found[number] = {
+                "weights": _sum(member.storage, member.tensor),
+                **{key: _sum(storage, value) for key, value, storage in _state(member, state)},
+            }
     return found
 
 
@@ -47,16 +52,21 @@ def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterabl
             yield key, value, storage
 
 
-def _sum(storage: Storage, tensor: Tensor) -> int:
+def text_of(fingerprint: Fingerprint) -> str:
+    """Return it as text. Waits for the device that it is on."""
+    return ", ".join(f"{key} {int(number) % 2**64:x}" for key, number in fingerprint.items())
+
+
+def _sum(storage: Storage, tensor: Tensor) -> Tensor:
     """Return the sum of all bits of a tensor, read as whole numbers: the same in whatever order ranks store it."""
     local = local_of(tensor.detach())
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
     for first, part in _placed(storage, local.reshape(-1)):
         flat = part.view(whole).long()
         # Times the place in the parameter, so that two elements that have changed places are seen.
-        total += int((flat * torch.arange(first + 1, first + len(flat) + 1, device=flat.device)).sum())
-    return total % 2**64
+        total += (flat * torch.arange(first + 1, first + len(flat) + 1, device=flat.device)).sum()
+    return total
 
 
 def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:

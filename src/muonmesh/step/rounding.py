@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.scale import step_size
@@ -14,10 +16,40 @@ from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
 
 
-def warn_about_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision) -> None:
-    """Warn if a Muon parameter is of low precision, without a master, and leaves many elements of a step unchanged."""
+@dataclass(frozen=True)
+class Rounding:
+    """What rounding does to a typical step of the first parameter that it may hurt.
+
+    Attributes:
+        name: Of the parameter.
+        dtype: Its own.
+        rms: Of a typical step.
+        kept: Share of its entries that such a step leaves unchanged, 0-d on the host.
+        arrived: After which ``kept`` can be read; None: now.
+    """
+
+    name: str
+    dtype: torch.dtype
+    rms: float
+    kept: Tensor
+    arrived: torch.cuda.Event | None
+
+    def warn(self, *, stacklevel: int) -> None:
+        """Warn of it, from as many calls above the caller."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        warnings.warn(
+            f"{self.name} and perhaps others are {self.dtype} without masters: a typical step of RMS "
+            f"{self.rms:.1e} leaves {float(self.kept):.0%} of its entries unchanged by rounding. Write "
+            "Muon(..., master_dtype=torch.float32) to keep fp32 copies in the optimizer state",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def rounding_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision) -> Rounding | None:
+    """Return what rounding does to the first Muon parameter of low precision; None if there is none, or masters."""
     if precision.master is not None:
-        return
+        return None
     for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
         if member is None:
             continue
@@ -26,11 +58,10 @@ def warn_about_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], p
             continue
         size = step_size(groups[member.group], parameter.matrices[0].rows, parameter.matrices[0].cols)
         moved = (local.float() + size.rms).to(local.dtype) != local
-        share = 1 - float(moved.float().mean())
-        warnings.warn(
-            f"{member.name} and perhaps others are {local.dtype} without masters: a typical step of RMS "
-            f"{size.rms:.1e} leaves {share:.0%} of its entries unchanged by rounding. Write "
-            "Muon(..., master_dtype=torch.float32) to keep fp32 copies in the optimizer state",
-            stacklevel=5,
-        )
-        return
+        kept, arrived = 1 - moved.float().mean(), None
+        if kept.is_cuda:
+            kept = torch.empty((), dtype=kept.dtype, pin_memory=True).copy_(kept, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return Rounding(member.name, local.dtype, size.rms, kept, arrived)
+    return None

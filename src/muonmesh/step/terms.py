@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.rules import RULES
 from muonmesh.settings import Precision
 from muonmesh.step.census import DIGEST
 from muonmesh.step.planning import Planned
+from muonmesh.step.replicas import Fingerprint, text_of
 
 _MIX = 6364136223846793005
 """Odd, so that no bit of a sum of products with its powers is lost (Knuth's MMIX generator)."""
@@ -34,7 +36,7 @@ class Terms:
         precision: Precision,
         *,
         loaded: bool = False,
-        replicas: Mapping[int, str] | None = None,
+        replicas: Mapping[int, Fingerprint] | None = None,
     ) -> None:
         """Take a snapshot.
 
@@ -52,32 +54,39 @@ class Terms:
     def digests(self) -> Tensor:
         """Return `DIGEST` bytes for each set of ranks that share parameters (`Census.shared`), uint8."""
         planned, sets = self._planned, []
-        device_rates = False
+        on_host = planned.device.type == "cpu"
+        device_knows = bool(self._replicas) and not on_host
         for numbers in planned.census.shared:
             groups, static = planned.terms_of(numbers)
             text = f"{static} {self._precision} {self._loaded} {[self._said[group] for group in groups]}"
-            told = [self._replicas[number] for number in numbers if number in self._replicas]
+            told = [self._replicas[number] for number in numbers if number in self._replicas] if on_host else []
             if told:  # else the other ranks, which may share nothing else that is replicated, would say less
-                text += f" {told}"
+                text += f" {[text_of(replica) for replica in told]}"
             sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
-            device_rates = device_rates or any(_on_device(self._groups[group]["lr"]) for group in groups)
-        host = torch.tensor(sets, dtype=torch.uint8).view(-1, DIGEST // 2)
-        if not device_rates:
-            return torch.cat([host, torch.zeros_like(host)], dim=1).view(-1)
-        rates = [self._rates(planned.terms_of(numbers)[0]) for numbers in planned.census.shared]
-        return torch.cat([host.to(planned.device, non_blocking=True), torch.stack(rates)], dim=1).view(-1)
+            device_knows = device_knows or any(_on_device(self._groups[group]["lr"]) for group in groups)
+        if not device_knows:
+            zeros = [0] * (DIGEST // 2)
+            return torch.tensor([some + zeros for some in sets], dtype=torch.uint8).view(-1)
+        host = upload(sets, dtype=torch.uint8, device=planned.device).view(-1, DIGEST // 2)
+        rest = [self._on_device(planned.terms_of(numbers)[0], numbers) for numbers in planned.census.shared]
+        return torch.cat([host, torch.stack(rest)], dim=1).view(-1)
 
-    def _rates(self, groups: Sequence[int]) -> Tensor:
-        """Return 8 bytes of the learning rates that only the device knows, without waiting for it."""
-        mixed = torch.zeros(1, dtype=torch.int64, device=self._planned.device)
+    def _on_device(self, groups: Sequence[int], numbers: Sequence[int]) -> Tensor:
+        """Return 8 bytes of what only the device knows: learning rates there, and replicas; without waiting for it."""
+        device = self._planned.device
+        mixed = torch.zeros(1, dtype=torch.int64, device=device)
         for group in groups:
             lr = self._groups[group]["lr"]
             if _on_device(lr):
                 mixed = mixed * _MIX + lr.detach().double().reshape(1).view(torch.int64)
+        if device.type != "cpu":
+            for number in numbers:
+                for value in self._replicas.get(number, {}).values():
+                    mixed = mixed * _MIX + value
         return mixed.view(torch.uint8)
 
     def lines(self) -> dict[str, str]:
-        """Return for each parameter what is compared, as text. Waits for learning rates on a device."""
+        """Return for each parameter what is compared, as text. Waits for what only the device knows."""
         found = {}
         for number, member in enumerate((*self._planned.muon, *self._planned.elementwise)):
             if member is not None:
@@ -86,7 +95,7 @@ class Terms:
                 dtype = local_of(member.tensor).dtype
                 text = f"{rate}{self._said[member.group]}, {dtype}, {self._precision}, state loaded={self._loaded}"
                 replica = self._replicas.get(number)
-                found[member.name] = text if replica is None else f"{text}, {replica}"
+                found[member.name] = text if replica is None else f"{text}, {text_of(replica)}"
         return found
 
 

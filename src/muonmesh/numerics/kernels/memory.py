@@ -24,6 +24,15 @@ def keep(key: Hashable, make: Callable[[], T]) -> T:
     return cast(T, kept[key])
 
 
+def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers of the host as a tensor on a device, from pinned memory, so that the host waits for nothing."""
+    host = torch.tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return host
+    pinned = torch.empty(host.shape, dtype=dtype, pin_memory=True).copy_(host)
+    return pinned.to(device, non_blocking=True)
+
+
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialised memory of this thread's own, which its next call for the same role uses again.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.rules.rule import Rule
 from muonmesh.numerics.threads import run_on_one_thread
@@ -102,16 +103,20 @@ def apply(
     *,
     scale: float,
     active: Tensor | None = None,
+    sums: tuple[Tensor, ...] = (),
+    squares: list[Tensor] | None = None,
 ) -> None:
     """Decay and update weights in place, computed in fp32 or wider and rounded once.
 
     Args:
-        rule: Whose `Rule.apply`.
+        rule: Whose `Rule.apply`, or `Rule.apply_with` where there are sums.
         weights: Any shape, written.
         update: Same shape, any real dtype, read only.
         state: What is kept as "weights", each of that shape, written.
         scale: Update scale of the *whole* matrix that the update is a part of.
         active: 0-d bool tensor; where it is false nothing changes. None means true.
+        sums: What the `Rule.summands` add up to over the whole matrix, 0-d fp64 each.
+        squares: If given, sums of squares of the step without decay are appended, 0-d fp64.
     """
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
@@ -119,13 +124,75 @@ def apply(
         wide = spare(u, dtype).copy_(u)
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         kept = dict(zip(state, held if active is None else [value.clone() for value in held], strict=True))
-        rule.apply(fresh, wide, size, kept)
+        if sums:
+            rule.apply_with(fresh, wide, size, kept, sums)
+        else:
+            rule.apply(fresh, wide, size, kept)
+        if squares is not None:
+            squares.append(wide.double().square_().sum())
         if active is not None:
             p.copy_(torch.where(active, fresh.to(p.dtype), p))
             for old, new in zip(held, kept.values(), strict=True):
                 old.copy_(torch.where(active, new, old))
         elif fresh is not p:
             p.copy_(fresh)
+
+
+def exponents(rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, Tensor], *, scale: float) -> Tensor:
+    """Return the largest exponent of the elements given of each of the summands, int64 (sums,): see `numerics.exact`.
+
+    Args:
+        rule: Whose `Rule.summands`.
+        weights: Any shape, read only.
+        update: Same shape, any real dtype, read only.
+        state: What is kept as "weights", each of that shape, read only.
+        scale: Update scale of the whole matrix.
+    """
+    found = [
+        torch.stack([largest_exponent(some) for some in summands])
+        for summands in _summands(rule, weights, update, state, scale)
+    ]
+    return torch.stack(found).amax(0)
+
+
+def limbs(
+    rule: Rule,
+    weights: Tensor,
+    update: Tensor,
+    state: Mapping[str, Tensor],
+    exponents: Tensor,
+    *,
+    scale: float,
+    count: int,
+) -> Tensor:
+    """Return what the elements given add to each sum, int64 (sums, 2), to be added up: see `numerics.exact`.
+
+    Args:
+        rule: Whose `Rule.summands`.
+        weights: As in `exponents`, like what follows.
+        update: Likewise.
+        state: Likewise.
+        exponents: `exponents` all elements of the whole matrix, int64 (sums,).
+        scale: Update scale of the whole matrix.
+        count: Elements of the whole matrix.
+    """
+    found = [
+        torch.stack([limbs_of(some, one, count=count) for some, one in zip(summands, exponents, strict=True)])
+        for summands in _summands(rule, weights, update, state, scale)
+    ]
+    return torch.stack(found).sum(0)
+
+
+def _summands(
+    rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, Tensor], scale: float
+) -> Iterator[list[Tensor]]:
+    """Yield the summands in fp64, of some elements at a time."""
+    size = rule.lr * scale
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    for p, u, *held in _in_cache(weights, update, *state.values()):
+        wide = spare(u, dtype).copy_(u)
+        found = rule.summands(p.to(dtype), wide, size, dict(zip(state, held, strict=True)))
+        yield [some.double() for some in found]
 
 
 def spare(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from muonmesh.numerics.rules.adamuon import AdaMuonRule
 from muonmesh.numerics.rules.adamw import AdamWRule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.rules.rule import Hyperparameters, Rule
 
-RULES: dict[str, type[Hyperparameters]] = {"muon": MuonRule, "adamw": AdamWRule, "normuon": NorMuonRule}
+RULES: dict[str, type[Hyperparameters]] = {
+    "muon": MuonRule,
+    "adamw": AdamWRule,
+    "normuon": NorMuonRule,
+    "adamuon": AdaMuonRule,
+}
 """The rule of each ``algorithm`` of a group."""
 
 _OWN = frozenset(RULES)
@@ -29,7 +35,8 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
 
     Raises:
         ValueError: the name is taken by a rule of muonmesh.
-        TypeError: what is decorated is no dataclass derived from `Rule`.
+        TypeError: what is decorated is no dataclass derived from `Rule`, or has only one of `Rule.summands` and
+            `Rule.apply_with`.
     """
 
     def register(rule: type[AnyRule]) -> type[AnyRule]:
@@ -42,6 +49,12 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
             raise TypeError(
                 f"register_rule({algorithm!r}): found {rule!r}; needed a dataclass derived from muonmesh.Rule. Write "
                 "@dataclass(frozen=True) between @register_rule and the class"
+            )
+        if rule.asks_for_sums() != (rule.apply_with is not Rule.apply_with):
+            found, other = ("summands", "apply_with") if rule.asks_for_sums() else ("apply_with", "summands")
+            raise TypeError(
+                f"register_rule({algorithm!r}): found {found} of {rule.__name__} without {other}; needed both: what "
+                f"summands returns is added up and given to apply_with. Write {other} too"
             )
         RULES[algorithm] = rule
         return rule

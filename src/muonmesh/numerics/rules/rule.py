@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode, update_scale
@@ -96,7 +97,9 @@ class Rule(Hyperparameters):
 
     1. `fold` and `direction`, element by element, on every rank that stores some of the gradient.
     2. The direction is gathered and orthogonalised; `whole` has the whole matrix, on one rank.
-    3. `apply`, element by element, on every rank that stores some of the weights.
+    3. `summands`, if a rule asks for sums over whole matrices, element by element, on every rank that stores some of
+       the weights; what they add up to is the same on all of these ranks.
+    4. `apply`, or `apply_with` the sums, element by element, on every rank that stores some of the weights.
 
     A rule of your own overrides some of these, says with `keeps` what they keep from step to step, and is made known
     with `register_rule`. By themselves they are Muon without momentum.
@@ -174,12 +177,77 @@ class Rule(Hyperparameters):
 
         Args:
             weights: Any shape, fp32 or wider, written; rounded once to the dtype of the parameter.
-            update: That shape and dtype, may be written.
+            update: That shape and dtype, may be written; what it holds in the end `Muon.metrics` takes for the step.
             size: Learning rate times the scale of the whole matrix.
             state: What is kept as "weights", each of that shape, in ``state_dtype``, written in place.
         """
         self.decay(weights, update)
         weights.sub_(update.mul_(size))
+
+    def summands(
+        self, weights: Tensor, update: Tensor, size: float | Tensor, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return what is added up over the whole matrix before `apply_with`, element by element.
+
+        A rule that overrides neither this nor `apply_with` asks for no sums. One that does gets each sum over all
+        elements of the matrix, each counted once however many ranks hold it, and the same bits under every sharding.
+
+        It is called more than once in a step, so it writes nothing. State that a summand depends on after its change,
+        such as a second moment, is computed here without keeping it, and again in `apply_with`, which keeps it.
+
+        Args:
+            weights: Any shape, fp32 or wider, before the step, read only.
+            update: That shape and dtype, may be written.
+            size: Learning rate times the scale of the whole matrix.
+            state: What is kept as "weights", each of that shape, in ``state_dtype``, before the step, read only.
+
+        Returns:
+            One tensor of that shape for each sum, always as many, also of no elements; added up in fp64. Write
+            ``update.double().square()``, since squares of small fp32 numbers vanish.
+        """
+        return ()
+
+    def apply_with(
+        self,
+        weights: Tensor,
+        update: Tensor,
+        size: float | Tensor,
+        state: Mapping[str, Tensor],
+        sums: tuple[Tensor, ...],
+    ) -> None:
+        """Decay and update weights in place, as `apply`, in whose place it is called where a rule asks for sums.
+
+        Args:
+            weights: As in `apply`.
+            update: As in `apply`.
+            size: As in `apply`.
+            state: As in `apply`.
+            sums: What each of the `summands` adds up to over the whole matrix, 0-d fp64; NaN if one was not finite.
+        """
+        self.apply(weights, update, size, state)
+
+    def sums(self) -> int:
+        """Return how many sums over whole matrices the rule asks for.
+
+        Raises:
+            TypeError: a summand is no tensor of the shape of the weights.
+        """
+        if not type(self).asks_for_sums():
+            return 0
+        nothing = torch.empty(0)
+        kept = {key: nothing for key, kind in self.keeps().items() if kind == "weights"}
+        found: Any = self.summands(nothing, nothing.clone(), 1.0, kept)
+        if not isinstance(found, tuple) or not all(isinstance(x, Tensor) and x.shape == nothing.shape for x in found):
+            returned = f"{found!r} for weights of shape {tuple(nothing.shape)}"
+            needed = "a tuple of tensors of the shape of the weights, which are added up later"
+            write = "Write return (update.double().square(),)"
+            raise TypeError(explain_error(f"{type(self).__name__}.summands", returned, needed, write))
+        return len(found)
+
+    @classmethod
+    def asks_for_sums(cls) -> bool:
+        """Return whether there are sums over whole matrices to take before the weights are written."""
+        return cls.summands is not Rule.summands
 
     @classmethod
     def changes_matrices(cls) -> bool:

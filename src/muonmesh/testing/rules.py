@@ -221,6 +221,11 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
             "update": torch.randn(length, generator=numbers),
         }
         inputs |= {key: torch.randn(length, generator=numbers).abs() for key in keeps}
+        if rule.sums() and (key := _written_by_summands(rule, inputs)):
+            return (
+                f"{type(rule).__name__}.summands: {key!r} has been written; needed all but the update read only, since "
+                "it is called more than once in a step. What is kept belongs into apply_with()"
+            )
         whole = _run_parts(rule, {key: value.clone() for key, value in inputs.items()})
         halves = [
             _run_parts(rule, {key: value[cut].clone() for key, value in inputs.items()})
@@ -237,18 +242,31 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
     return ""
 
 
+def _written_by_summands(rule: Rule, inputs: Mapping[str, Tensor]) -> str:
+    """Return the name of what a rule's summands write though they may not."""
+    given = {key: value.clone() for key, value in inputs.items()}
+    state = {key: given[key] for key, kept in rule.keeps().items() if kept == "weights"}
+    rule.summands(given["weights"], given["update"], 0.01, state)
+    return next((key for key in ("weights", *state) if not torch.equal(given[key], inputs[key])), "")
+
+
 def _run_parts(rule: Rule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
     """Return what each elementwise part of a rule makes of vectors."""
     folded = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "momentum"}
     applied = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "weights"}
+    weights, update = inputs["weights"], inputs["update"]
     rule.fold(inputs["gradient"], folded)
     direction = rule.direction(inputs["gradient"], folded).clone()
-    rule.apply(inputs["weights"], inputs["update"], 0.01, applied)
-    return {
-        "fold": tuple(folded.values()),
-        "direction": (direction,),
-        "apply": (inputs["weights"], *applied.values()),
-    }
+    found: dict[str, Sequence[Tensor]] = {"fold": tuple(folded.values()), "direction": (direction,)}
+    asked = rule.sums()
+    if asked:
+        found["summands"] = rule.summands(weights, update.clone(), 0.01, applied)
+        sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64) for number in range(asked))
+        rule.apply_with(weights, update, 0.01, applied, sums)
+    else:
+        rule.apply(weights, update, 0.01, applied)
+    found["apply_with" if asked else "apply"] = (weights, *applied.values())
+    return found
 
 
 def _agree(error: str) -> None:

@@ -1,0 +1,106 @@
+"""Totals: the sums that rules ask for over whole matrices, taken by the ranks that hold these, before they are written.
+
+Every element counts once: where there are copies of a matrix, the elements of one of them. The sums are exact
+(`muonmesh.numerics.exact`), so every layout gives the same bits. They take two small all-reduces for all matrices of a
+bucket: of the largest exponents, and of the integers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.comm.views import contiguous
+from muonmesh.comm.wire import Wire
+from muonmesh.comm.work import Ends, Work
+from muonmesh.layout import Plan
+from muonmesh.layout.plan import Leg
+from muonmesh.numerics.exact import total_of
+from muonmesh.numerics.threads import run_all
+
+
+class Totals:
+    """Takes the sums that rules ask for over the matrices of a plan.
+
+    Args:
+        plan: Whose.
+        rank: This one.
+        device: Where the matrices are.
+        wire: To the other ranks; None where nobody else has anything of the matrices.
+    """
+
+    def __init__(self, plan: Plan, *, rank: int, device: torch.device, wire: Wire | None = None) -> None:
+        self._plan, self._rank, self._device, self._wire = plan, rank, device, wire
+        self._counting: dict[int, bool] = {}
+
+    def take(self, asked: Mapping[int, int], ends: Ends, work: Work, *, what: str = "a matrix") -> None:
+        """Give the work the sums over some matrices; all ranks of the wire call it with the same ones.
+
+        Args:
+            asked: `Plan.summed` of the matrices.
+            ends: The updates of all that this rank stores of them; those of other matrices are left out.
+            work: Computes the summands, and is given the sums.
+            what: Names the matrices in errors.
+        """
+        if not asked:
+            return
+        counted = [end for end in ends if end[0].assignment in asked and self._counts(end[0].parameter)]
+        starts = dict(zip(asked, itertools.accumulate(asked.values(), initial=0), strict=False))
+        rows = {number: slice(start, start + asked[number]) for number, start in starts.items()}
+        total = sum(asked.values())
+
+        exponents = torch.zeros(total, dtype=torch.int64, device=self._device)
+        for leg, found in self._of_each(counted, asked, (), work.exponents):
+            mine = exponents[rows[leg.assignment]]
+            torch.maximum(mine, found, out=mine)
+        self._reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
+
+        limbs = torch.zeros(total, 2, dtype=torch.int64, device=self._device)
+
+        def add(leg: Leg, update: Tensor, into: Tensor) -> None:
+            work.limbs(leg, update, exponents[rows[leg.assignment]], into)
+
+        for leg, found in self._of_each(counted, asked, (2,), add):
+            limbs[rows[leg.assignment]] += found
+        self._reduce(limbs, dist.ReduceOp.SUM, f"the sums over {what}")
+
+        for number, place in rows.items():
+            count = self._plan.assignments[number].matrix.numel
+            work.take_sums(number, total_of(limbs[place], exponents[place], count=count))
+
+    def _of_each(
+        self,
+        ends: Sequence[tuple[Leg, Tensor]],
+        asked: Mapping[int, int],
+        shape: tuple[int, ...],
+        write: Callable[[Leg, Tensor, Tensor], None],
+    ) -> list[tuple[Leg, Tensor]]:
+        """Return what is written of each leg: int64 (sums, *shape)."""
+        found = [torch.zeros(asked[leg.assignment], *shape, dtype=torch.int64, device=self._device) for leg, _ in ends]
+        tasks = [partial(_write, write, *end, into) for end, into in zip(ends, found, strict=True)]
+        run_all(tasks, device=self._device)
+        return [(leg, into) for (leg, _), into in zip(ends, found, strict=True)]
+
+    def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
+        if self._wire is not None and self._wire.group is not None:
+            started = time.perf_counter()
+            self._wire.reduce(values, op, what)
+            self._wire.counts.seconds_waiting += time.perf_counter() - started
+            self._wire.counts.collectives += 1
+
+    def _counts(self, parameter: int) -> bool:
+        """Whether the elements that this rank stores of a parameter count: those of the first copy do."""
+        if parameter not in self._counting:
+            target = self._plan.parameters[parameter].target
+            self._counting[parameter] = self._rank in target.replica(target.ranks[0])
+        return self._counting[parameter]
+
+
+def _write(write: Callable[[Leg, Tensor, Tensor], None], leg: Leg, update: Tensor, into: Tensor) -> None:
+    write(leg, contiguous(update), into)

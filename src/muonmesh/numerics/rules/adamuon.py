@@ -1,0 +1,89 @@
+"""AdaMuon: Muon whose elements all learn at one pace (Si et al., arXiv 2507.11005)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import Kept, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class AdaMuonRule(MuonRule):
+    """Muon of the momentum's signs, with a second moment for each element, kept from step to step.
+
+    With O the orthogonalised signs and v one number an element: ``v ← β₂ v + (1 − β₂)·O²``, without bias correction,
+    and ``Ô = O / (√v + ε)``, scaled by one number so that its Frobenius norm over the whole matrix is √min(m, n), that
+    of an orthogonal matrix. After that comes Muon's scale; with "match_rms_adamw" the step has RMS 0.2·lr, the paper's.
+
+    Nesterov's look-ahead is Muon's setting; the paper takes the signs of the momentum itself (``nesterov=False``).
+
+    Attributes:
+        beta2: β₂, in the paper the same number as the momentum; the key of a group is ``adamuon_beta2``.
+        eps: ε, ``adamuon_eps``.
+    """
+
+    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "beta2": "adamuon_beta2", "eps": "adamuon_eps"}
+
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    def check(self) -> None:
+        """Check β₂ and ε.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        for key, value, low, high in (("beta2", self.beta2, 0.0, 1.0), ("eps", self.eps, 0.0, math.inf)):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not low <= value < high:
+                raise ValueError(f"adamuon_{key}: found {value!r}; needed a number in [{low:g}, {high:g})")
+
+    def keeps(self) -> Mapping[str, Kept]:
+        """Return the momentum and the second moments."""
+        return {"momentum_buffer": "momentum", "second_moment": "weights"}
+
+    def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the signs of Muon's direction; NaN where that is not finite, of which the sign would not tell."""
+        direction = MuonRule.direction(self, gradient, state)
+        return torch.where(direction.isfinite(), direction.sign(), torch.nan)
+
+    def scale(self, rows: int, cols: int) -> float:
+        """Return Muon's scale times √min(rows, cols), the norm of an orthogonal matrix; `apply_with` divides by Ô's."""
+        return MuonRule.scale(self, rows, cols) * math.sqrt(min(rows, cols))
+
+    def summands(
+        self, weights: Tensor, update: Tensor, size: float | Tensor, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return the squares of Ô."""
+        _, paced = self._paced(update, state)
+        return (paced.double().square(),)
+
+    def apply_with(
+        self,
+        weights: Tensor,
+        update: Tensor,
+        size: float | Tensor,
+        state: Mapping[str, Tensor],
+        sums: tuple[Tensor, ...],
+    ) -> None:
+        """Decay and update weights by Ô over its Frobenius norm, and keep v."""
+        second, paced = self._paced(update, state)
+        state["second_moment"].copy_(second)
+        update.copy_(paced)
+        (squares,) = sums
+        # A matrix of zeros stays one.
+        MuonRule.apply(self, weights, update, size * torch.where(squares == 0, 0.0, 1 / squares.sqrt()), state)
+
+    def _paced(self, update: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return v after this step and Ô, of the update's dtype."""
+        kept = state["second_moment"]
+        second = kept.to(torch.promote_types(kept.dtype, update.dtype))
+        second = second.lerp(update.to(second.dtype).square(), 1 - self.beta2)
+        return second, update / (second.sqrt() + self.eps).to(update.dtype)

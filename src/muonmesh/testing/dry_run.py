@@ -1,0 +1,247 @@
+"""Dry run: one step of any optimizer on devices, and on any number of ranks, that are not here."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from muonmesh.comm.storage import local_of
+from muonmesh.errors import explain_error
+from muonmesh.optimizer import Muon
+from muonmesh.step.connection import connect
+from muonmesh.testing.device import pretended_cuda
+from muonmesh.testing.launches import Launches
+
+Placer = Callable[[str, nn.Parameter], Sequence[Placement]]
+"""Says how a parameter lies on the mesh, from its name and itself."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device is, for the model of time. By default one H100 SXM, its data sheet's figures where marked so.
+
+    Attributes:
+        flops: bf16 products, FLOP/s: 70 % of the data sheet's 989 TFLOP/s.
+        bytes: Of its memory, B/s: 80 % of the data sheet's 3.35 TB/s.
+        wire: Of the network to other ranks, B/s each way: 400 Gb/s.
+        launch: Seconds of the host for one launch through torch.
+        collective: Seconds until the first byte of a collective arrives.
+    """
+
+    flops: float = 0.70 * 989e12
+    bytes: float = 0.80 * 3.35e12
+    wire: float = 50e9
+    launch: float = 6e-6
+    collective: float = 30e-6
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one step would do on one rank.
+
+    Attributes:
+        launches: Kernels; a multi-tensor operation takes as many as its tensors need.
+        operations: Calls of torch that launch something.
+        collectives: On the device.
+        bytes_sent: To other ranks, as `Counts` has it; 0 for other optimizers than Muon.
+        elementwise_bytes: Read and written by all but matrix products.
+        flops: Of the matrix products.
+        elements: That this rank stores of parameters.
+        peak_bytes: Most memory at once beside parameters, gradients, state and what was kept.
+        kept_bytes: Memory that is kept between steps beside these.
+        places: Launches by file and function, most first.
+        rates: Of the model of time.
+    """
+
+    launches: int
+    operations: int
+    collectives: int
+    bytes_sent: int
+    elementwise_bytes: int
+    flops: int
+    elements: int
+    peak_bytes: int
+    kept_bytes: int
+    places: tuple[tuple[tuple[str, str], int], ...]
+    rates: Rates
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Elementwise bytes for each element that this rank stores."""
+        return self.elementwise_bytes / max(1, self.elements)
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the step: the slowest of the host, the device and the network, which work side by side.
+
+        The host needs ``launch`` for each operation. The device computes the products and moves the elementwise bytes,
+        one after the other. The network moves ``bytes_sent`` and begins each collective anew. What one waits for the
+        other is left out, so this is a bound from below.
+        """
+        rates = self.rates
+        host = self.launches * rates.launch
+        device = self.flops / rates.flops + self.elementwise_bytes / rates.bytes
+        wire = self.bytes_sent / rates.wire + self.collectives * rates.collective
+        return max(host, device, wire)
+
+
+def dry_run(
+    model: nn.Module,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    world: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    placements: Placer | None = None,
+    rank: int = 0,
+    step: Callable[[Any], object] | None = None,
+    steps: int = 2,
+    rates: Rates | None = None,
+) -> DryRun:
+    """Say what a step would launch, move and hold on a CUDA device, without one, and without the other ranks.
+
+    The real step runs, on fake tensors (no elements, so a model of any size takes no memory) and torch's ``fake``
+    process group. It raises where the host would wait for the device.
+
+    Args:
+        model: Where its parameters lie does not matter; the meta device costs nothing. It is not changed.
+        optimizer: Makes the optimizer from a copy of the model on the device.
+        world: Number of ranks.
+        mesh: Sizes of a device mesh by the names of its dims; their product is ``world``. None: no mesh, so parameters
+            are plain tensors.
+        placements: How parameters lie on the mesh, with ``mesh``.
+        rank: Whose step it is.
+        step: Called with the optimizer instead of its ``step``, for example to clip first.
+        steps: Steps before the one that is counted; they create state, and the host must not wait in them either.
+        rates: Of the device, for the model of time.
+
+    Returns:
+        The figures of one step.
+
+    Raises:
+        HostSync: the host would wait for the device; the traceback says where.
+        RuntimeError: torch.distributed is initialised already.
+        ValueError: ``mesh`` has another number of ranks than ``world``.
+    """
+    run = step or (lambda some: some.step())
+    dims = dict(mesh or {})
+    if mesh is not None and math.prod(dims.values()) != world:
+        found = f"{dims}, {math.prod(dims.values())} ranks"
+        raise ValueError(
+            explain_error("mesh", found, f"world={world} ranks", f"Write world={math.prod(dims.values())}")
+        )
+    with pretended_cuda(), _ranks(world, rank):
+        device_mesh = init_device_mesh("cuda", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
+        fake = FakeTensorMode()
+        copied = _on_device(model, fake, device_mesh, placements)
+        with fake:
+            made = optimizer(copied)
+        if isinstance(made, Muon):
+            connect(made.param_groups, made._kept)  # reads and compares plans: real numbers, on the host
+        parameters = [p for group in made.param_groups for p in group["params"]]
+        with fake:
+            for _ in range(steps):
+                with Launches():
+                    run(made)
+            count = Launches()
+            beside = [*parameters, *(p.grad for p in parameters), *_tensors(made.state)]
+            before = [local_of(t) for t in beside if isinstance(t, Tensor)]
+            count.knows(before)
+            kept = _kept_bytes(made, count)
+            with count:
+                run(made)
+        sent = made.counts.bytes_sent if isinstance(made, Muon) else 0
+        elements = sum(local_of(p).numel() for p in parameters)
+    return DryRun(
+        count.total,
+        sum(count.operations.values()),
+        sum(count.collectives.values()),
+        sent,
+        count.elementwise_bytes,
+        count.flops,
+        elements,
+        count.peak,
+        kept,
+        tuple(count.places.most_common()),
+        rates or Rates(),
+    )
+
+
+def _kept_bytes(optimizer: torch.optim.Optimizer, count: Launches) -> int:
+    """Return what an exchange keeps from step to step, which `count` then leaves out."""
+    if not isinstance(optimizer, Muon) or optimizer._kept.planned is None or optimizer._kept.planned.exchange is None:
+        return 0
+    memory = optimizer._kept.planned.exchange.memory()
+    count.knows(memory)
+    return sum(tensor.untyped_storage().nbytes() for tensor in memory)
+
+
+def _tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[Tensor]:
+    for entry in state.values():
+        yield from (value for value in entry.values() if isinstance(value, Tensor))
+
+
+@contextmanager
+def _ranks(world: int, rank: int) -> Iterator[None]:
+    """Be one of many ranks, of which there are no others."""
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError("dry_run: found torch.distributed initialised; needed a process without it. Call it before")
+    if world == 1:
+        yield
+        return
+    from torch._C._distributed_c10d import HashStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _on_device(model: nn.Module, fake: FakeTensorMode, mesh: DeviceMesh | None, placements: Placer | None) -> nn.Module:
+    """Return a copy of a model whose parameters are fake tensors on the device, each with a gradient."""
+    copied = copy.deepcopy(model)
+    made: dict[int, nn.Parameter] = {}
+    names = {id(p): name for name, p in copied.named_parameters()}
+    for module in copied.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = _fake(names[id(parameter)], parameter, fake, mesh, placements)
+            module._parameters[name] = made[id(parameter)]
+    return copied
+
+
+def _fake(
+    name: str, parameter: nn.Parameter, fake: FakeTensorMode, mesh: DeviceMesh | None, placements: Placer | None
+) -> nn.Parameter:
+    shape, where = parameter.shape, None
+    if mesh is not None and placements is not None:
+        where = tuple(placements(name, parameter))
+        shape = torch.Size(compute_local_shape_and_global_offset(parameter.shape, mesh, where)[0])
+
+    def tensor() -> Tensor:
+        local = torch.empty(shape, dtype=parameter.dtype, device="cuda:0")
+        if where is None or mesh is None:
+            return local
+        whole = torch.empty(parameter.shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, where, run_check=False, shape=parameter.shape, stride=whole)
+
+    with fake:
+        made = nn.Parameter(tensor(), requires_grad=parameter.requires_grad)
+        if parameter.requires_grad:
+            made.grad = tensor()
+    return made

@@ -1,0 +1,303 @@
+"""Launches: what would run on a device, counted as torch calls it, with the bytes that it reads and writes."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_NOTHING = frozenset(
+    (
+        "_reshape_alias",
+        "_to_view",
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "detach",
+        "device",
+        "diagonal",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand",
+        "is_pinned",
+        "is_same_size",
+        "lift_fresh",
+        "narrow",
+        "new_empty",
+        "new_empty_strided",
+        "permute",
+        "record_stream",
+        "resize_",
+        "select",
+        "set_",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "view_as_real",
+    )
+)
+"""Operations that run nothing on the device: views, memory, questions."""
+
+_WAITS = frozenset(
+    (
+        "_unique",
+        "_unique2",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "nonzero_numpy",
+        "repeat_interleave",
+        "unique_dim",
+    )
+)
+"""Operations whose result the host must wait for, since it needs a number from the device."""
+
+_PRODUCTS = frozenset(
+    (
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "mm",
+    )
+)
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+# What one launch of torch's multi-tensor kernels takes (ATen/native/cuda/MultiTensorApply.cuh): so many elements to a
+# block, so many blocks, and so many tensors, by the number of lists.
+_CHUNK, _BLOCKS = 65536, 320
+_TENSORS = (110, 64, 48, 36, 30)
+_CONCATENATED = 128  # tensors that one launch of torch.cat takes
+
+
+class HostSync(RuntimeError):
+    """The host would wait for the device."""
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what runs on a device while it is active.
+
+    A multi-tensor operation (``torch._foreach_*``) counts as many launches as its kernel takes for these tensors;
+    ``operations`` counts it once. Matrix products count their FLOPs, everything else the bytes that it reads and
+    writes: each tensor as many bytes as it has elements of its own, so that an expanded dim counts once.
+
+    Attributes:
+        launches: By the name of the operation.
+        operations: Calls of torch, likewise.
+        elementwise_bytes: Read and written by all but products and collectives.
+        product_bytes: Read and written by products.
+        flops: Of the products.
+        collectives: By name.
+        copies_to_device: From the host: those that it does not wait for.
+        places: Where in ``within`` launches come from, as ``(file, function)``.
+        peak: Most bytes at once of memory taken since the mode began.
+        live: What is still there of it.
+
+    Args:
+        within: Part of a path; frames of files with it in their path are looked at for ``places``.
+
+    Raises:
+        HostSync: from within the operation that would wait.
+    """
+
+    def __init__(self, *, within: str = "muonmesh") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+        self.elementwise_bytes = self.product_bytes = self.flops = self.copies_to_device = 0
+        self.collectives: Counter[str] = Counter()
+        self.places: Counter[tuple[str, str]] = Counter()
+        self.peak = self.live = 0
+        self._within = within
+        self._storages: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count it."""
+        kwargs = kwargs or {}
+        space, name = func.namespace, func._schema.name.split("::")[1]
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if name == "_local_scalar_dense":
+            return self._number(given[0])
+        on_device = any(t.is_cuda for t in given)
+        if on_device and (name in _WAITS or (name == "index" and _masks(args[1]))):
+            raise HostSync(f"{func} of a tensor on the device")
+        found = func(*args, **kwargs)
+        made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+        self._look_at_copy(name, args, kwargs, given, made)
+        for tensor in made:
+            self._account(tensor)
+        if not any(t.is_cuda for t in given + made) or name in _NOTHING:
+            return found
+        if space in _COLLECTIVES:
+            self.collectives[name] += 1
+            return found
+        self.operations[name] += 1
+        count = _launches(name, args, kwargs)
+        self.launches[name] += count
+        self.places[self._place()] += count
+        moved = sum(_bytes(func, args, kwargs, made))
+        if name in _PRODUCTS:
+            self.product_bytes += moved
+            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=found)
+            summand = args[0] if name in ("addmm", "baddbmm") else None
+            if summand is not None and kwargs.get("beta", 1) != 0 and kwargs.get("out") is not summand:
+                self.launches["copy of the summand"] += 1  # cuBLAS adds in place
+                self.elementwise_bytes += 2 * _size(made[0])
+        else:
+            self.elementwise_bytes += moved
+        return found
+
+    @property
+    def total(self) -> int:
+        """All launches."""
+        return sum(self.launches.values())
+
+    def _number(self, tensor: Tensor) -> Any:
+        """Return what a fake tensor on the host says; there is none to ask."""
+        if tensor.is_cuda:
+            raise HostSync("a number is read from the device")
+        if tensor.dtype == torch.bool:
+            return False
+        return 0.0 if tensor.is_floating_point() else 0
+
+    def _look_at_copy(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]
+    ) -> None:
+        """Raise for a copy between host and device that the host waits for."""
+        if name not in ("_to_copy", "copy_"):
+            return
+        source, target = (args[1], args[0]) if name == "copy_" else (given[0], made[0])
+        if not isinstance(source, Tensor) or source.is_cuda == target.is_cuda:
+            return
+        waits_not = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
+        if not waits_not:
+            raise HostSync(f"a copy from {source.device} to {target.device} without non_blocking=True")
+        self.copies_to_device += target.is_cuda
+
+    def _account(self, tensor: Tensor) -> None:
+        """Count memory that was not there before, until it is given back."""
+        if not tensor.is_cuda:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+        self._storages[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.live -= self._storages.pop(key, 0)
+
+    def knows(self, tensors: Sequence[Tensor]) -> None:
+        """Leave memory out that was there before."""
+        for tensor in tensors:
+            self._storages.setdefault(tensor.untyped_storage()._cdata, 0)
+
+    def _place(self) -> tuple[str, str]:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if self._within in file and file != __file__:
+                return file.rpartition("/")[2], frame.f_code.co_name
+            frame = frame.f_back
+        return "", ""
+
+
+def _masks(indices: Any) -> bool:
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(indices))
+
+
+def _launches(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return how many kernels one call runs."""
+    if name.startswith(("_foreach", "_fused")):
+        lists = [value for value in (*args, *kwargs.values()) if _is_list(value)]
+        return _multi_tensor(lists) if lists else 1
+    if name == "cat":
+        return math.ceil(len(args[0]) / _CONCATENATED)
+    return 1
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Tensor) for item in value)
+
+
+def _multi_tensor(lists: Sequence[Sequence[Tensor]]) -> int:
+    """Return the launches of a multi-tensor kernel, or one for each tensor where it takes its slow path."""
+    first = lists[0]
+    for others in lists[1:]:
+        if any(a.shape != b.shape or a.stride() != b.stride() for a, b in zip(first, others, strict=False)):
+            return len(first)
+    launches = tensors = blocks = 0
+    at_most = _TENSORS[min(len(lists), len(_TENSORS)) - 1]
+    for tensor in first:
+        left = math.ceil(tensor.numel() / _CHUNK)
+        tensors += 1
+        while left:
+            taken = min(left, _BLOCKS - blocks)
+            left, blocks = left - taken, blocks + taken
+            if blocks == _BLOCKS:
+                launches, tensors, blocks = launches + 1, 1 if left else 0, 0
+        if tensors == at_most:
+            launches, tensors, blocks = launches + 1, 0, 0
+    return launches + (blocks > 0)
+
+
+def _size(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's own elements."""
+    own = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return own * tensor.element_size()
+
+
+def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Iterator[int]:
+    """Yield what is read and what is written of each tensor on the device."""
+    written = set()
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        overwrites = writes and (argument.is_out or func._schema.name.split("::")[1] in _OVERWRITES)
+        for tensor in tensors:
+            if writes:
+                written.add(id(tensor))
+            yield _size(tensor) * (writes + (not overwrites))
+    for tensor in made:
+        if tensor.is_cuda and id(tensor) not in written:
+            yield _size(tensor)
+
+
+_OVERWRITES = frozenset(
+    (
+        "copy_",
+        "fill_",
+        "zero_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+        "random_",
+        "normal_",
+        "uniform_",
+    )
+)
+"""Operations that write without reading what was there."""
