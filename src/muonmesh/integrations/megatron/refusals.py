@@ -64,8 +64,8 @@ def _refuse_unreduced_experts(model: Any) -> None:
     """Refuse experts whose gradients differ on ranks that hold the same experts.
 
     Without expert parallelism 0.16.1 stamps experts ``allreduce=True``, so they are averaged over the data-parallel
-    ranks of the dense weights. With another size of expert tensor parallelism the tensor-parallel ranks hold copies that
-    have seen other tokens, and nothing averages these: they drift apart, whatever the optimizer.
+    ranks of the dense weights. With another size of expert tensor parallelism the tensor-parallel ranks hold copies
+    that have seen other tokens, and nothing averages these: they drift apart, whatever the optimizer.
     """
     if not getattr(model, "num_moe_experts", None) or model.expert_model_parallel_size > 1:
         return
