@@ -75,6 +75,7 @@ def install() -> None:
     torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
 
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -84,6 +85,9 @@ def install() -> None:
     # The router asks whether there is Transformer Engine's; 0.16.1 forgets the name where there is none.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # Gated delta net refuses to be made without kernels that its deterministic mode does not use; this one it uses.
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = l2norm
     # It leaves tensors that are on the CPU as they are, and gloo wants sizes as numbers.
     token_dispatcher.maybe_move_tensor_to_cpu = as_numbers
     _mode = OnCpu()
@@ -93,3 +97,8 @@ def install() -> None:
 def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """What transformer/moe/moe_utils.py's function of another name returns for a tensor on CUDA."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """What ssm/gated_delta_net.py takes from a package of kernels: vectors of length one."""
+    return x * torch.rsqrt((x * x).sum(dim, keepdim=True) + eps)

@@ -11,8 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-# The end of a name: the dim along which tensor parallelism cuts it, and of how many pieces each shard consists.
-CUTS = {
+# The end of a name: the dim along which tensor parallelism cuts it, and of how many pieces each shard consists; where
+# they are unequal, how long these are in the whole.
+CUTS: dict[str, tuple[int, int | tuple[int, ...]]] = {
     "word_embeddings.weight": (0, 1),
     "output_layer.weight": (0, 1),
     "linear_qkv.weight": (0, 1),
@@ -23,6 +24,11 @@ CUTS = {
     "linear_kv_down_proj.weight": (0, 1),
     "linear_q_up_proj.weight": (0, 1),
     "linear_kv_up_proj.weight": (0, 1),
+    "in_proj.weight": (0, (16, 16, 32, 32, 4, 4)),
+    "out_proj.weight": (1, 1),
+    "conv1d.weight": (0, (16, 16, 32)),
+    "A_log": (0, 1),
+    "dt_bias": (0, 1),
 }
 
 Held = dict[str, tuple[int, Tensor]]
@@ -111,5 +117,8 @@ def assembled(name: str, shards: Sequence[Tensor]) -> Tensor:
     if dim is None:
         assert all(torch.equal(shards[0], other) for other in shards), f"replicas of {name} differ"
         return shards[0]
-    parts = [shard.chunk(pieces, dim) for shard in shards]
-    return torch.cat([part[piece] for piece in range(pieces) for part in parts], dim)
+    if isinstance(pieces, int):
+        parts = [shard.chunk(pieces, dim) for shard in shards]
+    else:
+        parts = [shard.split([size // len(shards) for size in pieces], dim) for shard in shards]
+    return torch.cat([part[piece] for piece in range(len(parts[0])) for part in parts], dim)

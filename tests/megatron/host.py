@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +29,12 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # noqa: E402
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
@@ -48,6 +53,7 @@ class Shape:
         flat: Whether Megatron's distributed optimizer holds the state.
         overlap: Whether gradients are reduced during the backward pass, in small buckets.
         tied: Whether embedding and output layer are one parameter.
+        frozen: An expression; parameters in whose names it is found are not trained.
         model: Settings of TransformerConfig.
     """
 
@@ -60,6 +66,7 @@ class Shape:
     flat: bool = False
     overlap: bool = False
     tied: bool = False
+    frozen: str = "^$"
     model: tuple[tuple[str, Any], ...] = ()
 
     def but(self, **changes: Any) -> Shape:
@@ -144,6 +151,9 @@ def spec_of(config: TransformerConfig) -> Any:
         multi_latent_attention=isinstance(config, MLATransformerConfig),
         normalization="RMSNorm",
     )
+    if config.experimental_attention_variant == "gated_delta_net":
+        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+        spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
     if isinstance(config, MLATransformerConfig):
         spec.submodules.self_attention.submodules.core_attention = LatentAttention
     if not config.sequence_parallel:
@@ -171,6 +181,8 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
             **stage,
         )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(re.search(shape.frozen, name) is None)
         if shape.dtype != torch.float32:
             model = Float16Module(config, model)
         ddp = DistributedDataParallelConfig(

@@ -19,6 +19,8 @@ MATRICES: dict[str, Any] = {
     "linear_q_up_proj.weight": "whole",
     "linear_kv_down_proj.weight": ("rows", 8, 4),
     "linear_kv_up_proj.weight": ("interleaved", (8, 8), 0),
+    "in_proj.weight": ("rows", 16, 16, 32, 32, 4, 4),
+    "out_proj.weight": "whole",
 }
 
 

@@ -28,3 +28,13 @@ SEQUENCE: Settings = (("sequence_parallel", True),)
 ONE_LAYER: Settings = (("num_layers", 1),)
 GATED_ATTENTION: Settings = (("attention_output_gate", True),)
 NOT_GATED: Settings = (("gated_linear_unit", False), ("add_bias_linear", True))
+DELTA_NET: Settings = (
+    ("experimental_attention_variant", "gated_delta_net"),
+    ("linear_attention_freq", [1]),
+    ("linear_key_head_dim", 8),
+    ("linear_value_head_dim", 8),
+    ("linear_num_key_heads", 2),
+    ("linear_num_value_heads", 4),
+    ("linear_conv_kernel_dim", 2),
+    ("deterministic_mode", True),
+)

@@ -9,7 +9,7 @@ import pytest
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import host
 from tests.megatron.host import Shape
-from tests.megatron.shapes import GATED_ATTENTION, LATENT, MOE, NOT_GATED, ONE_LAYER, SEQUENCE
+from tests.megatron.shapes import DELTA_NET, GATED_ATTENTION, LATENT, MOE, NOT_GATED, ONE_LAYER, SEQUENCE
 
 Roles = dict[str, tuple[str, Any, tuple[int, ...]]]
 """For each parameter its group, its matrices and its whole shape."""
@@ -81,6 +81,20 @@ CASES: dict[str, tuple[Any, dict[str, tuple[str, Any]], list[Shape]]] = {
             f"{LAYER}self_attention.linear_q_up_proj.weight": ("muon", "whole"),
             f"{LAYER}self_attention.linear_kv_down_proj.weight": ("muon", ("rows", 8, 4)),
             f"{LAYER}self_attention.linear_kv_up_proj.weight": ("muon", ("interleaved", (8, 8), 0)),
+        },
+        [Shape(), Shape(tp=2)],
+    ),
+    "gated delta net": (
+        DELTA_NET,
+        {name: said for name, said in BLOCK.items() if "linear_proj" not in name}
+        | MLP
+        | {
+            f"{LAYER}self_attention.in_proj.weight": ("muon", ("rows", 16, 16, 32, 32, 4, 4)),
+            f"{LAYER}self_attention.out_proj.weight": ("muon", "whole"),
+            f"{LAYER}self_attention.conv1d.weight": ("adamw.matrices", None),
+            f"{LAYER}self_attention.A_log": VECTOR,
+            f"{LAYER}self_attention.dt_bias": VECTOR,
+            f"{LAYER}self_attention.out_norm.weight": VECTOR,
         },
         [Shape(), Shape(tp=2)],
     ),

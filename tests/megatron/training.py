@@ -28,6 +28,7 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     config = host.optimizer_config(shape, **settings.pop("config", {}))
     optimizer = get_megatron_optimizer(config, chunks, **settings)
     parameters = gathered.named(chunks)
+    parameters = {name: p for name, p in parameters.items() if p.requires_grad}
     once = {name: p for name, p in parameters.items() if not getattr(p, "shared", False)}
     wholes = gathered.gather(gathered.held(once))
     oracle = Oracle(
