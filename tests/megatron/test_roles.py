@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.moe.experts import GroupedMLP, TEGroupedMLP
+from torch import nn
 
+from muonmesh.groups import split_params
+from muonmesh.groups.sites import sites
 from muonmesh.integrations.megatron import get_megatron_optimizer
+from muonmesh.integrations.megatron.names import whole_name
 from tests.megatron import host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import DELTA_NET, GATED_ATTENTION, LATENT, MOE, NOT_GATED, ONE_LAYER, SEQUENCE
@@ -134,3 +140,62 @@ def test_stages_get_what_the_whole_model_gets(workers) -> None:
             copy = stages.pop("output_layer.weight") if tied else None
             assert stages == whole
             assert copy is None or copy == whole["embedding.word_embeddings.weight"]
+
+
+# ------------------------------------------------------------------ classes that need CUDA to be made
+
+
+def without_constructor(kind: type[nn.Module], config: Any, **members: Any) -> nn.Module:
+    """A module of a class whose constructor asks for kernels; what it would have made that roles read is given."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    module.config = config
+    for name, value in members.items():
+        setattr(module, name, value)
+    return module
+
+
+class Grouped(nn.Module):
+    """What TEGroupedLinear leaves: one weight an expert, numbered."""
+
+    def __init__(self, experts: int, rows: int, cols: int) -> None:
+        super().__init__()
+        self.num_gemms = experts
+        for i in range(experts):
+            self.register_parameter(f"weight{i}", nn.Parameter(torch.zeros(rows, cols)))
+
+
+def grouped() -> tuple[list[tuple[str, Any]], list[str]]:
+    shape = Shape(model=MOE)
+    host.begin(shape)
+    config = host.config_of(shape)
+    experts = without_constructor(TEGroupedMLP, config, linear_fc1=Grouped(2, 48, 32), linear_fc2=Grouped(2, 32, 24))
+    groups = split_params(experts)
+    held = list(sites(experts))
+    return list(zip(groups[0]["param_names"], groups[0]["matrices"], strict=True)), [whole_name(s, 3) for s in held]
+
+
+def test_experts_of_transformer_engine_have_numbers_and_halves(workers) -> None:
+    """Gate and up of each; on the fourth expert-parallel rank with two experts they are the seventh and eighth."""
+    for found, names in workers(2).run(grouped):
+        assert found == [
+            ("linear_fc1.weight0", HALVES),
+            ("linear_fc1.weight1", HALVES),
+            ("linear_fc2.weight0", "whole"),
+            ("linear_fc2.weight1", "whole"),
+        ]
+        assert names == ["linear_fc1.weight6", "linear_fc1.weight7", "linear_fc2.weight6", "linear_fc2.weight7"]
+
+
+def flattened() -> None:
+    shape = Shape(model=MOE)
+    host.begin(shape)
+    weights = {f"weight{i}": nn.Parameter(torch.zeros(32, 96)) for i in (1, 2)}
+    split_params(without_constructor(GroupedMLP, host.config_of(shape), **weights))
+
+
+def test_experts_in_one_flat_weight_are_refused(workers) -> None:
+    """Their shape, hidden × (experts · ffn), is not how their memory is read: one wrong matrix for all experts."""
+    for outcome in workers(2).run_expecting_errors(flattened):
+        assert outcome.error is ValueError
+        assert "weight1: found weight1 of GroupedMLP" in outcome.message

@@ -189,7 +189,7 @@ def test_what_others_count_is_left_out_of_norms() -> None:
     assert float(optimizer.clip_grad_norm_(float("inf")).adamw) == pytest.approx(others**0.5)
     before = held[rest[0]].main_grad.clone()
     optimizer.clip_grad_norm_(0.5 * others**0.5)
-    assert torch.allclose(held[rest[0]].main_grad, 0.5 * before)
+    assert torch.allclose(held[rest[0]].main_grad, 0.5 * before, rtol=1e-4)  # the factor has a 1e-6 below it
 
 
 def test_copies_of_an_optimizer_have_the_source_too() -> None:

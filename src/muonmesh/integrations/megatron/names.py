@@ -6,6 +6,8 @@ its experts so. Under the names of the whole model a parameter is the same one h
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from muonmesh.groups.sites import Site
@@ -29,4 +31,13 @@ def whole_name(site: Site, expert_rank: int) -> str:
             parts[i] = str(number - 1)
         elif parts[i - 1] == "local_experts" and isinstance(container, nn.ModuleList):
             parts[i] = str(expert_rank * len(container) + int(part))
-    return canonical_name(".".join([*parts, site.key]))
+    return canonical_name(".".join([*parts, _expert_key(site, expert_rank)]))
+
+
+def _expert_key(site: Site, expert_rank: int) -> str:
+    """Return a key with its expert's number in the whole model, of a layer that holds one weight an expert."""
+    found = re.fullmatch(r"(weight|bias)(\d+)", site.key)
+    count = getattr(site.module, "num_gemms", None)
+    if found is None or not isinstance(count, int):
+        return site.key
+    return f"{found[1]}{expert_rank * count + int(found[2])}"

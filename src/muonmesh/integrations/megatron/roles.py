@@ -7,10 +7,15 @@ never from a shard. Read from megatron-core 0.16.1.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from muonmesh.errors import explain_error
 from muonmesh.groups.fused import class_names
 from muonmesh.groups.sites import Kind, Role, Site
+
+_WEIGHT = re.compile(r"weight\d*")
+"""Transformer Engine's grouped linear layers number their experts: weight0, weight1, …"""
 
 HALVES = ("heads", 2, 0)
 """Gate rows, then up rows: two equal matrices, whatever the size."""
@@ -20,10 +25,12 @@ def megatron_role(site: Site) -> Role | None:
     """Say what a parameter of Megatron's is; None: nothing here knows it, and the general rules decide."""
     if getattr(site.parameter, "is_embedding_or_output_parameter", False) and len(site.shape) == 2:
         return _table(site)
-    if site.key in ("weight1", "weight2") and "GroupedMLP" in class_names(site.module):
-        return None
+    if "GroupedMLP" in class_names(site.module, "megatron"):
+        found = f"{site.key} of GroupedMLP, whose memory is (experts, hidden, -1) whatever its shape says"
+        needed, write = "experts that are matrices of their own", "Set moe_grouped_gemm=False, or use TEGroupedMLP"
+        raise ValueError(explain_error(site.name, found, needed, write))
     held, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
-    if site.key != "weight" or len(site.shape) != 2:
+    if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:
         return None
     for classes, attribute, split, what in _FUSED:
         if held == attribute and not classes.isdisjoint(class_names(owner, "megatron")):
@@ -80,6 +87,7 @@ def _whole(owner: Any) -> str:
 
 
 _ATTENTION = frozenset({"SelfAttention"})
+_MLP = frozenset({"MLP", "TEGroupedMLP"})
 _LATENT = frozenset({"MLASelfAttention", "MultiLatentAttention"})
 
 _FUSED: tuple[tuple[frozenset[str], str, Any, str], ...] = (
@@ -91,8 +99,8 @@ _FUSED: tuple[tuple[frozenset[str], str, Any, str], ...] = (
     (_LATENT, "linear_q_down_proj", _whole, "attention: latent of q"),
     (_LATENT, "linear_q_up_proj", _whole, "attention: q"),
     (_LATENT, "linear_q_proj", _whole, "attention: q"),
-    (frozenset({"MLP"}), "linear_fc1", _gated, "MLP: gate, up, or input"),
-    (frozenset({"MLP"}), "linear_fc2", _whole, "MLP: output"),
+    (_MLP, "linear_fc1", _gated, "MLP: gate, up, or input"),
+    (_MLP, "linear_fc2", _whole, "MLP: output"),
     (frozenset({"MambaMixer"}), "in_proj", _mamba, "Mamba: z, x, B, C, dt"),
     (frozenset({"GatedDeltaNet"}), "in_proj", _delta_net, "gated delta net: q, k, v, z, beta, alpha"),
 )
