@@ -13,7 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_standard_config_overr
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from torch import Tensor
 
-from muonmesh.errors import PlanError
+from muonmesh.errors import PlanError, StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
@@ -158,6 +158,11 @@ def one_stage(what: str) -> None:
         optimizer.param_groups[0]["momentum"] = 2.0 if mine else 0.95
     if what == "a gradient":
         next(iter(chunks[0].parameters())).main_grad = torch.zeros(1) if mine else torch.zeros(64, 32)
+    if what == "a state":  # clipping, which meets all stages, does not look at it
+        optimizer.step()
+        tensor = optimizer.param_groups[0]["params"][0]
+        if mine:
+            optimizer.optimizer.state[tensor]["momentum_buffer"] = torch.zeros(1)
     optimizer.step()
 
 
@@ -172,13 +177,14 @@ def test_an_override_may_name_what_one_stage_has(workers) -> None:
         ("a setting", "momentum"),
         ("a group", "momentum"),
         ("a gradient", "gradient of local shape"),
+        ("a state", "momentum_buffer of shape"),
     ],
 )
 def test_an_error_on_one_stage_is_raised_on_every_stage(workers, what: str, message: str) -> None:
     begin = time.monotonic()
     first, second = workers(2).run_expecting_errors(one_stage, what, timeout=30.0)
     assert time.monotonic() - begin < 30  # gloo would wait for minutes
-    assert issubclass(second.error, ValueError)
+    assert issubclass(second.error, (ValueError, StateError))
     assert re.search(message, second.message)
     assert first.error is (PlanError if what != "an override of no stage" else ValueError)
 
