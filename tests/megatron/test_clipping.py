@@ -85,6 +85,24 @@ def test_the_threshold_of_the_other_half_is_unpolluted(workers) -> None:
         assert with_huge == plain
 
 
+def limited(config: Any, chunks: Any) -> Any:
+    """Ours with a limit that OptimizerConfig has got after 0.16.1."""
+    config.grad_norm_skip_threshold = 1e4
+    return get_megatron_optimizer(config, chunks)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
+def test_a_step_is_skipped_for_the_half_that_is_clipped(workers, flat: bool) -> None:
+    shape = Shape(tp=2, flat=flat)
+    for moved, _, (ok, _, _) in workers(2).run(stepped, shape, limited, "muon"):
+        assert ok
+        assert min(matrices(moved)) > 0
+    for moved, _, (ok, norm, _) in workers(2).run(stepped, shape, limited, "adamw"):
+        assert not ok
+        assert norm > 1e4
+        assert set(moved.values()) == {0.0}
+
+
 def all_muon(shape: Shape) -> tuple[int, Any]:
     """The all-reduces of a step in which nothing is AdamW's, beyond those of the exchange."""
     host.begin(shape)
