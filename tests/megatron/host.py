@@ -52,6 +52,7 @@ class Shape:
         dtype: Of the parameters; gradients are fp32.
         flat: Whether Megatron's distributed optimizer holds the state.
         overlap: Whether gradients are reduced during the backward pass, in small buckets.
+        late: Whether parameters are gathered in the next forward pass, with the distributed optimizer.
         tied: Whether embedding and output layer are one parameter.
         frozen: An expression; parameters in whose names it is found are not trained.
         model: Settings of TransformerConfig.
@@ -65,6 +66,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     flat: bool = False
     overlap: bool = False
+    late: bool = False
     tied: bool = False
     frozen: str = "^$"
     model: tuple[tuple[str, Any], ...] = ()
@@ -189,6 +191,7 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=shape.overlap,
             use_distributed_optimizer=shape.flat,
+            overlap_param_gather=shape.late,
             bucket_size=2000 if shape.overlap else None,
         )
         wrapped = DistributedDataParallel(config, ddp, model)
@@ -245,6 +248,7 @@ def optimizer_config(shape: Shape, **settings: Any) -> OptimizerConfig:
             "fp16": shape.dtype == torch.float16,
             "params_dtype": shape.dtype,
             "use_distributed_optimizer": shape.flat,
+            "overlap_param_gather": shape.late,
             **settings,
         }
     )

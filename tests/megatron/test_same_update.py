@@ -34,6 +34,7 @@ FLAT = {
     "TP 2": (2, Shape(tp=2, flat=True)),
     "TP 2 × DP 2, small overlapping buckets": (4, Shape(tp=2, flat=True, overlap=True)),
     "TP 2 × DP 2, bf16": (4, Shape(tp=2, flat=True, dtype=BF16)),
+    "DP 4, parameters gathered in the next forward pass": (4, Shape(flat=True, overlap=True, late=True)),
     "PP 2 × DP 2, tied": (4, Shape(pp=2, flat=True, tied=True)),
     "PP 2 × DP 2, fp16": (4, Shape(pp=2, flat=True, dtype=FP16)),
     "EP 2 × DP 4": (4, Shape(ep=2, flat=True, model=MOE + ONE_LAYER)),

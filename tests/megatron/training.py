@@ -50,6 +50,9 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
         norms.append(norm)
         given = {name: gradient / scale for name, gradient in reduced.items()}
         expected.append(oracle.step(given, config.clip_grad, settings.get("policy", "adamw_only")))
+    if shape.late:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)  # no forward pass comes any more
     after = gathered.gather(gathered.held(parameters))
     copy = after.pop("output_layer.weight", None) if shape.tied else None
     if copy is not None:

@@ -17,6 +17,7 @@ _CONFIG = {
 
 _DDP = {
     "use_megatron_fsdp": "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too",
+    "fp8_param_gather": "Remove it: parameters must be bf16, fp16 or fp32",
 }
 """Fields of DistributedDataParallelConfig that must be off."""
 
