@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from muonmesh.errors import PlanError, StateError
@@ -141,7 +142,7 @@ def test_zeros_are_counted_once(workers, shape: Shape) -> None:
 
 def one_stage(what: str) -> None:
     """Something is wrong on the last of two stages only."""
-    shape = Shape(pp=2)
+    shape = Shape(pp=2, dtype=torch.float16 if what == "no main_grad" else torch.float32)
     if what == "an override of one stage":
         _, optimizer = made(shape, overrides={"output_layer": {"lr": 0.5}})
         rates = {name: g["lr"] for g in optimizer.param_groups for name in g["param_names"]}
@@ -158,6 +159,9 @@ def one_stage(what: str) -> None:
         optimizer.param_groups[0]["momentum"] = 2.0 if mine else 0.95
     if what == "a gradient":
         next(iter(chunks[0].parameters())).main_grad = torch.zeros(1) if mine else torch.zeros(64, 32)
+    if what == "no main_grad" and mine:  # found while the loss scale is taken out
+        parameter = next(iter(chunks[0].parameters()))
+        parameter.grad, parameter.main_grad = torch.zeros_like(parameter), None
     if what == "a state":  # clipping, which meets all stages, does not look at it
         optimizer.step()
         tensor = optimizer.param_groups[0]["params"][0]
@@ -178,6 +182,7 @@ def test_an_override_may_name_what_one_stage_has(workers) -> None:
         ("a group", "momentum"),
         ("a gradient", "gradient of local shape"),
         ("a state", "momentum_buffer of shape"),
+        ("no main_grad", "a gradient in grad and no main_grad"),
     ],
 )
 def test_an_error_on_one_stage_is_raised_on_every_stage(workers, what: str, message: str) -> None:
@@ -202,6 +207,7 @@ def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:
         ({"decoupled_weight_decay": False}, {}, "Set decoupled_weight_decay=True"),
         ({}, {"dump_param_to_param_group_map": "x"}, r"Write print\(optimizer.explain\(\)\)"),
         ({}, {"policy": "sometimes"}, "policy: found 'sometimes'"),
+        ({}, {"overrides": {"(": "adamw"}}, "Use re.escape on what is meant literally"),
         ({"decoupled_lr": 0.1}, {"adamw": {"lr": 0.2}}, "Remove one"),
     ],
 )
@@ -234,6 +240,21 @@ def test_experts_that_megatron_lets_drift_apart_are_refused(workers) -> None:
 
 
 # ------------------------------------------------------------------ the rest of the interface
+
+
+def by_collection(shape: Shape) -> bool:
+    """Whether groups passed as a collection, without those of experts too, give the layouts of `parallel_state`."""
+    host.begin(shape)
+    chunks, every = host.chunks_of(shape), ProcessGroupCollection.use_mpu_process_groups()
+    layouts = []
+    for collection in (None, every, ProcessGroupCollection(tp=every.tp, pp=every.pp, dp=every.dp)):
+        optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, pg_collection=collection)
+        layouts.append([member.storage.layout for member in optimizer.optimizer.members])
+    return layouts[0] == layouts[1] == layouts[2]
+
+
+def test_groups_may_be_passed(workers) -> None:
+    assert workers(4).run(by_collection, Shape(tp=2, flat=True)) == [True] * 4
 
 
 def offered(shape: Shape) -> None:

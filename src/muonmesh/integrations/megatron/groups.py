@@ -101,7 +101,13 @@ def _for_names(
     for key in sorted(overrides, key=lambda key: key in everyone):
         said = overrides[key]
         said = {"algorithm": said} if isinstance(said, str) else dict(said)
-        for name in [key] if key in everyone else [name for name in by_name if re.search(key, name)]:
+        try:
+            matching = [key] if key in everyone else [name for name in by_name if re.search(key, name)]
+        except re.error as error:
+            found = f"no parameter's name and no regular expression ({error})"
+            write = "Use re.escape on what is meant literally"
+            raise ValueError(explain_error(f"overrides[{key!r}]", found, "either", write)) from None
+        for name in matching:
             here.setdefault(by_name[name], {}).update(said)
             used.add(key)
     return here, used

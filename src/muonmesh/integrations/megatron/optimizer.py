@@ -13,10 +13,10 @@ from torch import Tensor
 
 from muonmesh.clip import GradNorms, Limits
 from muonmesh.comm.storage import local_of
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import LayoutError, PlanError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
-from muonmesh.integrations.megatron.stages import raise_together, tell
+from muonmesh.integrations.megatron.stages import OTHER_STAGE, raise_together, tell
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.settings import ProcessGroup
@@ -115,17 +115,28 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Take the loss scale out of the gradients, in place; return whether any rank has overflowed."""
+        """Take the loss scale out of the gradients, in place; return whether any rank has overflowed.
+
+        Raises:
+            LayoutError: a parameter has no ``main_grad``; PlanError on the other ranks then.
+        """
         if self.grad_scaler is None:
             return False
-        source = self.optimizer.gradients
-        held = [source.gradient(holding.tensor) for holding in self._holdings]
-        gradients = [gradient for gradient in held if gradient is not None and gradient.numel()]
-        overflow = torch.zeros(1, device=self._device)
+        error: Exception | None = None
+        gradients: list[Tensor] = []
+        try:
+            held = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
+            gradients = [gradient for gradient in held if gradient is not None and gradient.numel()]
+        except LayoutError as wrong:
+            error = wrong
+        told = torch.zeros(2, device=self._device)  # overflow, error
+        overflow, told[1] = told[:1], float(error is not None)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
-        found = bool(overflow)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        found, failed = bool(overflow), bool(told[1])
+        if failed:
+            raise error or PlanError(OTHER_STAGE)
         self.grad_scaler.update(found)
         return found
 

@@ -9,6 +9,11 @@ import torch.distributed as dist
 
 from muonmesh.errors import PlanError, about, explain_error
 
+OTHER_STAGE = explain_error(
+    "step", "an error on another rank", "none on any", "Read that rank's message, which names what is wrong"
+)
+"""What the ranks say that have found nothing wrong themselves."""
+
 
 def tell(mine: Any, error: Exception | None) -> list[Any]:
     """Return what every rank of the world tells; all ranks call it.
@@ -41,5 +46,4 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     if error is not None:
         raise error
     if float(failed):
-        found, write = "an error on a rank of another pipeline stage", "Read that rank's message, which names it"
-        raise PlanError(explain_error("step", found, "none on any", write))
+        raise PlanError(OTHER_STAGE)
