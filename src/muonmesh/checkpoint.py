@@ -20,19 +20,19 @@ from muonmesh.step.planning import Member, Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
-_NEVER_NEGATIVE = ("step", "exp_avg_sq", "row_second_moment", "col_second_moment", *RUNNING)
+_NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
 
 _WORKED_OUT = ("matrices", "reasons")
-"""Lists with an entry for each parameter that the groups of an optimizer have and its saved groups do not."""
+"""Lists by parameter in the groups of an optimizer. They follow from the model, so a saved group has None for them."""
 
 _LEFT_OUT = (*_WORKED_OUT, "param_names")
 """What may be None in a saved group."""
 
 
 class Place(NamedTuple):
-    """Where a parameter lives, where all lives that its rule keeps, and how many matrices it holds."""
+    """Where a parameter lives, where each thing lives that its rule keeps, and how many matrices its tensor holds."""
 
     storage: Storage
     homes: Mapping[str, Home]
@@ -248,7 +248,10 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
             if not _fits(value, storage, parameter):
                 raise StateError(
                     explain_error(
-                        name, f"{key} {_told(value)}", f"{_needed(storage, parameter)} as the parameter", _RESHARD
+                        name,
+                        f"{key} {_told(value)}",
+                        f"{_needed(storage, parameter)}, as this optimizer stores it",
+                        _RESHARD,
                     )
                 )
         _check_values(name, str(key), local_of(value.detach()))

@@ -48,8 +48,8 @@ class GradNorms:
 
     Attributes:
         total: 0-d fp64 tensor, norm of all gradients; None if it was not asked for.
-        muon: Norm of the Muon groups' gradients; None likewise.
-        adamw: Norm of the AdamW groups' gradients; None likewise.
+        muon: Norm of the gradients of Muon's half, the groups whose rule is scale-invariant; None likewise.
+        adamw: Norm of the others': AdamW's, and those of rules that feel the scale of gradients; None likewise.
         skipped: 0-d bool tensor, whether the next ``step`` changes nothing.
     """
 
@@ -229,10 +229,10 @@ def stand_aside(
 
     Args:
         planned: What this rank had planned before, as the others still may have.
-        exchange: Of that plan.
+        exchange: The exchange of that plan.
         error: What is wrong with its groups; None: they have changed, so that all must plan again.
-        limits: What the call asks for.
-        process_group: Likewise.
+        limits: The arguments of the call.
+        process_group: Ranks of other pipeline stages to be clipped with, as in `Muon.clip_grad_norm_`.
         waits: Whether the others' hosts read what is said. If not and some have not changed, `Muon.step` ends in an
             error on all ranks.
 
@@ -274,7 +274,7 @@ def measure(
     Where n ranks store the same elements, each adds 1/n of their squares, so that every element counts once.
 
     Args:
-        planned: Whose gradients.
+        planned: The plan whose gradients are measured.
         groups: The param groups.
         source: Where they are.
         measured: The halves to measure, as places in the sums.
@@ -328,7 +328,7 @@ def keep_running_norms(clip: Clip, state: Mapping[Tensor, Mapping[str, Any]], st
     for tensor, fresh in clip.running:
         for key, value in zip(RUNNING, fresh, strict=True):
             kept = state[tensor].get(key)
-            if kept is not None:  # else no rank has ever had a gradient
+            if kept is not None:  # else no state has been created here, since there was no gradient
                 value = value.view_as(kept)
                 kept.copy_(value if stop is None else torch.where(stop, kept, value))
 

@@ -56,15 +56,17 @@ from muonmesh.step.replicas import fingerprints
 from muonmesh.step.slots import Collected, collect
 from muonmesh.step.sums import Sums
 from muonmesh.step.terms import Terms
+from muonmesh.step.together import MuonStepTogether
 
 
 class Muon(torch.optim.Optimizer):
     """Muon on matrices and AdamW on the rest, the same update whatever holds a matrix.
 
     Muon replaces a matrix's momentum M = UΣVᵀ by about UVᵀ, a whole-matrix operation (K. Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon). Sharded parameters (DTensor) are gathered to one owner each,
-    orthogonalised there and scattered back, so that sharding never changes the algorithm: on CPU parameters
-    and state are bit for bit those of one process.
+    https://kellerjordan.github.io/posts/muon). Where ranks hold shards of a matrix, its momentum is gathered to one
+    owner, orthogonalised there and scattered back, so that sharding never changes the algorithm: on CPU parameters
+    and state are bit for bit those of one process. A parameter may hold several matrices, as a fused q, k, v weight
+    does; each has an owner of its own.
 
     One step: all ranks check their gradients and agree; each updates the momentum it stores; pieces travel to
     the owners, which orthogonalise whole matrices; every rank applies decay and update to what it stores.
@@ -73,7 +75,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Param groups, best from `split_params`; or parameters, or (name, parameter) pairs, all of them
-            matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, or "adamw";
+            matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, another rule, or "adamw";
             ``use_muon`` is accepted for it), ``matrices`` (how each parameter splits, see `split_matrices`),
             ``name``, and any of the hyperparameters below.
         lr: Learning rate of both halves. For a Muon matrix, lr × scale is the spectral norm of one step.
@@ -315,13 +317,14 @@ class Muon(torch.optim.Optimizer):
         self.refuse_if_torn()
         clip, kept.clip = kept.clip, Clip()
         pending, kept.pending = kept.pending, None
-        if pending is not None:
+        if pending is not None:  # the flags of the step before, for which the host did not wait
             pending.raise_errors()
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:  # the device has counted meanwhile
             rounding.warn(stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
+            # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
             waits = kept.host_waits(before[0]) or settings.at_rest
             kept.pending = stand_aside(*before, settings.error, waits=waits)
             if kept.pending is not None:
@@ -337,7 +340,8 @@ class Muon(torch.optim.Optimizer):
             return loss
         if kept.sums is not None:
             kept.sums = Sums()
-        work = MuonStep(
+        half = MuonStepTogether if kept.works_together(planned) else MuonStep
+        work = half(
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
@@ -362,6 +366,7 @@ class Muon(torch.optim.Optimizer):
         exchange.counts = Counts()
         slots = collect(planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None))
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
         look = kept.loaded or kept.compared is not planned
         replicas = fingerprints(planned, self.state) if look else None
         flags, kept.pending = preflight(
@@ -482,7 +487,7 @@ class Muon(torch.optim.Optimizer):
         kept.torn, kept.loaded = None, bool(places)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups as torch does; what lists parameters in a group is left out, but for the names.
+        """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
 
         Raises:
             StateError: a step was interrupted while it wrote.
@@ -622,8 +627,8 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
-        rule: What matrices are stepped by: "muon", "normuon", "adamuon", or what `register_rule` has made known.
-        momentum: Like the rest, an argument of `Muon`, which tells more of it: how much of the momentum stays.
+        rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
+        momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
         nesterov: Whether to look ahead with the momentum.
         weight_decay: Of both halves; norms, biases and other vectors have none.
         decay_mode: Which weights decay.

@@ -214,7 +214,7 @@ def check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group
 
     Raises:
         TypeError: nothing can be computed in it.
-        ValueError: its master would hold less of it than it does itself, or AdamW's ε is 0 in it.
+        ValueError: a master could not hold all of its values, or AdamW's ε would be 0 in the dtype of the moments.
     """
     if dtype not in HELD_DTYPES:
         needed, write = f"a real floating-point parameter, {NEEDED_HELD}", "Leave it out, or keep it in torch.bfloat16"

@@ -173,9 +173,11 @@ def test_clipping_that_differs_on_one_rank_scales_nothing(workers, key: str, wai
 # ------------------------------------------------------------------ plans that change on one rank
 
 
-def changed(how: str, then: str, waits: bool) -> str:
+def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
     """Change the plan on rank 1 only, after the first step; return what the next call says."""
-    model, optimizer = build("fsdp" if how == "swap" else "ddp")
+    # Under DDP only the first rank would count in the sums that AdaMuon asks for.
+    model, optimizer = build("fsdp" if how == "swap" or algorithm == "adamuon" else "ddp")
+    optimizer.param_groups[0]["algorithm"] = algorithm
     optimizer._kept.waits = waits
     give(model, 0)
     optimizer.step()
@@ -220,8 +222,10 @@ def test_a_plan_that_changes_on_one_rank_is_made_anew_by_all(workers, how: str, 
 
 
 @pytest.mark.parametrize("then", ["step", "clip"])
-def test_where_the_host_does_not_wait_a_changed_plan_is_an_error_on_all(workers, then: str) -> None:
-    for told in workers(2).run(changed, "add", then, False, timeout=SOON):
+@pytest.mark.parametrize("algorithm", ["muon", "adamuon"])
+def test_where_the_host_does_not_wait_a_changed_plan_is_an_error_on_all(workers, algorithm: str, then: str) -> None:
+    """The rank that has changed takes part in what the others wait for: gathers, sums over matrices, scatters."""
+    for told in workers(2).run(changed, "add", then, False, algorithm, timeout=SOON):
         assert told.startswith("PlanError: the groups: found other parameters or groups than in the step before"), told
 
 

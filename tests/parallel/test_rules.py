@@ -334,11 +334,13 @@ def test_a_state_dict_brings_it_back(workers, layout: str) -> None:
 
 
 def refused(kind: str) -> str:
-    model, optimizer = build("shard0")
+    model, optimizer = build("shard0", "adamuon" if kind == "element" else "normuon")
     advance(model, optimizer, 0, 1)
     saved = optimizer.state_dict()
     entry = saved["state"][4]
-    if kind == "missing":
+    if kind == "element":
+        entry["second_moment"] = entry["second_moment"] - 1
+    elif kind == "missing":
         del entry["row_second_moment"]
     elif kind == "shape":
         entry["row_second_moment"] = entry["momentum_buffer"]
@@ -354,6 +356,7 @@ def refused(kind: str) -> str:
     [
         ("missing", "needed 'row_second_moment'"),
         ("shape", r"needed a DTensor of shape \(66, 1\)"),
+        ("element", "second_moment with nan, inf or negative numbers"),
         ("negative", "row_second_moment with nan, inf or negative numbers"),
     ],
 )
@@ -420,9 +423,10 @@ class Sphere(mm.MuonRule):
 
 def on_the_page() -> None:
     """The rule that docs/rules.md shows."""
-    for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}):
+    for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}, {}):
         pass
     prove_rule("even-rows", examples=EXAMPLES, seed=1, settings={"row_beta": 0.5})
+    prove_rule("as-large-as-the-weights", examples=EXAMPLES, seed=2)
 
 
 def test_the_rule_of_the_page_is_proved(workers) -> None:

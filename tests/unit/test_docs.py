@@ -123,7 +123,7 @@ def test_the_page_about_clipping() -> None:
 def test_the_page_about_rules() -> None:
     """In one process; `tests/parallel/test_rules.py` proves the page's rule on ranks."""
     model = Net()
-    *_, names = run("docs/rules.md", {"model": model}, {}, {})
+    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {})
     assert names["optimizer"].param_groups[0]["algorithm"] == "normuon"
     written = next(text for text in (ROOT / "docs/rules.md").read_text().split("```python\n") if "even-rows" in text)
     assert len(written.partition("```")[0].strip().splitlines()) <= 30
@@ -133,6 +133,11 @@ def test_the_page_about_rules() -> None:
     weight = model.attn["wqkv"].weight
     assert tuple(optimizer.state[weight]["row_norm"].shape) == (48, 1)
     assert torch.allclose(optimizer.state[weight]["mean_weights"], 0.5 * weight.detach())
+
+    optimizer = mm.from_model(model, lr=0.01, rule="as-large-as-the-weights", weight_decay=0.0)
+    before = weight.detach().clone()
+    optimizer.step()
+    assert torch.allclose((weight.detach() - before).norm(), 0.01 * before.norm())
 
 
 def test_the_page_about_groups() -> None:

@@ -64,11 +64,12 @@ def test_a_plain_sum_would_depend_on_the_order() -> None:
     assert torch.equal(added([values]), added([values.flip(0)]))
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_makes_the_sum_so(bad: float) -> None:
-    assert not added(
-        [torch.ones(5, dtype=torch.float64), torch.tensor([1.0, bad, 2.0], dtype=torch.float64)]
-    ).isfinite()
+def test_what_is_not_finite_makes_the_sum_so(bad: float, count: int) -> None:
+    """Two of them too, whose integers may add up to 0."""
+    values = torch.tensor([1.0, *[bad] * count, 2.0], dtype=torch.float64)
+    assert added([torch.ones(5, dtype=torch.float64), values]).isnan()
 
 
 def test_zeros_and_nothing_add_up_to_zero() -> None:

@@ -14,6 +14,7 @@ from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import Matmuls, blocked
 from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
 from muonmesh.numerics.kernels.dense import dense
+from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import orthogonalize
 
@@ -21,7 +22,8 @@ CPU = torch.device("cpu")
 EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
 TABLES = {
     "blocked": (BLOCKED, 1),
-    "dense": (dense(at_once=3, together=False), 3),
+    "dense": (dense(at_once=3), 3),
+    "device": (torch_products(at_once=3), 3),
 }
 
 
@@ -119,13 +121,16 @@ class Multiples(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("rows", "cols", "batch"), [(384, 768, 1), (384, 400, 1), (256, 1024, 2)])
-def test_matrices_of_any_norm_are_multiplied_by_kernels_that_exist(rows: int, cols: int, batch: int) -> None:
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(384, 768, 1), (384, 400, 1), (256, 1024, 1)])
+def test_matrices_of_any_norm_are_multiplied_by_kernels_that_exist(
+    rows: int, cols: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: True)
     # oneDNN compiles a kernel for each multiple of a summand: those of two octaves are 32, of no two steps the same.
     constants = {number for polynomial in coefficient_schedule("polar_express", 5) for number in polynomial}
     constants |= {0, 1} | {p + q for p in constants for q in constants}
     with Multiples() as multiples:
-        for seed in range(12):
+        for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             x = torch.randn(batch, rows, cols, generator=generator) * torch.rand(rows, 1, generator=generator)
             orthogonalize(x)
@@ -135,9 +140,12 @@ def test_matrices_of_any_norm_are_multiplied_by_kernels_that_exist(rows: int, co
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize(("rows", "cols", "batch"), [(384, 768, 1), (384, 400, 1), (256, 1024, 2)])
-def test_a_matrix_that_is_not_finite_does_not_take_seconds(rows: int, cols: int, batch: int, bad: float) -> None:
-    # With NaN as the multiple of a summand, oneDNN takes 1.4 to 5.5 s for one product of this size.
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(384, 512, 1), (384, 400, 1), (256, 512, 2)])
+def test_a_matrix_that_is_not_finite_does_not_take_seconds(
+    rows: int, cols: int, batch: int, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With NaN as the multiple of a bf16 summand, oneDNN takes 1.4 to 5.5 s for one product of twice this size.
+    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: True)
     x = torch.randn(batch, rows, cols)
     x[-1, 2, 3] = bad
     with Multiples() as multiples:
@@ -149,7 +157,35 @@ def chosen(rows: int, cols: int, dtype: torch.dtype, device: torch.device = CPU)
     return kernels.select("auto", device=device, dtype=dtype, rows=rows, cols=cols)
 
 
-def test_select() -> None:
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16-instructions", "none"])
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(384, 500, 1), (40, 100, 3)])
+def test_both_kinds_of_cpu_compute_bf16_alike(
+    rows: int, cols: int, batch: int, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: bf16)
+    x = torch.randn(batch, rows, cols, generator=torch.Generator().manual_seed(3))
+    exactly = orthogonalize(x.double(), dtype=torch.float64)
+    assert float((orthogonalize(x) - exactly).norm() / exactly.norm()) < 0.03
+    x[-1, 2, 3] = math.inf
+    found = orthogonalize(x)
+    assert found[-1].isnan().all()
+    assert batch == 1 or found[0].isfinite().all()
+
+
+def test_without_bf16_instructions_products_are_those_of_fp32_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: False)
+    table = chosen(390, 500, torch.bfloat16)
+    x, a, _ = operands(390, 500, 1, torch.bfloat16)
+    assert torch.equal(
+        table.gram(x, torch.tensor(0.5), torch.empty_like(a)),
+        BLOCKED.gram(x.float(), torch.tensor(0.5), torch.empty_like(a, dtype=torch.float32)).bfloat16(),
+    )
+
+
+def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: False)
+    assert chosen(768, 768, torch.bfloat16) is not BLOCKED
+    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: True)
     assert chosen(768, 768, torch.bfloat16) is BLOCKED
     assert chosen(768, 3072, torch.float32) is BLOCKED
     assert kernels.select("torch", device=CPU, dtype=torch.bfloat16, rows=768, cols=768) is BLOCKED
@@ -167,7 +203,7 @@ def test_select() -> None:
 
 
 def test_select_refuses_unknown_kernels() -> None:
-    with pytest.raises(ValueError, match="kernels: found 'cuda'; needed one of 'auto', 'torch'"):
+    with pytest.raises(ValueError, match="kernels: found 'cuda'; needed one of 'auto', 'torch', 'triton'"):
         kernels.select("cuda", device=CPU, dtype=torch.float32, rows=4, cols=4)  # type: ignore[arg-type]
 
 

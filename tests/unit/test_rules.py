@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.rules import RULES, MuonRule, NorMuonRule, Rule, parts, register_rule
 from tests import reference
 from tests.problem import PARAMETERS
@@ -208,6 +209,81 @@ def test_adamuon_does_not_hide_a_gradient_that_is_not_finite(bad: float) -> None
     weight.grad[2, 3] = bad
     optimizer.step()
     assert bool(weight.isnan().all())
+
+
+def test_sums_are_taken_over_masters_where_there_are_any() -> None:
+    """A parameter in bf16 with a master is stepped as the master would be."""
+
+    @dataclass(frozen=True)
+    class Grows(MuonRule):
+        def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+            return (weights.double().square(),)
+
+        def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None:
+            weights.sub_(update.mul_(size * sums[0].sqrt()))
+
+    start = random(8, 12).bfloat16()
+    weights = [nn.Parameter(start.clone()), nn.Parameter(start.float())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "grows", Grows)
+        optimizer = mm.Muon([{"params": weights, "algorithm": "grows"}], lr=0.01, master_dtype=torch.float32)
+        for step in range(3):
+            for weight in weights:
+                weight.grad = random(8, 12, seed=step + 1).to(weight.dtype).bfloat16().to(weight.dtype)
+            optimizer.step()
+    assert torch.equal(optimizer.state[weights[0]]["master"], weights[1])
+    assert not torch.equal(weights[0].float(), weights[1])
+
+
+def test_sums_do_not_wait_for_the_device() -> None:
+    """Tensors without data raise where a number of them is asked for, as a GPU's would make the host wait."""
+    group = mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "adamuon"}]).param_groups[0]
+    rule: Any = RULES["adamuon"].of(group)
+    weights, update, second = (torch.zeros(6, 8, device="meta") for _ in range(3))
+    state = {"second_moment": second}
+    exponents = parts.exponents(rule, weights, update, state, scale=1.0)
+    limbs = parts.limbs(rule, weights, update, state, exponents, scale=1.0, count=48)
+    sums = total_of(limbs, exponents, count=48)
+    assert (exponents.shape, limbs.shape, sums.shape) == ((1,), (1, 2), (1,))
+    active = torch.ones((), dtype=torch.bool, device="meta")
+    parts.apply(rule, weights, update, state, scale=1.0, active=active, sums=sums.unbind())
+    with pytest.raises(RuntimeError, match="meta"):
+        bool(active)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_have_the_same_bits_in_parts_and_on_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    def after(cached: int, threads: int) -> list[Tensor]:
+        monkeypatch.setattr(parts, "_CACHED", cached)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            weights = [nn.Parameter(random(40, 60, seed=n).float()) for n in range(5)]
+            optimizer = mm.Muon([{"params": weights, "algorithm": "adamuon"}], lr=0.1)
+            for step in range(2):
+                for number, weight in enumerate(weights):
+                    weight.grad = random(40, 60, seed=10 * step + number).float()
+                optimizer.step()
+        finally:
+            torch.set_num_threads(before)
+        return [weight.detach() for weight in weights]
+
+    for found, expected in zip(after(100, threads), after(1 << 19, 1), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_summand_that_is_no_summand_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Norm(MuonRule):
+        def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+            return (update.norm(),)
+
+    monkeypatch.setitem(RULES, "norm", Norm)
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "norm"}])
+    weight.grad = torch.ones(4, 4)
+    with pytest.raises(TypeError, match=r"Norm\.summands: found .*; needed a tuple of tensors of the shape"):
+        optimizer.step()
 
 
 def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muonmesh.comm.schedule import Schedule, Way
+from muonmesh.comm.schedule import Back, Schedule, There, Way
 from muonmesh.layout import (
     FlatShards,
     MeshLayout,
@@ -56,7 +56,12 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5) -> Plan:
 
 
 def schedules(plan: Plan) -> list[Schedule]:
-    return [Schedule.of(plan, rank, plan.ranks, torch.float64, CPU) for rank in plan.ranks]
+    return [Schedule(plan, rank, plan.ranks, torch.float64, CPU) for rank in plan.ranks]
+
+
+def stages_of(schedule: Schedule) -> list[tuple[There, Back]]:
+    there = [schedule.there(number) for number in range(schedule.stages)]
+    return [(stage, schedule.back(number, stage.matrices)) for number, stage in enumerate(there)]
 
 
 def travel(ways: list[Way | None]) -> None:
@@ -105,20 +110,20 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
     owned = 0
     ranks = schedules(plan)
     for rank, schedule in enumerate(ranks):
-        for local in itertools.chain.from_iterable(alike for stage in schedule.stages for alike in stage.local):
+        for local in itertools.chain.from_iterable(alike for _, rest in stages_of(schedule) for alike in rest.local):
             owned += 1
             for leg, same in zip(local.read, local.write, strict=True):
                 elements(same, back[leg.parameter, rank]).copy_(-elements(leg, held[leg.parameter, rank]))
-    moving = ([stage for stage in schedule.stages if stage.moving] for schedule in ranks)
+    moving = ([stage for stage in stages_of(schedule) if stage[0].moving] for schedule in ranks)
     for stages in zip(*moving, strict=True):
-        for rank, stage in enumerate(stages):
-            for leg, into in stage.reads:
+        for rank, (there, _) in enumerate(stages):
+            for leg, into in there.reads:
                 into.copy_(elements(leg, held[leg.parameter, rank]))
-        travel([stage.gather for stage in stages])
-        for rank, stage in enumerate(stages):
-            for to, of in stage.arriving:
+        travel([there.way for there, _ in stages])
+        for rank, (there, rest) in enumerate(stages):
+            for to, of in there.arriving:
                 to.copy_(of)
-            for x, out, numbers in stage.batches:
+            for x, out, numbers in rest.batches:
                 assert x.shape == out.shape
                 owned += len(x)
                 for matrix, number in zip(x, numbers, strict=True):
@@ -127,11 +132,11 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
                     assert tuple(matrix.shape) == assignment.matrix.shape
                     assert len(matrix.unique()) == matrix.numel()  # whole: each element once
                 out.copy_(-x)
-            for to, of in stage.leaving:
+            for to, of in rest.leaving:
                 to.copy_(of)
-        travel([stage.scatter for stage in stages])
-        for rank, stage in enumerate(stages):
-            for leg, of in (*stage.staying, *stage.arrived):
+        travel([rest.way for _, rest in stages])
+        for rank, (_, rest) in enumerate(stages):
+            for leg, of in (*rest.staying, *rest.arrived):
                 elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
     assert owned == len(plan.assignments)
     for key in every:
@@ -144,10 +149,10 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
         Parameter(str(i), layout, layout, split(str(i), layout.shape, None), (1,), "")
         for i, layout in enumerate(layouts)
     ]
-    (stage,) = Schedule.of(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU).stages
-    assert (stage.gather, stage.scatter, stage.reads, stage.batches) == (None, None, (), ())
-    shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in stage.local]
-    assert sorted(map(len, stage.local)) == [1, 3]  # a tall matrix is assembled wide
+    ((there, back),) = stages_of(Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU))
+    assert (there.way, back.way, there.reads, back.batches) == (None, None, (), ())
+    shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in back.local]
+    assert sorted(map(len, back.local)) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
 
 
@@ -166,8 +171,21 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     matrices = [split(str(number), (128, 64), None) for number in range(128)]
     parameters = [Parameter(str(number), layout, layout, m, (1,), "") for number, m in enumerate(matrices)]
     plan = make_plan(parameters, bucket_elements=10**6)
-    schedule = Schedule.of(plan, 9, plan.ranks, torch.float32, CPU)
-    (stage,) = schedule.stages
-    assert stage.owned == 2
-    assert len(stage.reads) == len(stage.staying) + len(stage.arrived) == 128
-    assert len(stage.arriving) == len(stage.leaving) == 2 * 2  # the ranks before this one, and those behind it
+    ((there, back),) = stages_of(Schedule(plan, 9, plan.ranks, torch.float32, CPU))
+    assert back.owned == 2
+    assert len(there.reads) == len(back.staying) + len(back.arrived) == 128
+    assert len(there.arriving) == len(back.leaving) == 2 * 2  # the ranks before this one, and those behind it
+
+
+def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
+    plan = plan_of("rows", bucket_elements=200)
+    on_device = Schedule(plan, 1, plan.ranks, torch.float64, torch.device("meta"))
+    on_cpu = Schedule(plan, 1, plan.ranks, torch.float64, CPU)
+    assert on_device.memory == {}
+    assert on_device.there(0) is not on_device.there(0)
+    assert on_cpu.there(0) is on_cpu.there(0)
+    for number in range(on_cpu.stages):
+        mine, other = on_cpu.there(number), on_device.there(number)
+        assert [(leg, view.shape) for leg, view in mine.reads] == [(leg, view.shape) for leg, view in other.reads]
+        there, back = on_cpu.back(number, mine.matrices), on_device.back(number, other.matrices)
+        assert [to.stride() for to, _ in there.leaving] == [to.stride() for to, _ in back.leaving]

@@ -24,11 +24,11 @@ class CarriedExchange:
     One ``all_to_all_single`` each way with unequal splits, unless nothing leaves its rank.
 
     Args:
-        carried: What travels.
+        carried: The plan by which it travels.
         wire: To the other ranks.
         rank: This one.
         peers: All ranks, in the order of their process group.
-        dtype: Of all that is carried.
+        dtype: Dtype of all that travels.
         device: Where it is.
     """
 

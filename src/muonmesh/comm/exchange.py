@@ -36,7 +36,7 @@ class Strategy(Protocol):
 
 
 class Exchange:
-    """Runs a Plan over a process group. The only runtime object with state, and the only caller of collectives.
+    """Runs a Plan over a process group, by one `Wire`, and keeps the memory in which matrices travel.
 
     Matrices that have an owner are moved by the `OwnerExchange`, the others stay where they are, and their Gram
     matrices are summed by the `GramExchange`. What rules keep by row, column or matrix travels before them and after

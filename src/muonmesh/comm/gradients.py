@@ -38,7 +38,7 @@ class GradientSource(Protocol):
         """Keep what clipping has made of a gradient; None, from ``zero_grad``, forgets it.
 
         Args:
-            parameter: Whose.
+            parameter: The parameter whose gradient it is.
             gradient: Mostly the tensor that `gradient` has returned, scaled in place. A copy where that had other
                 strides or placements than the parameter.
         """

@@ -18,7 +18,7 @@ from torch import Tensor
 from muonmesh.comm.agreement import group_of
 from muonmesh.comm.views import memory_of, place
 from muonmesh.comm.wire import Wire
-from muonmesh.comm.work import Ends, Work, read_all, write_all
+from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.gram import Sum, aligned, slab, sums_of
 from muonmesh.layout.plan import Leg
@@ -33,8 +33,8 @@ class _Slab:
     Attributes:
         assignment: The matrix.
         segments: How many sums it takes.
-        x: The columns and what comes of them, (rows, width), in turn.
-        gram: X Xᵀ, (rows, rows): first of this rank's columns, then the sum.
+        x: Two memories (rows, width): each segment reads one and writes what becomes of the columns to the other.
+        gram: X Xᵀ, (rows, rows): first that of this rank's columns, then the sum over the ranks.
     """
 
     assignment: int
@@ -49,7 +49,7 @@ class _Stage:
 
     Attributes:
         what: Names it in errors.
-        sum: Which.
+        sum: Which sum of the plan it is.
         group: The ranks that hold one copy.
         order: The places of these ranks in the group, in the order of the layout.
         held: Assignments of which this rank stores something.
@@ -78,7 +78,7 @@ class GramExchange:
     Sums are taken two at a time: while one travels, the other is computed.
 
     Args:
-        plan: Whose.
+        plan: The plan whose sums to take.
         wire: To the other ranks.
         rank: This one.
         dtype: Of the wire of an owner exchange; here it is at least fp32.
@@ -140,7 +140,7 @@ class GramExchange:
         work.prepare(stage.held)
         for part in stage.slabs:
             part.x[0].zero_()  # a shard may lack what a matrix has
-        read_all(work, stage.reads, self._device)
+        work.read(stage.reads)
         norms = yield from self._norms(stage)
         for part, norm in zip(stage.slabs, norms.unbind(), strict=True):
             divide(part.x[0], norm)
@@ -153,7 +153,7 @@ class GramExchange:
                 x, out = part.x[segment % 2], part.x[1 - segment % 2]
                 if x.numel():
                     multiply(work.factor(part.assignment, segment, part.gram), x, out)
-        write_all(work, stage.writes, self._device)
+        work.write(stage.writes)
 
     def _norms(self, stage: _Stage) -> Generator[bool, None, Tensor]:
         """Return the norms of the matrices, fp64 (n,)."""

@@ -125,10 +125,10 @@ def meet(ranks: Sequence[int]) -> None:
 
 
 def wait_until(ready: Callable[[], bool], absent: Callable[[], Sequence[int]]) -> None:
-    """Ask again and again until it is so, while no rank says that it cannot come.
+    """Return when ``ready`` says yes, unless a rank says meanwhile that it cannot come.
 
     Args:
-        ready: What is waited for.
+        ready: Whether what is waited for has come; asked again and again.
         absent: The ranks that are missing, asked for when the time is over.
 
     Raises:
@@ -224,7 +224,7 @@ def told_ranks(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def _unless_unreachable() -> Iterator[None]:
-    """Leave out what is only said for others where the store is gone."""
+    """Go on where the store cannot be reached: what was to be said there was for other ranks only."""
     try:
         yield
     except RuntimeError:

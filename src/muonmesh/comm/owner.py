@@ -8,10 +8,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from muonmesh.comm.schedule import Copies, Schedule, Way
+from muonmesh.comm.schedule import Back, Copies, Schedule, There, Way
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Work, read_all, write_all
+from muonmesh.comm.work import Work
 from muonmesh.layout import Plan
 from muonmesh.numerics.threads import run_all
 
@@ -38,13 +38,14 @@ class OwnerExchange:
         self._totals = Totals(plan, rank=rank, device=device, wire=wire)
         self._device = device
         self._arguments = plan, rank, peers, dtype, device
-        self._gathered: dict[int, Transfer | None] = {}
-        self._scattered: dict[int, Transfer | None] = {}
+        self._there: dict[int, There] = {}
+        self._back: dict[int, Back] = {}
+        self._under_way: dict[int, Transfer | None] = {}
 
     @cached_property
     def schedule(self) -> Schedule:
         """What this rank does; takes the memory for it, so it is worked out when the first step begins."""
-        return Schedule.of(*self._arguments)
+        return Schedule(*self._arguments)
 
     @property
     def memory(self) -> Mapping[str, Tensor]:
@@ -53,7 +54,7 @@ class OwnerExchange:
 
     def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
         """Run every bucket once; ``meanwhile`` is called while the first one travels."""
-        count = len(self.schedule.stages)
+        count = self.schedule.stages
         if count:
             self._gather(0, work)
         meanwhile()
@@ -62,7 +63,7 @@ class OwnerExchange:
                 self._gather(number + 1, work)
             self._compute(number, work)
             self._scatter(number)
-            work.local(self.schedule.stages[number].local)
+            work.local(self._back[number].local)
             if number:
                 self._receive(number - 1, work)
         if count:
@@ -71,36 +72,39 @@ class OwnerExchange:
 
     def _gather(self, number: int, work: Work) -> None:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
-        stage = self.schedule.stages[number]
+        stage = self._there[number] = self.schedule.there(number)
         work.prepare(stage.moving)
-        read_all(work, stage.reads, self._device)
-        self._gathered[number] = self._start(stage.gather)
+        work.read(stage.reads)
+        self._under_way[number] = self._start(stage.way)
 
     def _compute(self, number: int, work: Work) -> None:
         """Assemble this rank's matrices from what arrived and orthogonalise them."""
-        stage = self.schedule.stages[number]
-        self._finish(self._gathered.pop(number))
+        stage = self._there.pop(number)
+        self._finish(self._under_way.pop(number))
         self._copy(stage.arriving)
-        work.orthogonalize(stage.batches)
-        self._wire.counts.orthogonalized += stage.owned
+        matrices = stage.matrices
+        del stage  # and its wire buffers, where they are not kept
+        self._back[number] = self.schedule.back(number, matrices)
+        work.orthogonalize(self._back[number].batches)
+        self._wire.counts.orthogonalized += self._back[number].owned
 
     def _scatter(self, number: int) -> None:
         """Start to move the results to every holder."""
-        stage = self.schedule.stages[number]
+        stage = self._back[number]
         self._copy(stage.leaving)
-        self._scattered[number] = self._start(stage.scatter)
+        self._under_way[number] = self._start(stage.way)
 
     def _receive(self, number: int, work: Work) -> None:
         """Apply what stayed here while the rest travels, then what arrived."""
-        stage = self.schedule.stages[number]
+        stage = self._back.pop(number)
         if stage.summed:  # nothing is written before all has arrived and is added up
-            self._finish(self._scattered.pop(number))
+            self._finish(self._under_way.pop(number))
             self._totals.take(stage.summed, (*stage.staying, *stage.arrived), work, what=f"bucket {number}")
-            write_all(work, (*stage.staying, *stage.arrived), self._device)
+            work.write((*stage.staying, *stage.arrived))
             return
-        write_all(work, stage.staying, self._device)
-        self._finish(self._scattered.pop(number))
-        write_all(work, stage.arrived, self._device)
+        work.write(stage.staying)
+        self._finish(self._under_way.pop(number))
+        work.write(stage.arrived)
 
     def _start(self, way: Way | None) -> Transfer | None:
         if way is None:

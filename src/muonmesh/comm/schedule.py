@@ -1,12 +1,14 @@
 """Schedule: what one rank does each step, worked out once from the plan and the rank.
 
 Which leg is read into which memory, what is copied where, what is orthogonalised and what is written from where is the
-same at every step. So it is worked out when the first step begins and kept as lists of legs and views, and a step is a
-walk over these lists.
+same at every step. So it is worked out when the first step begins and kept, and a step is a walk over lists of legs and
+views. What lies in the user's tensors has no views here, since their memory may change from step to step; the legs say
+where in it (`muonmesh.layout.Piece`).
 
-The memory is kept too: by role, such as "the send buffer of a gather", twice, for buckets that take turns, each time as
-large as the largest of these buckets needs. What lies in the user's tensors has no views here, since their memory may
-change from step to step; the legs say where in it (`muonmesh.layout.Piece`).
+On a CPU the memory is kept too: by role, such as "the send buffer of a gather", twice, for buckets that take turns,
+each time as large as the largest of these buckets needs. With it the views are kept. On a device torch's allocator
+keeps what it has given before, and other parts of a training run need the memory between two steps. So there each
+bucket takes its memory when it begins to travel and gives it back as soon as it is done with it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,76 +52,118 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One bucket as this rank sees it, in the order in which it happens.
+class There:
+    """One bucket on its way to the owners, as this rank sees it, in the order in which it happens.
 
     Attributes:
         moving: The assignments of the bucket of which something moves.
-        summed: Those of them over which sums are taken before they are written, see `Plan.summed`.
         reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
-        gather: The way to the owners; None if nothing travels on it.
+        way: What moves; None if nothing travels.
         arriving: From the receive buffer into the matrices.
+        matrices: What this rank owns, equal ones together: (b, rows, cols) each.
+    """
+
+    moving: tuple[int, ...]
+    reads: Ends
+    way: Way | None
+    arriving: Copies
+    matrices: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Back:
+    """One bucket from the owners back to those that hold it, as this rank sees it, in the order in which it happens.
+
+    Attributes:
         batches: What this rank orthogonalises: see `Work.orthogonalize`.
         owned: How many matrices that is.
         leaving: From the results into the send buffer.
-        scatter: The way back; None likewise.
+        way: What moves; None if nothing travels.
         local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
             travel.
+        summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
         staying: What is written straight from the results.
         arrived: What is written from the receive buffer.
     """
 
-    moving: tuple[int, ...]
-    summed: Mapping[int, int]
-    reads: Ends
-    gather: Way | None
-    arriving: Copies
     batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
     owned: int
     leaving: Copies
-    scatter: Way | None
+    way: Way | None
     local: tuple[tuple[Local, ...], ...]
+    summed: Mapping[int, int]
     staying: Ends
     arrived: Ends
 
 
-@dataclass(frozen=True)
 class Schedule:
     """What one rank does each step for the matrices that have owners.
 
+    There is a stage for each bucket of which something moves, the local matrices of other buckets among them; or one
+    with local matrices alone.
+
+    Args:
+        plan: Whose.
+        rank: This one.
+        peers: All ranks of the plan, in the order of their process group.
+        dtype: Of wire and matrices.
+        device: Where the memory is.
+
     Attributes:
-        stages: One for each bucket of which something moves, the local matrices of other buckets among them; or one
-            with local matrices alone.
-        memory: What the stages work in, by role; kept from step to step.
+        stages: How many stages there are.
+        memory: What they work in, by role, if it is kept from step to step; empty on a device.
     """
 
-    stages: tuple[Stage, ...]
-    memory: Mapping[str, Tensor]
-
-    @staticmethod
-    def of(plan: Plan, rank: int, peers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Schedule:
-        """Work it out.
-
-        Args:
-            plan: Whose.
-            rank: This one.
-            peers: All ranks of the plan, in the order of their process group.
-            dtype: Of wire and matrices.
-            device: Where the memory is.
-        """
-        drafts = _drafts(plan, rank, peers)
-        numels: dict[str, int] = {}
-        for number, draft in enumerate(drafts):
-            for role, numel in draft.numels().items():
-                slot = f"{role}.{number % 2}"
-                numels[slot] = max(numel, numels.get(slot, 0))
-        memory = memory_of(numels, dtype, device)
-        return Schedule(tuple(draft.stage(number, memory) for number, draft in enumerate(drafts)), memory)
+    def __init__(self, plan: Plan, rank: int, peers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Work it out."""
+        self._drafts = _drafts(plan, rank, peers)
+        self._dtype, self._device = dtype, device
+        self.stages = len(self._drafts)
+        self.memory: Mapping[str, Tensor] = {}
+        if device.type == "cpu":
+            numels: dict[str, int] = {}
+            for number, draft in enumerate(self._drafts):
+                for role, numel in draft.numels.items():
+                    slot = f"{role}.{number % 2}"
+                    numels[slot] = max(numel, numels.get(slot, 0))
+            self.memory = memory_of(numels, dtype, device)
+        self._kept: dict[tuple[str, int], There | Back] = {}
 
     @property
     def local_count(self) -> int:
         """How many matrices are this rank's alone."""
-        return sum(len(alike) for stage in self.stages for alike in stage.local)
+        return sum(len(alike) for draft in self._drafts for alike in draft.local)
+
+    def there(self, number: int) -> There:
+        """Return a stage up to its matrices, with memory for it."""
+        found = self._kept.get(("there", number))
+        if not isinstance(found, There):
+            found = self._drafts[number].there(number, self._memory(number, THERE))
+            self._keep("there", number, found)
+        return found
+
+    def back(self, number: int, matrices: Sequence[Tensor]) -> Back:
+        """Return the rest of a stage, with memory for it; ``matrices`` are those of `there`."""
+        found = self._kept.get(("back", number))
+        if not isinstance(found, Back):
+            found = self._drafts[number].back(number, matrices, self._memory(number, BACK))
+            self._keep("back", number, found)
+        return found
+
+    def _memory(self, number: int, roles: Sequence[str]) -> Mapping[str, Tensor]:
+        numels = self._drafts[number].numels
+        if self.memory:
+            return {role: self.memory[f"{role}.{number % 2}"] for role in roles if role in numels}
+        return memory_of({role: numels[role] for role in roles if role in numels}, self._dtype, self._device)
+
+    def _keep(self, half: str, number: int, found: There | Back) -> None:
+        if self._device.type == "cpu":
+            self._kept[half, number] = found
+
+
+THERE = ("matrices", "gather.send", "gather.receive")
+BACK = ("results", "scatter.send", "scatter.receive")
+"""What the two halves of a stage need memory for."""
 
 
 # ------------------------------------------------------------------ how it is worked out
@@ -136,7 +181,7 @@ class _Copy:
 
 
 class _Draft:
-    """A stage before there is memory for it."""
+    """A stage without memory."""
 
     def __init__(
         self,
@@ -149,7 +194,9 @@ class _Draft:
         moves: tuple[bool, bool],
     ) -> None:
         self._rank, self._peers = rank, peers
-        self._moving, self._local, self._ways, self._moves = moving, local, ways, moves
+        self._moving, self.local = moving, local
+        self._ways = dict(zip(("gather", "scatter"), ways, strict=True))
+        self._moves = dict(zip(("gather", "scatter"), moves, strict=True))
         self._summed = plan.summed(moving)
         owned = [number for number in moving if plan.assignments[number].owner == rank]
         self._batches = _alike(plan, owned)
@@ -169,45 +216,40 @@ class _Draft:
             for peer in self._peers
         ]
 
+    @cached_property
     def numels(self) -> dict[str, int]:
-        """Return how much memory the stage needs for each role."""
+        """How much memory the stage needs for each role."""
         matrices = sum(len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True))
-        wires = {role: sum(sizes) for role, sizes in self._segments.items() if self._moves[role.startswith("scatter")]}
+        wires = {role: sum(sizes) for role, sizes in self._segments.items() if self._moves[role.partition(".")[0]]}
         return {"matrices": matrices, "results": matrices} | wires
 
-    def stage(self, number: int, memory: Mapping[str, Tensor]) -> Stage:
-        """Return the stage with its views of the memory."""
-        mine = {role: memory[f"{role}.{number % 2}"] for role in self.numels()}
-        gather, scatter = self._ways
-        matrices, results = self._assembled(mine["matrices"]), self._assembled(mine["results"])
-        of_matrix, of_result = _by_assignment(self._batches, matrices), _by_assignment(self._batches, results)
-        to_owners, back = self._way("gather", number, mine), self._way("scatter", number, mine)
-        reads = [(leg, place(leg.piece, of_matrix[leg.assignment])) for leg in gather.held.get(self._rank, ())]
-        staying = [(leg, place(leg.piece, of_result[leg.assignment])) for leg in scatter.held.get(self._rank, ())]
-        arrived: Ends = ()
+    def there(self, number: int, memory: Mapping[str, Tensor]) -> There:
+        """Return the way to the owners, with its views of the memory."""
+        matrices = self._assembled(memory["matrices"])
+        of = _by_assignment(self._batches, matrices)
+        held = self._ways["gather"].held
+        reads = [(leg, place(leg.piece, of[leg.assignment])) for leg in held.get(self._rank, ())]
+        way = self._way("gather", number, memory)
         arriving: Copies = ()
+        if way is not None:
+            reads += self._on_wire(held, way.send, "gather.send")
+            arriving = _views(self._arriving, of, way.receive)
+        return There(self._moving, tuple(reads), way, arriving, tuple(matrices))
+
+    def back(self, number: int, matrices: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Back:
+        """Return the way back, with its views of the memory."""
+        results = self._assembled(memory["results"])
+        of = _by_assignment(self._batches, results)
+        held = self._ways["scatter"].held
+        staying = tuple((leg, place(leg.piece, of[leg.assignment])) for leg in held.get(self._rank, ()))
+        way = self._way("scatter", number, memory)
         leaving: Copies = ()
-        if to_owners is not None:
-            reads += self._on_wire(gather.held, to_owners.send, "gather.send")
-            arriving = self._copies(gather.owned, of_matrix, to_owners.receive, "gather.receive")
-        if back is not None:
-            arrived = tuple(self._on_wire(scatter.held, back.receive, "scatter.receive"))
-            pairs = self._copies(scatter.owned, of_result, back.send, "scatter.send")
-            leaving = tuple((wire, matrix) for matrix, wire in pairs)
-        return Stage(
-            self._moving,
-            self._summed,
-            tuple(reads),
-            to_owners,
-            arriving,
-            tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True)),
-            len(of_matrix),
-            leaving,
-            back,
-            self._local,
-            tuple(staying),
-            arrived,
-        )
+        arrived: Ends = ()
+        if way is not None:
+            leaving = tuple((wire, matrix) for matrix, wire in _views(self._leaving, of, way.send))
+            arrived = tuple(self._on_wire(held, way.receive, "scatter.receive"))
+        batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
+        return Back(batches, len(of), leaving, way, self.local, self._summed, staying, arrived)
 
     def _assembled(self, memory: Tensor) -> list[Tensor]:
         """Return the batches, each (b, rows, cols), one after the other in memory."""
@@ -216,7 +258,7 @@ class _Draft:
         return [part.view(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def _way(self, name: str, number: int, memory: Mapping[str, Tensor]) -> Way | None:
-        if not self._moves[name == "scatter"]:
+        if not self._moves[name]:
             return None
         sent, received = self._segments[f"{name}.send"], self._segments[f"{name}.receive"]
         send, receive = memory[f"{name}.send"][: sum(sent)], memory[f"{name}.receive"][: sum(received)]
@@ -228,17 +270,25 @@ class _Draft:
 
     def _on_wire(self, legs: Mapping[int, Sequence[Leg]], buffer: Tensor, role: str) -> list[tuple[Leg, Tensor]]:
         """Return the legs that leave or reach this rank's storage, with their elements in a wire buffer."""
-        starts = self._starts(role)
+        starts, first = self._starts(role), buffer.storage_offset()
         return [
-            (leg, buffer[starts[peer] + leg.start :][: leg.piece.numel].view(leg.piece.shape))
+            (leg, buffer.as_strided(leg.piece.shape, row_major(leg.piece.shape), first + starts[peer] + leg.start))
             for peer, some in legs.items()
             if peer != self._rank
             for leg in some
         ]
 
-    def _copies(
-        self, legs: Mapping[int, Sequence[Leg]], matrices: Mapping[int, Tensor], buffer: Tensor, role: str
-    ) -> Copies:
+    @cached_property
+    def _arriving(self) -> list[tuple[int, _Copy]]:
+        """What is copied from the receive buffer of the gather, by assignment."""
+        return self._copies(self._ways["gather"].owned, "gather.receive")
+
+    @cached_property
+    def _leaving(self) -> list[tuple[int, _Copy]]:
+        """What is copied into the send buffer of the scatter."""
+        return self._copies(self._ways["scatter"].owned, "scatter.send")
+
+    def _copies(self, legs: Mapping[int, Sequence[Leg]], role: str) -> list[tuple[int, _Copy]]:
         """Return the elements of matrices that travel, each time in the matrix and in a wire buffer."""
         starts = self._starts(role)
         found: dict[int, list[_Copy]] = {}
@@ -253,14 +303,18 @@ class _Draft:
                     row_major(piece.shape),
                 )
                 found.setdefault(leg.assignment, []).append(copy)
-        pairs = []
-        for number, some in found.items():
-            matrix = matrices[number]
-            for copy in _joined(some):
-                start = matrix.storage_offset() + copy.matrix_start
-                on_wire = buffer.as_strided(copy.shape, copy.wire_strides, copy.wire_start)
-                pairs.append((matrix.as_strided(copy.shape, copy.matrix_strides, start), on_wire))
-        return tuple(pairs)
+        return [(number, copy) for number, some in found.items() for copy in _joined(some)]
+
+
+def _views(copies: Sequence[tuple[int, _Copy]], matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
+    """Return for each copy its elements of the matrix and of a wire buffer."""
+    pairs, first = [], buffer.storage_offset()
+    for number, copy in copies:
+        matrix = matrices[number]
+        start = matrix.storage_offset() + copy.matrix_start
+        on_wire = buffer.as_strided(copy.shape, copy.wire_strides, first + copy.wire_start)
+        pairs.append((matrix.as_strided(copy.shape, copy.matrix_strides, start), on_wire))
+    return tuple(pairs)
 
 
 def _joined(copies: Sequence[_Copy]) -> list[_Copy]:

@@ -1,4 +1,4 @@
-"""Storage: what a tensor says about where it lives. The only reader of DTensor placements."""
+"""Storage: what a tensor says about where it lives. Only here torch's placements become ours."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Storage:
         )
 
     def companion(self, layout: Layout) -> Storage:
-        """Return where a companion of what lives here lives (`muonmesh.layout.companion`), by its layout."""
+        """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter that lives here."""
         return Storage(layout, layout.shape, row_major(layout.shape), self.mesh, self.placements)
 
     @property
@@ -334,6 +334,13 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
 def _shard_for(
     shape: tuple[int, ...], sizes: tuple[int, ...], placements: Sequence[TorchPlacement], axis: int
 ) -> TorchPlacement:
+    """Return how a replicate axis cuts momentum that its replicas share, by the rule of `sharded_over_replicas`.
+
+    Placements apply from left to right. If the axis cut a dim that an axis to its right cuts too, it would cut first,
+    and the other axis would cut other pieces than it does in the parameter. So it cuts such a dim by a strided shard,
+    which is as if it came last, and only where all cuts are even.
+    """
+
     def cuts(dim: int, axes: range) -> list[int]:
         return [sizes[i] for i in axes if getattr(placements[i], "dim", None) == dim]
 

@@ -29,7 +29,7 @@ class Totals:
     """Takes the sums that rules ask for over the matrices of a plan.
 
     Args:
-        plan: Whose.
+        plan: The plan of these matrices.
         rank: This one.
         device: Where the matrices are.
         wire: To the other ranks; None where nobody else has anything of the matrices.
@@ -43,13 +43,11 @@ class Totals:
         """Give the work the sums over some matrices; all ranks of the wire call it with the same ones.
 
         Args:
-            asked: `Plan.summed` of the matrices.
+            asked: `Plan.summed` of the matrices, at least one.
             ends: The updates of all that this rank stores of them; those of other matrices are left out.
             work: Computes the summands, and is given the sums.
             what: Names the matrices in errors.
         """
-        if not asked:
-            return
         counted = [end for end in ends if end[0].assignment in asked and self._counts(end[0].parameter)]
         starts = dict(zip(asked, itertools.accumulate(asked.values(), initial=0), strict=False))
         rows = {number: slice(start, start + asked[number]) for number, start in starts.items()}

@@ -1,4 +1,9 @@
-"""Wire: the collectives of a step, counted, and told apart when one fails. Nothing else in a step sends anything."""
+"""Wire: the collectives of a step that all ranks of a connected set take part in, counted, and named when one fails.
+
+Three things are sent past it: the sum of a partial gradient, which DTensor sends over its own mesh (`gradients`); the
+norms of other pipeline stages (`muonmesh.clip`); and what ranks tell each other once for each plan, or after an error
+(`agreement`, `meeting`).
+"""
 
 from __future__ import annotations
 
@@ -22,11 +27,11 @@ class Counts:
     """What the last step did on this rank; `Plan` and routes say what it should have been.
 
     Attributes:
-        orthogonalized: Matrices.
-        collectives: That this rank took part in.
-        bytes_sent: To other ranks, flags and sums of `reduce` not counted.
-        bytes_received: From other ranks, likewise.
-        seconds_waiting: For flags and transfers.
+        orthogonalized: Matrices that this rank has orthogonalised.
+        collectives: Collectives that this rank took part in.
+        bytes_sent: Bytes to other ranks; flags and sums of `reduce` are not counted.
+        bytes_received: Bytes from other ranks, likewise.
+        seconds_waiting: Seconds of the host, waiting for flags and transfers.
     """
 
     orthogonalized: int = 0
@@ -52,8 +57,8 @@ class Wire:
     Attributes:
         ranks: The connected set.
         group: Its process group; None for one rank.
-        counts: Of the step; whoever begins one sets new ones.
-        steps: Begun, for messages.
+        counts: What the step under way has done; whoever begins a step sets new ones.
+        steps: How many steps have begun, for messages.
     """
 
     def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
@@ -76,10 +81,10 @@ class Wire:
 
         Args:
             what: Names it in errors.
-            send: One segment for each rank, in the order of the group.
-            receive: Likewise.
-            sent: Their elements; 0 for this rank.
-            received: Likewise.
+            send: What is sent: a segment for each rank, in the order of the group.
+            receive: What is received, likewise.
+            sent: Elements of each segment of ``send``; 0 for this rank.
+            received: Elements of each segment of ``receive``, likewise.
         """
         with self._meeting(what, self.ranks):
             work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)

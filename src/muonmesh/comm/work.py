@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.views import contiguous
 from muonmesh.layout import Piece
 from muonmesh.layout.plan import Leg
-from muonmesh.numerics.threads import run_all
 
 Ends = tuple[tuple[Leg, Tensor], ...]
 """Legs whose storage is on this rank, each with the view that it is read into, or written from."""
@@ -36,7 +33,12 @@ class Work(Protocol):
     """
 
     def prepare(self, assignments: Sequence[int]) -> None:
-        """Get ready to read what this rank stores of these matrices, each named once a step."""
+        """Get ready to read what this rank stores of these matrices.
+
+        Each matrix that moves, or whose Gram matrices are summed, is prepared once a step, right before `read` is
+        called for it. An owner exchange prepares the matrices of a bucket on every rank, also those that it stores
+        nothing of.
+        """
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Read, orthogonalise and write matrices that are this rank's alone; they have not been prepared.
@@ -44,8 +46,8 @@ class Work(Protocol):
         Those of one sequence have one shape and one setting.
         """
 
-    def read(self, leg: Leg, into: Tensor) -> None:
-        """Write the values of a leg's elements ``into`` a tensor of the shape of its piece, any strides."""
+    def read(self, ends: Ends) -> None:
+        """Write what is orthogonalised of each leg's elements into a tensor of the shape of its piece, any strides."""
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
         """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and their assignments.
@@ -66,14 +68,14 @@ class Work(Protocol):
         """Take what is kept of the matrices that this rank owns, by assignment and key, to be written in place."""
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Keep numbers again that were read so, unless their matrix is left alone."""
+        """Keep numbers that `read_kept` has read and the owner has changed, unless their matrix is left alone."""
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that is taken over their matrix.
 
         Args:
             leg: Whose matrix has sums (`Plan.summed`).
-            update: As for `write`.
+            update: Contiguous and of the shape of its piece.
             into: int64 (sums,); zeros before.
         """
 
@@ -81,8 +83,8 @@ class Work(Protocol):
         """Write what a leg's elements add to these sums, as integers; see `muonmesh.numerics.exact`.
 
         Args:
-            leg: Likewise.
-            update: Likewise.
+            leg: As in `exponents`.
+            update: As in `exponents`.
             exponents: The largest of all elements of the matrix, int64 (sums,).
             into: int64 (sums, 2); zeros before.
         """
@@ -90,8 +92,8 @@ class Work(Protocol):
     def take_sums(self, assignment: int, sums: Tensor) -> None:
         """Take the sums over a matrix, fp64 (sums,), before any of it is written."""
 
-    def write(self, leg: Leg, update: Tensor) -> None:
-        """Apply an update to a leg's elements; ``update`` is contiguous and of the shape of its piece."""
+    def write(self, ends: Ends) -> None:
+        """Apply to each leg's elements an update of the shape of its piece, any strides."""
 
     def step_adamw(self) -> None:
         """Step AdamW's half, which needs no exchange, while the first transfer is under way."""
@@ -106,9 +108,10 @@ class Idle:
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Nothing."""
 
-    def read(self, leg: Leg, into: Tensor) -> None:
+    def read(self, ends: Ends) -> None:
         """Send zeros."""
-        into.zero_()
+        for _, into in ends:
+            into.zero_()
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
         """Send back zeros."""
@@ -138,22 +141,8 @@ class Idle:
     def take_sums(self, assignment: int, sums: Tensor) -> None:
         """Nothing."""
 
-    def write(self, leg: Leg, update: Tensor) -> None:
+    def write(self, ends: Ends) -> None:
         """Nothing."""
 
     def step_adamw(self) -> None:
         """Nothing."""
-
-
-def read_all(work: Work, ends: Ends, device: torch.device) -> None:
-    """Read every leg into its view."""
-    run_all([partial(work.read, leg, into) for leg, into in ends], device=device)
-
-
-def write_all(work: Work, ends: Ends, device: torch.device) -> None:
-    """Write every leg from its view."""
-    run_all([partial(_write, work, leg, update) for leg, update in ends], device=device)
-
-
-def _write(work: Work, leg: Leg, update: Tensor) -> None:
-    work.write(leg, contiguous(update))

@@ -17,7 +17,8 @@ class Carried:
     """What travels beside the matrices of a plan.
 
     Attributes:
-        plan: Its parameters are companions, its matrices their parts, owned as the matrices are; one bucket.
+        plan: A plan of its own, of one bucket. Its parameters are the companions, and its matrices are the numbers of
+            one matrix each, which have the owner of that matrix.
         of: For each assignment of ``plan`` the assignment of the other plan that it belongs to, and its companion.
         members: For each parameter of ``plan`` the parameter of the other plan that it is a companion of.
     """

@@ -33,8 +33,8 @@ def slab(layout: Layout, rank: int, matrix: Matrix) -> tuple[int, tuple[Piece, .
     """Return the columns of a matrix, in its canonical orientation, that a rank stores, and where they lie.
 
     Returns:
-        The number of columns, and pieces whose place in the matrix is that in the slab, (rows, columns) row-major;
-        None if the rank stores a part of a column.
+        The number of columns, and the pieces, whose ``matrix_start`` and ``matrix_strides`` are their place in the slab
+        alone, row-major (rows, columns). None if the rank stores a part of a column.
     """
     rows, cols = matrix.shape
     found = list(pieces(layout, rank, matrix))
@@ -117,7 +117,7 @@ class Sum:
         return sum(segment < segments for segments in self.segments)
 
     def share(self, segment: int) -> int:
-        """Return how many numbers each rank adds up for a segment: its share of the squares, the last one padded."""
+        """Return how many numbers of the Gram matrices each rank adds up for a segment; the last share is padded."""
         numbers = sum(aligned(rows * rows) for rows in self.rows[: self.active(segment)])
         return -(-numbers // len(self.ranks))
 

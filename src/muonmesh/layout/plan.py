@@ -26,7 +26,7 @@ class Parameter:
         momentum_storage: Where the momentum lives, which is gathered.
         target: Where the parameter lives, to which results are scattered.
         matrices: What it consists of; they cover it exactly.
-        flops: Cost of one of the matrices, in their order.
+        flops: Cost of each of the matrices, in their order.
         settings: Text of everything that decides what an orthogonalisation computes. Matrices are batched
             only with equals, and the ranks compare it.
         segments: Into how many sums over the ranks a Gram exchange divides the steps; 0 if there can be none.
@@ -125,7 +125,7 @@ class Plan:
 
     Attributes:
         ranks: The connected set: all ranks that share any of the parameters.
-        parameters: What was planned.
+        parameters: The parameters whose matrices are assigned.
         assignments: Every Matrix once, with its team.
         buckets: Numbers of the assignments that move and compute together, in order.
         elementwise: Parameters that are not orthogonalised.
@@ -144,7 +144,8 @@ class Plan:
     def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
         """Return what ``rank`` exchanges for a bucket on the way to the teams, or on the way back.
 
-        On the way there each member reads the replica it belongs to; on the way back the owner serves every replica.
+        On the way there each member of a team is sent what the ranks of its own replica hold; on the way back the owner
+        sends the result to the ranks of every replica.
         """
         held: dict[int, list[Leg]] = {}
         owned: dict[int, list[Leg]] = {}

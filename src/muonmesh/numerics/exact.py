@@ -31,7 +31,7 @@ def largest_exponent(values: Tensor) -> Tensor:
 
 
 def limbs_of(values: Tensor, exponent: Tensor, *, count: int) -> Tensor:
-    """Return the sum of fp64 numbers as two integers, int64 (2,), of which those of all numbers are added up.
+    """Return some of the numbers of a sum, added up as two integers, int64 (2,); whoever has all of them adds these up.
 
     What a number has below the last bit of the second integer is rounded away, number by number; with 2**24 numbers
     that bit is 2**-76 of the largest one.
@@ -53,7 +53,7 @@ def total_of(limbs: Tensor, exponent: Tensor, *, count: int) -> Tensor:
     """Return what the integers of all numbers add up to, fp64; NaN where a number was not finite.
 
     Args:
-        limbs: Sums of the `limbs_of` all numbers, int64 (..., 2).
+        limbs: What `limbs_of` returns, added up over all numbers, int64 (..., 2).
         exponent: `largest_exponent` of all numbers, (...).
         count: How many numbers there are.
     """

@@ -25,6 +25,7 @@ from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE
 from muonmesh.numerics.kernels import KernelName, Matmuls, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
+from muonmesh.numerics.precision import exact_fp32
 from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -99,9 +100,10 @@ def orthogonalize(
     target = result.view(matrices.shape)
     at_once = max(1, min(matmuls.at_once, len(matrices)))
     iteration = _Iteration((at_once, rows, cols), matmuls, dtype=dtype, device=x.device)
-    for start in range(0, len(matrices), at_once):
-        some = slice(start, start + at_once)
-        iteration.run(matrices[some], target[some], segments, aol=aol, overwrite=overwrite)
+    with exact_fp32(dtype):
+        for start in range(0, len(matrices), at_once):
+            some = slice(start, start + at_once)
+            iteration.run(matrices[some], target[some], segments, aol=aol, overwrite=overwrite)
     return result
 
 
@@ -122,6 +124,11 @@ def gram_factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
         gram: X Xᵀ with the norm of X divided out, shape (rows, rows), fp32 or fp64.
         segment: One polynomial or more.
     """
+    with exact_fp32(gram.dtype):
+        return _factor(gram, segment)
+
+
+def _factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     factor = eye
     for number, polynomial in enumerate(segment):
@@ -266,13 +273,15 @@ class _Iteration:
         self._next = out if self._serves(out) else self._long(1, count)
         self._a, self._b, self._c, self._d, self._e = (buffer[:count] for buffer in self._square)
         self._norm = load(matrices, self.x, together=together)
+        self._inverse = self._norm.reciprocal()
+        self._inverse_square = self._inverse.square() if together else self._norm.square().reciprocal()
         if aol:
             rescale_rows(self.x, self._gram())
         # X alternates between the two buffers; an odd number of segments ends in the second.
         self._scale: float | Tensor = 1.0
         for number, segment in enumerate(segments, 1):
             if number == len(segments):
-                self._scale = self._norm.reciprocal()
+                self._scale = self._inverse
             if len(segment) == 2:
                 self.gram_steps(*segment, last=number == len(segments))
             else:
@@ -301,8 +310,8 @@ class _Iteration:
         held as μ + Q with zero mean on Q's diagonal: in bf16 a diagonal of nearly equal entries rounds the same way
         in every entry, which shifts all singular values together and can push them past where q diverges.
 
-        Rounded matrices commute only nearly, so mirroring one triangle of their product is an error too. What later
-        steps repair may have it; the last two steps multiply in full.
+        Rounded matrices commute only nearly, so mirroring one triangle of their product is an error too. Later steps
+        repair it. Nothing comes after the last two steps, so these multiply in full.
         """
         matmuls, p0, q0 = self._matmuls, p[0], q[0]
         a = self._gram()
@@ -330,7 +339,7 @@ class _Iteration:
 
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer `_a`."""
-        return self._matmuls.gram(self.x, self._norm.square().reciprocal(), self._a)
+        return self._matmuls.gram(self.x, self._inverse_square, self._a)
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
         """X ← a·X + B X, in the last segment divided by ν."""

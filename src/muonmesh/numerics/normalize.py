@@ -13,6 +13,9 @@ CACHED = 1 << 17
 """Elements a CPU works on at a time, so that the wider copies stay in its cache; fewer would cost more in calls than
 they save in memory traffic [measured]."""
 
+_LEAST = 1e-12
+"""Below the norm of every matrix that is not zero, times its power of two; the square of its inverse is finite."""
+
 
 def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
     """Write matrices to `out`, wide and times a power of two, and return the Frobenius norms of what was written.
@@ -25,7 +28,7 @@ def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
         together: Whether one operation may take all matrices.
 
     Returns:
-        Shape (batch, 1, 1), at least fp32; 1 for a matrix of zeros, NaN where an entry is not finite.
+        Shape (batch, 1, 1), at least fp32; above 0 for a matrix of zeros too, NaN where an entry is not finite.
     """
     if together:
         return _load(matrices, out)
@@ -46,6 +49,9 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     # By rows first: one running fp32 sum over a whole matrix would stop growing after some ten million terms. Of
     # what was written, so that a transposed matrix sums in the same order.
     exact = torch.promote_types(out.dtype, torch.float32)
+    if out.device.type == "cuda":  # whose sums are trees; in few launches
+        norm: Tensor = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact)
+        return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
     if x.ndim == 3:
         rows = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=exact)
     else:  # a few rows at a time: wider copies of all of them are memory that the system must clear first
@@ -64,7 +70,7 @@ def _inverse_power_of_two(x: Tensor) -> Tensor:
         low, high = x.aminmax()
         largest = torch.maximum(-low, high)
     else:
-        largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+        largest = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True)
     if largest.dtype == torch.bfloat16:
         largest = largest.float()
     # Within these limits the power is a normal number; what remains of the magnitude is left to the norm.

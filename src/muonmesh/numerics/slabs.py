@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels import select
 from muonmesh.numerics.normalize import CACHED
+from muonmesh.numerics.precision import exact_fp32
 
 
 def norms_of(squares: Tensor) -> Tensor:
@@ -40,14 +41,16 @@ def gram_of(slab: Tensor, out: Tensor) -> None:
         return
     rows, width = slab.shape
     kernels = select("auto", device=slab.device, dtype=slab.dtype, rows=rows, cols=width)
-    kernels.gram(slab[None], torch.ones((1, 1, 1), dtype=slab.dtype, device=slab.device), out[None])
+    with exact_fp32(slab.dtype):
+        kernels.gram(slab[None], torch.ones((1, 1, 1), dtype=slab.dtype, device=slab.device), out[None])
 
 
 def multiply(factor: Tensor, slab: Tensor, out: Tensor) -> None:
     """Write F X_r into ``out``, contiguous and of the slab's shape, which has columns; F has shape (rows, rows)."""
     rows, width = slab.shape
     kernels = select("auto", device=slab.device, dtype=slab.dtype, rows=rows, cols=width)
-    kernels.apply(slab[None], factor[None], 0.0, 1.0, out[None])
+    with exact_fp32(slab.dtype):
+        kernels.apply(slab[None], factor[None], 0.0, 1.0, out[None])
 
 
 def added(parts: Tensor) -> Tensor:

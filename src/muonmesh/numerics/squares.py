@@ -17,6 +17,8 @@ def symmetric_part(x: Tensor, spare: Tensor, out: Tensor) -> Tensor:
         spare: Memory of that shape.
         out: Another one.
     """
+    if x.device.type != "cpu":
+        return torch.lerp(x, x.mT, 0.5, out=out)
     for matrix, transposed in zip(x, spare, strict=True):  # torch transposes fast only two dims at a time
         transposed.copy_(matrix.mT)
     return torch.lerp(x, spare, 0.5, out=out)
@@ -47,6 +49,10 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
         Shape (batch, rows), fp32 or wider.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16:  # one launch, and no wider copies
+        rows = x.shape[0] * x.shape[1]
+        products = torch.bmm(x.reshape(rows, 1, -1), y.reshape(rows, -1, 1), out_dtype=exact)
+        return products.view(x.shape[:2])
     if x.device.type != "cpu":
         return (x.to(exact) * y).sum(-1)
     few = max(1, 2 * CACHED // x.shape[-1])

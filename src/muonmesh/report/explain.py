@@ -28,7 +28,7 @@ class Row:
         reason: Why.
         matrices: What is orthogonalised, e.g. ``3 of 768×768``.
         layout: Where the parameter lives.
-        owners: How many matrices each rank orthogonalises, or the team whose first it is.
+        owners: How many matrices each rank orthogonalises, alone or with a team whose first it is.
         flops: FLOPs a step over all ranks.
         bytes: Bytes a step that this rank sends for it.
         rms: Root mean square of one step.

@@ -30,7 +30,7 @@ def measure(
     """Return `Muon.metrics`: one all-reduce of an fp64 vector over the exchange's ranks, which may have other groups.
 
     Args:
-        planned: What all ranks know of.
+        planned: The plan that all ranks know of.
         exchange: Reduces.
         here: What is measured; None if this rank has other parameters than planned, and only tells the others.
         error: What is wrong with its groups.

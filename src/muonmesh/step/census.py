@@ -15,8 +15,12 @@ from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.numerics.kernels.memory import upload
 
 TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
-"""Flags of a rank rather than of a parameter: it says that the step changes nothing; its GradScaler has found an
-overflow; something moves at learning rate 0; it found an error; its parameters are others than planned; or the same."""
+"""Flags of a rank rather than of a parameter.
+
+"skip": this step shall change nothing. "overflow": the rank's GradScaler has found an overflow. "moves": every learning
+rate is 0, and a gradient of AdamW's half is not zero, so this is not the step that only creates state. "error": the
+rank found an error. "replan": its parameters are others than those that were planned. "stays": they are the same. Where
+only some ranks have changed, both flags arrive."""
 
 DIGEST = 16
 """Bytes by which ranks compare what they have set: 8 of what the host knows, 8 of what only the device does."""
@@ -61,7 +65,8 @@ class Census:
         mine: For each parameter which of its flags in "present" this rank sets.
         replicated: For each flag in "present" whether all replicas must have the same.
         owners: For each flag in "present" the number of its parameter.
-        axes: Parameters whose gradient may be partial, each with its first flag in "partial" and their number.
+        axes: Parameters whose gradient may be partial: each with its number, its first flag in "partial", and how many
+            flags it has there, one for each axis of its mesh.
         shared: For each set of ranks that share parameters the numbers of those parameters.
         stored: Which of these sets this rank belongs to.
     """

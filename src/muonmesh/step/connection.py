@@ -70,7 +70,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
     group = group_of(ranks, candidates)
     views = agree_on_plan(group, planned.plan if planned is not None else None, error)
     assert planned is not None
-    if views is not None or ranks != planned.plan.ranks:
+    if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
         planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb, kept.exchange)
         insist(group, planned.plan)
@@ -98,7 +98,7 @@ def changed(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planne
 
     Args:
         groups: As they are now.
-        kept: What was kept.
+        kept: What the optimizer keeps.
         error: What is wrong with the groups, so that they cannot be compared with what they were.
     """
     before = kept.connected

@@ -25,7 +25,9 @@ class Flags:
     Attributes:
         nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans, or where the host
             does not wait for them (CUDA) 0-d bool tensors.
-        present: For each Muon parameter whether any rank has a gradient.
+        active: The same as one bool tensor (n,), where the host does not wait.
+        present: For each Muon parameter whether any rank has a gradient. Where the host does not wait it knows of this
+            rank alone, so there it is whether this rank has one.
         skip: Whether some rank says that this step changes nothing.
         overflow: Whether some rank's GradScaler has found an overflow: a 0-d bool tensor.
         only_creates_state: Whether this is the step by which torch's checkpoint code creates state: learning
@@ -42,6 +44,7 @@ class Flags:
     only_creates_state: bool = False
     stop: Tensor | None = None
     replan: bool = False
+    active: Tensor | None = None
 
 
 def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:

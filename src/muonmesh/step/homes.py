@@ -19,9 +19,10 @@ class Home(NamedTuple):
     """Where one thing lives that a rule keeps of a parameter.
 
     Attributes:
-        kept: What it has one number for.
+        kept: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix.
         storage: Where it lives.
-        companion: Its part in the plan, if it travels to the owners of the matrices.
+        companion: How it travels to the owners of the matrices; None for what has a number for each element, which does
+            not travel: directions are made of the momentum, and "weights" written, where they are stored.
     """
 
     kept: Kept
@@ -34,8 +35,8 @@ class Home(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter as `homes_of` sees it.
+class Stored:
+    """A parameter as `homes_of` sees it: how it splits, and where it is stored.
 
     Attributes:
         name: Canonical name.
@@ -50,8 +51,8 @@ class Held:
     momentum_storage: Storage
 
 
-def homes_of(keeps: Mapping[str, Kept], together: Mapping[int, Held]) -> dict[int, dict[str, Home]]:
-    """Return the homes of all that a rule keeps of parameters that share one tensor, which is mostly one.
+def homes_of(keeps: Mapping[str, Kept], together: Mapping[int, Stored]) -> dict[int, dict[str, Home]]:
+    """Return the homes of all that a rule keeps of the parameters of one tensor: one of them, or several if it is flat.
 
     What has a number for each row, column or matrix follows the momentum: it is placed on its mesh, or lies in a flat
     buffer cut between the same ranks.

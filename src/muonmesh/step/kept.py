@@ -34,10 +34,11 @@ class Clip(NamedTuple):
 
 @dataclass
 class Kept:
-    """One object for the life of an optimizer: what changes is a field of it, and it is never replaced.
+    """What an optimizer keeps between calls: one object for its whole life, whose fields change and which does not.
 
-    Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy; what those
-    assigned to the copy would be lost.
+    Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy. An attribute
+    that a method assigned would be set on the copy alone, and lost; a field of an object that both have is not. (What a
+    rule keeps of a parameter is another thing: `muonmesh.numerics.rules.Kept`.)
 
     Attributes:
         precision: Dtypes.
@@ -58,6 +59,7 @@ class Kept:
         rounding: That warning, while the device still counts.
         neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
+        together: Whether pieces are worked on together; None: on other devices than a CPU.
         torn: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
     """
@@ -80,8 +82,13 @@ class Kept:
     rounding: Rounding | None = None
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
+    together: bool | None = None
     torn: str | None = None
     source: GradientSource = PARAMETER_GRAD
+
+    def works_together(self, planned: Planned) -> bool:
+        """Whether the pieces of many matrices are worked on together, and not one after the other in a cache."""
+        return planned.device.type != "cpu" if self.together is None else self.together
 
     def host_waits(self, planned: Planned) -> bool:
         """Whether the host waits for what the ranks say to each other: on a CPU, where there is nothing else to do."""

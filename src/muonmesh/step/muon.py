@@ -12,7 +12,7 @@ from torch import Tensor
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.views import contiguous, place
-from muonmesh.comm.work import Local
+from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg
 from muonmesh.numerics.kernels import select
@@ -26,21 +26,24 @@ from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, create_state, view_of
 from muonmesh.step.sums import Sums
 
-_TOGETHER_ELSEWHERE = 1 << 26
-"""Elements orthogonalised together where one call has the whole device."""
+_AT_ONCE_ON_A_DEVICE = 1 << 28
+"""Elements of equal matrices that one task orthogonalises on a device, where each call has the whole device. On a CPU
+the number of threads and the kernels say how many (`MuonStep._at_once`)."""
 
 
 class _Held(NamedTuple):
-    """What this rank stores of one parameter in one step, each contiguous.
+    """What this rank stores of one parameter in one step. Each tensor is local and contiguous, as pieces index it.
 
     Attributes:
         slot: Where it comes from.
-        rule: Of its group.
-        weights: The parameter, or a copy of one that is not contiguous.
-        folded: What the rule keeps as "momentum", written in place; None if no rank has ever had a gradient.
-        beside: What it keeps as "weights", written in place.
-        gradient: Stored as the momentum is; zeros where this rank has none.
-        master: Written in place and rounded to the weights; None if there is none.
+        rule: The rule of its group.
+        weights: The parameter, or a copy of one that is not contiguous, which `MuonStep.finish` writes back.
+        folded: What the rule keeps as "momentum", by key; gradients are folded into it in place. None if there is no
+            state: no rank has ever had a gradient or, where the host does not wait for the flags, this rank has not.
+        beside: What the rule keeps as "weights", by key, written in place together with them.
+        gradient: Of the elements whose momentum is stored here; zeros where only this rank has none. None if ``folded``
+            is.
+        master: The master copy of the weights, written in place and then rounded to them; None if there is none.
     """
 
     slot: Slot
@@ -53,10 +56,22 @@ class _Held(NamedTuple):
 
 
 class MuonStep:
-    """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
+    """The Muon half of one step on a CPU: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
 
     Everything is done piece by piece in the local storage, read as a contiguous array; a storage that is not
-    contiguous is worked on in a contiguous copy that `finish` writes back.
+    contiguous is worked on in a contiguous copy that `finish` writes back. On a device `MuonStepTogether` replaces the
+    elementwise parts of this class.
+
+    Args:
+        plan: Who orthogonalises what.
+        holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
+        slots: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
+        rules: For each param group the snapshot of its rule; None for AdamW's groups.
+        flags: What all ranks agreed on.
+        precision: The optimizer's dtypes.
+        device: Where the parameters are.
+        step_adamw: AdamW's half, which the exchange calls while the first matrices travel.
+        sums: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
     """
 
     def __init__(
@@ -95,7 +110,10 @@ class MuonStep:
         run_all([functools.partial(self._fold, number) for number in here], device=self._device)
 
     def _take(self, assignments: Iterable[int]) -> None:
-        """Take what is stored of the parameters of these matrices, once a step."""
+        """Collect in ``_held`` what this rank stores of the parameters of these matrices; each parameter once a step.
+
+        State that is missing is created here. A rank that stores nothing of a matrix may be asked all the same.
+        """
         for assignment in assignments:
             number = self._plan.assignments[assignment].parameter
             slot = self._slots[number]
@@ -103,7 +121,7 @@ class MuonStep:
                 continue
             rule = self._rules[slot.group]
             assert rule is not None
-            if self._flags.present[number]:
+            if self._flags.present[number] or self._needs_state_to_write(slot):
                 create_state(slot, self._precision)
             gradient, master = slot.gradient, slot.state.get("master")
             folded = slot.kept("momentum") if slot.created else None
@@ -118,19 +136,31 @@ class MuonStep:
             master = None if master is None else local_of(master)
             self._held[number] = _Held(slot, rule, weights, folded, slot.kept("weights"), gradient, master)
 
+    def _needs_state_to_write(self, slot: Slot) -> bool:
+        """Whether a slot needs state though its rank has no gradient, because its weights may be written all the same.
+
+        Where the host waits, ``flags.present`` says whether any rank has a gradient. Where it does not wait, that says
+        only whether this rank has one, while another shard may have one that makes the whole matrix move. A rule that
+        keeps something as "weights" cannot write them without it, so it is created now, and the write is masked on the
+        device. Under rules that keep nothing so, a shard without state is neither updated nor decayed yet.
+        """
+        return self._flags.stop is not None and any(home.kept == "weights" for home in slot.homes.values())
+
     def _fold(self, assignment: int) -> None:
+        """Fold the gradient of a matrix into the momentum that is stored here, unless the matrix is left alone."""
         flag = self._nonzero[assignment]
         held = self._held[self._plan.assignments[assignment].parameter]
         if flag is False or held.gradient is None:
             return
         assert held.folded is not None
         for piece in self._holdings[assignment]:
-            parts.fold(held.rule, view_of(held.gradient, piece), _views(held.folded, piece), active=_mask(flag))
+            parts.fold(held.rule, view_of(held.gradient, piece), views_of(held.folded, piece), active=_mask(flag))
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Take matrices that nobody else has through the whole step, one batch on one thread after the other.
+        """Take matrices that nobody else has through the whole step, a batch of equal ones in each task.
 
-        What one operation leaves in the thread's cache the next one finds there, and no thread waits for another.
+        What one operation leaves in the cache the next one finds there. In bf16 each task has a thread of its own, so
+        no thread waits for another; see `_run`.
         """
         tasks: list[tuple[int, Callable[[], None]]] = []
         for some in alike:
@@ -150,23 +180,27 @@ class MuonStep:
         )
         for local, target in zip(batch, x.unbind(), strict=True):
             for leg in local.read:
-                self.read(leg, place(leg.piece, target), fold=True)
+                self._read(leg, place(leg.piece, target), fold=True)
         self._orthogonalize(x, out, [matrix.assignment for matrix in batch])
         for local, result in zip(batch, out.unbind(), strict=True):
             ends = tuple((leg, place(leg.piece, result)) for leg in local.write)
             if asked := self._plan.summed([local.assignment]):
                 self._alone.take(asked, ends, self)
             for leg, update in ends:
-                self.write(leg, contiguous(update))
+                self._write(leg, update)
 
-    def read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
+    def read(self, ends: Ends) -> None:
+        """Write the directions of legs' elements, after `prepare`."""
+        run_all([functools.partial(self._read, leg, into) for leg, into in ends], device=self._device)
+
+    def _read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
         """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
         held, piece = self._held[leg.parameter], leg.piece
-        if held.folded is None:  # no rank has ever had a gradient
+        if held.folded is None:  # without state no gradient has ever been folded in, so the direction is zero
             into.zero_()
             return
         assert held.gradient is not None
-        folded, gradient = _views(held.folded, piece), view_of(held.gradient, piece)
+        folded, gradient = views_of(held.folded, piece), view_of(held.gradient, piece)
         flag = self._nonzero[leg.assignment]
         if fold and flag is not False:
             parts.fold(held.rule, gradient, folded, active=_mask(flag), into=into)
@@ -174,7 +208,7 @@ class MuonStep:
             parts.write_direction(held.rule, gradient, folded, into)
 
     def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
-        """Write what a rule keeps by row, column or matrix; zeros if no rank has ever had a gradient."""
+        """Write what a rule keeps by row, column or matrix; zeros if there is no state here."""
         self._take([assignment])
         slot = self._held[self._plan.assignments[assignment].parameter].slot
         if slot.created:
@@ -187,7 +221,7 @@ class MuonStep:
         self._carried = kept
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Keep what `whole` has made of it, unless the matrix is left alone."""
+        """Keep the numbers by row, column or matrix that `Rule.whole` has changed, unless the matrix is left alone."""
         flag = self._nonzero[assignment]
         slot = self._held[self._plan.assignments[assignment].parameter].slot
         if flag is False or not slot.created:
@@ -211,12 +245,16 @@ class MuonStep:
         """Return how many of ``count`` equal matrices are orthogonalised by one task."""
         rows, cols = sorted(shape)
         if self._device.type != "cpu":
-            return max(1, _TOGETHER_ELSEWHERE // (rows * cols))
+            return max(1, _AT_ONCE_ON_A_DEVICE // (rows * cols))
         kernels = select("auto", device=self._device, dtype=self._precision.compute, rows=rows, cols=cols)
         return max(1, min(-(-count // torch.get_num_threads()), kernels.at_once))
 
     def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        """Run (cost, task) pairs: whole matrices on threads, but not in dtypes whose bits depend on their number."""
+        """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).
+
+        In fp32 and fp64 the bits of a product depend on how many threads share it. There the tasks are run one after
+        the other, each on all threads, so that they do not depend on how many tasks there are.
+        """
         tasks = sorted(tasks, key=lambda task: -task[0])
         ordered = [task for _, task in tasks]
         if self._precision.compute == torch.bfloat16 and ordered:
@@ -255,26 +293,29 @@ class MuonStep:
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
-        if self._nonzero[leg.assignment] is not False:
+        if self._changes(leg):
             rule, weights, beside, scale = self._written(leg)
             into.copy_(parts.exponents(rule, weights, update, beside, scale=scale))
 
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Write what a leg's elements add to these sums."""
-        if self._nonzero[leg.assignment] is not False:
+        if self._changes(leg):
             rule, weights, beside, scale = self._written(leg)
             count = self._plan.assignments[leg.assignment].matrix.numel
             into.copy_(parts.limbs(rule, weights, update, beside, exponents, scale=scale, count=count))
 
     def take_sums(self, assignment: int, sums: Tensor) -> None:
-        """Take the sums over a matrix, for `write`."""
+        """Take the sums over a matrix, for what writes it."""
         self._totals[assignment] = sums.unbind()
 
-    def write(self, leg: Leg, update: Tensor) -> None:
-        """Decay and update a leg's elements, unless their matrix is left alone."""
-        flag = self._nonzero[leg.assignment]
-        if flag is False:
+    def write(self, ends: Ends) -> None:
+        """Decay and update legs' elements, unless their matrix is left alone."""
+        run_all([functools.partial(self._write, leg, update) for leg, update in ends], device=self._device)
+
+    def _write(self, leg: Leg, update: Tensor) -> None:
+        if not self._changes(leg):
             return
+        update, flag = contiguous(update), self._nonzero[leg.assignment]
         rule, weights, beside, scale = self._written(leg)
         held = self._held[leg.parameter]
         squares: list[Tensor] | None = None if self._sums is None else []
@@ -285,12 +326,21 @@ class MuonStep:
         if self._sums is not None and squares is not None:
             self._sums.add(held.slot.group, torch.stack(squares).sum() / held.slot.storage.copies)
 
+    def _changes(self, leg: Leg) -> bool:
+        """Whether a leg's elements may change: there is state, and the host does not know that the matrix stays."""
+        return self._nonzero[leg.assignment] is not False and self._held[leg.parameter].slot.created
+
     def _written(self, leg: Leg) -> tuple[Rule, Tensor, dict[str, Tensor], float]:
-        """Return the rule of a leg's elements, what it changes of them, weights or master, and the update's scale."""
+        """Return what a leg's elements are written with.
+
+        Returns:
+            The rule; the weights to change, which are the master where there is one; what the rule keeps beside them;
+            and the scale of the update.
+        """
         held = self._held[leg.parameter]
         weights = held.weights if held.master is None else held.master
         scale = self._scale(leg.assignment, held.slot.group, held.rule)
-        return held.rule, view_of(weights, leg.piece), _views(held.beside, leg.piece), scale
+        return held.rule, view_of(weights, leg.piece), views_of(held.beside, leg.piece), scale
 
     def _scale(self, assignment: int, group: int, rule: Rule) -> float:
         """Return the update scale of the whole matrix; there are few shapes and many legs."""
@@ -302,7 +352,11 @@ class MuonStep:
         return found
 
     def finish(self) -> None:
-        """Write back the storages that were worked on in a copy, and give empty shards their empty state."""
+        """Write back the storages that were worked on in a copy, and create the state of what was not worked on.
+
+        A rank may hold an empty shard, of which it has nothing to fold or to write. Its state is empty too, but
+        checkpoints look for it on every rank.
+        """
         for held in self._held.values():
             local = local_of(held.slot.tensor)
             if held.weights is not local:
@@ -318,19 +372,29 @@ def _layout(storage: Storage) -> Layout:
 
 
 def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
-    """Return the elements of a local tensor that this rank also stores at ``place``, as they are stored there."""
+    """Return the elements of a local tensor whose momentum this rank stores, in the order of the momentum.
+
+    Where replicas share the momentum (``shard_state``), each of them has the whole gradient of its shard and keeps the
+    momentum of a part of it.
+
+    Args:
+        local: Laid out as ``storage`` says, contiguous.
+        storage: Where the parameter lives.
+        place: Where its momentum lives; this rank stores nothing there that it does not store in ``storage``.
+    """
     rank = this_rank()
     kept = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
     for target in _layout(place).blocks(rank):
         for block in _layout(storage).blocks(rank):
-            shared = overlap(block, target)
+            shared = overlap(block, target)  # of two storages: the momentum's stands where a matrix stands elsewhere
             if shared is not None:
                 part = local.as_strided(shared.shape, shared.storage_strides, shared.storage_start)
                 kept.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
     return kept
 
 
-def _views(kept: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
+def views_of(kept: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
+    """Return the elements that a piece names of each contiguous local storage."""
     return {key: view_of(value, piece) for key, value in kept.items()}
 
 

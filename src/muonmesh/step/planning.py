@@ -37,7 +37,7 @@ from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, Precision, ProcessGroup
 from muonmesh.step.census import Census
-from muonmesh.step.homes import Held, Home, homes_of
+from muonmesh.step.homes import Home, Stored, homes_of
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -54,7 +54,7 @@ class Member:
         spec: How it splits into matrices.
         storage: Where it lives.
         momentum_storage: Where its momentum lives: there too, or shared among the replicas.
-        homes: Where all lives that its rule keeps of it, by key; empty for AdamW's.
+        homes: Where each thing lives that its rule keeps of it, by key; empty for AdamW's.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Planned:
         plan: Who orthogonalises what.
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.
-        momentum_holdings: Those whose momentum is stored here.
+        momentum_holdings: The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it.
         device: Of the Muon parameters, or of the first parameter if there are none; the CPU without any.
         exchange: Made when the ranks have compared their plans.
     """
@@ -116,9 +116,16 @@ class Planned:
         return self._names
 
     def terms_of(self, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Return the groups of some of the parameters, as this rank numbers them, and what is fixed of the parameters.
+        """Return what the ranks that share some parameters compare of them, as far as no step changes it.
 
-        Groups may have other numbers on other ranks; told is in which order they come, which must be the same.
+        Ranks may number their groups differently. So a parameter's group is told by its place among the groups of these
+        parameters, which must be the same on all ranks.
+
+        Args:
+            numbers: Of the parameters, Muon's first and then AdamW's.
+
+        Returns:
+            The numbers of their groups on this rank, each once, and a digest of group and dtype of each parameter.
         """
         if numbers not in self._terms:
             everyone = (*self.muon, *self.elementwise)
@@ -470,7 +477,7 @@ def _with_homes(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) 
     found = list(members)
     for numbers in sharing.values():
         keeps = rule_of(groups[members[numbers[0]].group]).keeps()
-        together = {n: Held(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}
+        together = {n: Stored(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}
         for number, homes in homes_of(keeps, together).items():
             found[number] = replace(members[number], homes=homes)
     return found

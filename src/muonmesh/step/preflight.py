@@ -93,7 +93,7 @@ def preflight(
     the ranks that have one.
 
     Args:
-        planned: What is stepped.
+        planned: The plan that this rank follows.
         exchange: Reduces.
         collected: The parameters with their gradients.
         terms: What this rank has set for them.
@@ -123,6 +123,7 @@ def preflight(
                 slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
         nonzero = nonzero_on_device(plan, planned.holdings, muon, device)
     else:
+        # A partial gradient is not summed yet: its matrix counts as not zero if any rank has a summand that is not.
         nonzero = torch.tensor(nonzero_on_host(plan, planned.holdings, muon), dtype=torch.uint8, device=device)
     gradients = [
         local_of(slot.gradient) for slot in collected.elementwise if slot is not None and slot.gradient is not None
@@ -144,8 +145,9 @@ def preflight(
     if not waits:
         stop = answers.stops() | answers.somebody("replan") | answers.somebody("skip") | overflowed
         active = (answers.of("nonzero") != 0) & ~stop
+        # All that the host can know now; what other shards have is in ``active``, on the device.
         present = [slot is not None and slot.gradient is not None for slot in muon]
-        agreed = Flags(list(active.unbind()), present, overflowed, stop=stop)
+        agreed = Flags(list(active.unbind()), present, overflowed, stop=stop, active=active)
         return agreed, Pending.start(answers, exchange, error, planned, terms.lines, settings)
     if error is None and bool(answers.somebody("error")):
         error = settings.late()
@@ -169,7 +171,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
 
     Args:
         planned: What this rank had planned before, as the others still may have.
-        exchange: Of that plan.
+        exchange: The exchange of that plan.
         error: What is wrong with its groups; None: they have changed, so that all must plan again.
         waits: Whether the others' hosts read the flags now. If not, those that follow the plan go through the step with
             masked writes, and this rank sends them what they wait for.

@@ -25,10 +25,11 @@ Fingerprint = Mapping[str, Tensor]
 
 
 def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, Fingerprint]:
-    """Return for each parameter that all of its ranks hold whole, by number, the numbers of weights and state.
+    """Return the fingerprints of the parameters that each of their ranks holds whole, by number of the parameter.
 
-    Parameters of which ranks hold different parts are left out. Called at the first step of a plan and after state was
-    loaded; the host waits for nothing.
+    Only these are compared, since every rank that is asked must have the same to say: where shards are replicated, as
+    under HSDP, the ranks of a parameter hold different parts of it. Called at the first step of a plan and after state
+    was loaded; the host waits for nothing.
     """
     found = dict[int, Fingerprint]()
     for number, member in enumerate((*planned.muon, *planned.elementwise)):

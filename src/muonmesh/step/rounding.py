@@ -21,9 +21,9 @@ class Rounding:
     """What rounding does to a typical step of the first parameter that it may hurt.
 
     Attributes:
-        name: Of the parameter.
-        dtype: Its own.
-        rms: Of a typical step.
+        name: Name of the parameter.
+        dtype: Its dtype.
+        rms: Root mean square of a typical step.
         kept: Share of its entries that such a step leaves unchanged, 0-d on the host.
         arrived: After which ``kept`` can be read; None: now.
     """

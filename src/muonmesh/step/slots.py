@@ -38,7 +38,7 @@ class Slot:
         storage: Where it lives.
         momentum_storage: Where its momentum lives.
         matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
-        homes: Where all lives that its rule keeps of it, by key; empty for AdamW's.
+        homes: Where each thing lives that its rule keeps of it, by key; empty for AdamW's.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Slot:
     homes: Mapping[str, Home] = field(default_factory=dict)
 
     def kept(self, kept: Kept) -> dict[str, Tensor]:
-        """Return the local parts of what its rule keeps in one way, by key; empty if it has not been created."""
+        """Return the local parts of what its rule keeps as "momentum", say, by key; without what is not created yet."""
         keys = [key for key, home in self.homes.items() if home.kept == kept]
         return {key: local_of(self.state[key]) for key in keys if key in self.state}
 
     @property
     def created(self) -> bool:
-        """Whether there is all that its rule keeps."""
+        """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
         return all(key in self.state for key in self.homes)
 
 
@@ -94,7 +94,7 @@ def collect(
     """Read every gradient and check the state beside it.
 
     Args:
-        planned: Whose.
+        planned: The plan whose parameters are read.
         groups: The param groups.
         state: The optimizer's state.
         source: Where the gradients are.
@@ -207,7 +207,7 @@ def check_state(slot: Slot, *, muon: bool) -> None:
                 explain_error(
                     slot.name,
                     f"{key} of shape {tuple(local.shape)} on this rank",
-                    f"{needed}, as its parameter is stored",
+                    f"{needed}, the shape in which this rank stores it",
                     "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
                 )
             )

@@ -41,7 +41,7 @@ class Terms:
         """Take a snapshot.
 
         Args:
-            planned: Whose.
+            planned: The plan with the parameters that are compared.
             groups: The param groups.
             precision: The optimizer's dtypes.
             loaded: Whether state has been loaded since the last step.
@@ -60,7 +60,8 @@ class Terms:
             groups, static = planned.terms_of(numbers)
             text = f"{static} {self._precision} {self._loaded} {[self._said[group] for group in groups]}"
             told = [self._replicas[number] for number in numbers if number in self._replicas] if on_host else []
-            if told:  # else the other ranks, which may share nothing else that is replicated, would say less
+            # A set without fingerprints adds nothing, so ranks that have some of another set say the same of this one.
+            if told:
                 text += f" {[text_of(replica) for replica in told]}"
             sets.append(list(hashlib.blake2b(text.encode(), digest_size=DIGEST // 2).digest()))
             device_knows = device_knows or any(_on_device(self._groups[group]["lr"]) for group in groups)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 _NOTHING = frozenset(
     (
@@ -157,13 +156,17 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.launches[name] += count
         self.places[self._place()] += count
         moved = sum(_bytes(func, args, kwargs, made))
-        if name in _PRODUCTS:
+        if space == "muonmesh" and name == "multiply":
             self.product_bytes += moved
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=found)
+            self.flops += _flops_of_multiply(args)
+        elif name in _PRODUCTS:
+            self.product_bytes += moved
+            left, right = [value for value in args if isinstance(value, Tensor)][-2:]
+            self.flops += 2 * left.numel() * right.shape[-1]
             summand = args[0] if name in ("addmm", "baddbmm") else None
             if summand is not None and kwargs.get("beta", 1) != 0 and kwargs.get("out") is not summand:
                 self.launches["copy of the summand"] += 1  # cuBLAS adds in place
-                self.elementwise_bytes += 2 * _size(made[0])
+                self.product_bytes += 2 * _size(made[0])
         else:
             self.elementwise_bytes += moved
         return found
@@ -226,6 +229,13 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "", ""
 
 
+def _flops_of_multiply(args: Sequence[Any]) -> int:
+    """Return the FLOPs of our own product, of which a symmetric one computes one triangle."""
+    a, b, symmetric = args[0], args[1], args[8]
+    full: int = 2 * math.prod(a.shape) * b.shape[-1]
+    return full // 2 if symmetric else full
+
+
 def _masks(indices: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(indices))
 
@@ -278,7 +288,8 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        overwrites = writes and (argument.is_out or func._schema.name.split("::")[1] in _OVERWRITES)
+        name = func._schema.name.split("::")[1]
+        overwrites = writes and (argument.is_out or argument.name in _OURS or name in _OVERWRITES)
         for tensor in tensors:
             if writes:
                 written.add(id(tensor))
@@ -287,6 +298,9 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
         if tensor.is_cuda and id(tensor) not in written:
             yield _size(tensor)
 
+
+_OURS = ("out", "directions")
+"""Arguments of our own operators that are written without being read."""
 
 _OVERWRITES = frozenset(
     (

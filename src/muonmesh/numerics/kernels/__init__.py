@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from muonmesh.numerics.kernels.blocked import BLOCKED
 from muonmesh.numerics.kernels.dense import dense
+from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.table import Matmuls
+from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, triton_products
+from muonmesh.numerics.kernels.widened import widened
 
-KernelName: TypeAlias = Literal["auto", "torch"]
-"""Who multiplies: "auto" is the fastest on the device, "torch" needs nothing but torch."""
+KernelName: TypeAlias = Literal["auto", "torch", "triton"]
+"""Who multiplies: "auto" is what is expected to be the fastest on the device, "torch" needs nothing but torch."""
 
 __all__ = ["KernelName", "Matmuls", "select"]
 
@@ -42,16 +46,47 @@ def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, row
         The table.
 
     Raises:
-        ValueError: `kernels` is unknown.
+        ValueError: `kernels` is unknown, or "triton" where Triton cannot be.
     """
     if kernels not in get_args(KernelName):
         known = ", ".join(repr(name) for name in get_args(KernelName))
         raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
     matrix_bytes = rows * cols * dtype.itemsize
+    if kernels == "triton":
+        _check_triton(device, dtype)
+    by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16 and is_installed()
+    if kernels == "triton" or (by_triton and _has_tensor_cores(device)):
+        return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     if device.type != "cpu":
-        return dense(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), together=True)
+        return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
+    if dtype == torch.bfloat16 and not _multiplies_bf16():
+        return widened(BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=1))
     if rows >= _BLOCKED_FROM_ROWS:
         return BLOCKED
     batched = dtype == torch.bfloat16 and rows >= _BATCHED_FROM_ROWS
     at_once = max(1, _CPU_BYTES_AT_ONCE // matrix_bytes) if batched else 1
-    return dense(at_once=at_once, together=False)
+    return dense(at_once=at_once)
+
+
+@cache
+def _multiplies_bf16() -> bool:
+    """Whether this CPU multiplies bf16 faster than fp32, or at least as fast; oneDNN says so from AVX-512 on."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _check_triton(device: torch.device, dtype: torch.dtype) -> None:
+    needed, write = "", 'kernels="auto"'
+    if not is_installed():
+        found, needed, write = "no package triton", "that package", 'pip install "muonmesh[triton]", or kernels="auto"'
+    elif device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
+        found, needed = f"a matrix on {device.type}", "one on a CUDA or ROCm device"
+    elif dtype not in DTYPES:
+        found, needed = f"{dtype}", "bf16 or fp32"
+    if needed:
+        raise ValueError(f"kernels='triton': found {found}; needed {needed}. Write {write}")
+
+
+@cache
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Whether bf16 has hardware, or the device is one that torch knows by name only, as in a dry run."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)

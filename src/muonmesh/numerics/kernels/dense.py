@@ -1,8 +1,6 @@
-"""Plain torch: one batched product per entry, on any device."""
+"""CPU: one batched product per entry, elementwise operations one matrix at a time."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,9 +9,9 @@ from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls
 
 
-def gram(x: Tensor, scale: Tensor, out: Tensor, *, together: bool) -> Tensor:
+def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """scale·X Xᵀ."""
-    return _scaled(torch.bmm(x, x.mT, out=out), scale, together=together)
+    return _scaled(torch.bmm(x, x.mT, out=out), scale)
 
 
 def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
@@ -26,38 +24,27 @@ def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tens
     return torch.baddbmm(c, a, b, beta=factor, out=out)
 
 
-def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor, *, together: bool) -> Tensor:
+def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
     """s·(a·X + B X)."""
-    if not isinstance(a, Tensor):
-        torch.baddbmm(x, b, x, beta=a, out=out)
-    elif together:
-        torch.mul(x, a, out=out)
-        torch.baddbmm(out, b, x, out=out)
-    else:
+    if isinstance(a, Tensor):
         for x2, b2, number, target in zip(x, b, a.flatten(), out, strict=True):
             add_multiple(x2, b2, number, 1.0, target)  # multiplied in before rounding
-    return _scaled(out, s, together=together)
+    else:
+        torch.baddbmm(x, b, x, beta=a, out=out)
+    return _scaled(out, s)
 
 
-def _scaled(out: Tensor, s: float | Tensor, *, together: bool) -> Tensor:
+def _scaled(out: Tensor, s: float | Tensor) -> Tensor:
     """Multiply in place by a number, or by one number a matrix."""
     if not isinstance(s, Tensor):
         return out if s == 1 else out.mul_(s)
-    if together:
-        return out.mul_(s)
     for matrix, number in zip(out, s.flatten(), strict=True):
         matrix.mul_(number)  # by a scalar, which a CPU does ten times faster than by a 1 × 1 matrix
     return out
 
 
-def dense(*, at_once: int, together: bool) -> Matmuls:
+def dense(*, at_once: int) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
     return Matmuls(
-        gram=partial(gram, together=together),
-        polynomial=polynomial,
-        product=product,
-        full=product,
-        apply=partial(apply, together=together),
-        at_once=at_once,
-        together=together,
+        gram=gram, polynomial=polynomial, product=product, full=product, apply=apply, at_once=at_once, together=False
     )

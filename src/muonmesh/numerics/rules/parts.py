@@ -139,7 +139,7 @@ def apply(
 
 
 def exponents(rule: Rule, weights: Tensor, update: Tensor, state: Mapping[str, Tensor], *, scale: float) -> Tensor:
-    """Return the largest exponent of the elements given of each of the summands, int64 (sums,): see `numerics.exact`.
+    """Return for each summand the largest exponent among the given elements, int64 (sums,): see `numerics.exact`.
 
     Args:
         rule: Whose `Rule.summands`.
@@ -169,10 +169,10 @@ def limbs(
 
     Args:
         rule: Whose `Rule.summands`.
-        weights: As in `exponents`, like what follows.
-        update: Likewise.
-        state: Likewise.
-        exponents: `exponents` all elements of the whole matrix, int64 (sums,).
+        weights: As in `exponents`.
+        update: As in `exponents`.
+        state: As in `exponents`.
+        exponents: The largest `exponents` of all elements of the whole matrix, int64 (sums,).
         scale: Update scale of the whole matrix.
         count: Elements of the whole matrix.
     """

@@ -1,19 +1,21 @@
 """Runs the elementwise parts of rules on a device: all pieces of a bucket with few launches and few bytes.
 
-On a CPU `parts` takes one piece after the other, in parts of the cache's size. A device is different in three ways: each
-operation costs a launch, so pieces are taken together; memory is read and written at every operation, so there are few;
-and the host does not know which matrices are left alone, since it does not wait, so whatever is written is masked by
-flags on the device.
+On a CPU `parts` takes one piece after the other, in parts of the cache's size. A device is different in three ways.
+Each operation costs a launch, so pieces are taken together. Memory is read and written at every operation, so there are
+few. And the host does not know which matrices are left alone, since it does not wait, so whatever is written is masked
+by flags on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.muon import MuonRule
@@ -54,6 +56,8 @@ class Updated(NamedTuple):
         matrix: Which flag is its own.
         scale: Update scale of the whole matrix.
         rounded: Weights of lower precision that the master is rounded to; None where there is no master.
+        sums: What the rule's summands add up to over the whole matrix, 0-d fp64 each; empty if it asks for none.
+        copies: How many ranks store these elements.
     """
 
     weights: Tensor
@@ -62,47 +66,109 @@ class Updated(NamedTuple):
     matrix: int
     scale: float
     rounded: Tensor | None
+    sums: tuple[Tensor, ...]
+    copies: int
 
 
-def fold(rule: Rule, pieces: Sequence[Folded], active: Tensor) -> None:
+class Factors:
+    """What the pieces of each matrix are multiplied by in one step, worked out for all matrices at once.
+
+    Attributes:
+        rule: Whose.
+        active: For each matrix whether anything is written, bool (n,).
+        scales: The update scale of each, fp64 (n,), on the same device.
+    """
+
+    def __init__(self, rule: Rule, active: Tensor, scales: Tensor) -> None:
+        """Take them; nothing is computed before it is asked for."""
+        self.rule, self.active, self.scales = rule, active, scales
+        self._rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def inactive(self) -> Tensor:
+        """For each matrix whether nothing is written, bool (n,)."""
+        return ~self.active
+
+    @cached_property
+    def folding(self) -> Tensor:
+        """How much of a gradient goes into the momentum, fp32 (n,): 0 for a matrix that is left alone."""
+        assert isinstance(self.rule, MuonRule)
+        return self.active.to(torch.float32) * (1 - self.rule.momentum)
+
+    @cached_property
+    def change(self) -> Tensor:
+        """What the update is multiplied by before it is added, fp64 (n,): 0 for a matrix that is left alone."""
+        return torch.where(self.active, self.scales * -self.rule.lr, torch.zeros_like(self.scales))
+
+    def applied(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return what weights and updates are multiplied by, each (n,), rounded to a dtype: 1 and 0 if left alone."""
+        if dtype not in self._rounded:
+            keep = torch.where(self.active, 1 - self.rule.lr * self.rule.weight_decay, torch.ones_like(self.scales))
+            self._rounded[dtype] = keep.to(dtype), self.change.to(dtype)
+        return self._rounded[dtype]
+
+
+def fold(pieces: Sequence[Folded], factors: Factors) -> None:
     """Fold gradients into what a rule keeps as "momentum", in place, and write directions.
 
     Args:
-        rule: Whose `Rule.fold` and `Rule.direction`.
         pieces: On one device.
-        active: For each matrix whether anything is written, bool (n,), there. The direction of one that is left alone
-            is written all the same, from what is kept.
+        factors: Of their rule, whose `Rule.fold` and `Rule.direction` run. The direction of a matrix that is left
+            alone is written all the same, from what is kept.
     """
+    rule, active = factors.rule, factors.active
+    rest = []
     if _folds_as_muon(rule):
-        assert isinstance(rule, MuonRule)
-        fp32 = [piece for piece in pieces if _momentum(piece).dtype == torch.float32]
-        _fold_as_muon(rule, fp32, active)
-        pieces = [piece for piece in pieces if _momentum(piece).dtype != torch.float32]
-    for piece in pieces:
+        in_one, by_torch = [], []
+        for piece in pieces:
+            if piece.folds and _can_fuse(piece.gradient, _momentum(piece), piece.into):
+                in_one.append(piece)
+            elif _momentum(piece).dtype == torch.float32:
+                by_torch.append(piece)
+            else:
+                rest.append(piece)
+        _fold_fused(in_one, factors)
+        _fold_as_muon(by_torch, factors)
+    for piece in rest if _folds_as_muon(rule) else pieces:
         if piece.folds:
             parts.fold(rule, piece.gradient, piece.state, active=active[piece.matrix], into=piece.into)
         elif piece.into is not None:
             parts.write_direction(rule, piece.gradient, piece.state, piece.into)
 
 
-def apply(rule: Rule, pieces: Sequence[Updated], active: Tensor) -> None:
+def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False) -> Tensor | None:
     """Decay and update weights in place, computed in fp32 or wider and rounded once.
 
     Args:
-        rule: Whose `Rule.apply`.
         pieces: On one device.
-        active: For each matrix whether anything is written, bool (n,), there.
+        factors: Of their rule, whose `Rule.apply` runs, or `Rule.apply_with` where there are sums.
+        measured: Whether the squares of the steps without decay are asked for.
+
+    Returns:
+        Their sum if so, each element counted once among its copies, 0-d fp64.
     """
     if not pieces:
-        return
-    if type(rule).apply is Rule.apply and rule.decay_mode == "full":
-        _apply_plain(rule, pieces, active)
+        return None
+    rule, active = factors.rule, factors.active
+    squares: list[Tensor] | None = [] if measured else None
+    if type(rule).apply is Rule.apply and rule.decay_mode == "full" and not type(rule).asks_for_sums():
+        if squares is not None:
+            squares.append(_squares(pieces, factors))
+        fused_pieces = [piece for piece in pieces if _can_fuse(piece.weights, piece.rounded, piece.update)]
+        _apply_fused(fused_pieces, factors)
+        pieces = [piece for piece in pieces if not _can_fuse(piece.weights, piece.rounded, piece.update)]
+        _apply_plain(pieces, factors)
     else:
-        for weights, update, state, matrix, scale, _ in pieces:
-            parts.apply(rule, weights, update, state, scale=scale, active=active[matrix])
-    masters = [piece.weights for piece in pieces if piece.rounded is not None]
+        for weights, update, state, matrix, scale, _, sums, copies in pieces:
+            own: list[Tensor] = []
+            told = own if measured else None
+            parts.apply(rule, weights, update, state, scale=scale, active=active[matrix], sums=sums, squares=told)
+            if squares is not None:
+                squares += [square / copies for square in own]
+    masters = [piece.weights for piece in pieces if piece.rounded is not None]  # of what was not fused
     if masters:
         torch._foreach_copy_([piece.rounded for piece in pieces if piece.rounded is not None], masters)
+    return torch.stack(squares).sum() if squares else None
 
 
 # ------------------------------------------------------------------ Muon's own parts
@@ -116,31 +182,30 @@ def _momentum(piece: Folded) -> Tensor:
     return piece.state["momentum_buffer"]
 
 
-def _fold_as_muon(rule: MuonRule, pieces: Sequence[Folded], active: Tensor) -> None:
+def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
     """`MuonRule.fold` and `direction`, with 22 bytes an element less than by masking what they do.
 
     A gradient that is left out is replaced by zeros, since it may be NaN, and folded in with weight 0, which changes no
     bit of the momentum. The direction is ``m + (1 − μ)/μ · g``, 1/μ times the Nesterov direction: its magnitude does
     not count. Denormals are left as they are: a device computes with them as fast as with others.
     """
-    if not pieces:
-        return
-    weight, inactive = active.to(torch.float32) * (1 - rule.momentum), ~active
+    rule = factors.rule
+    assert isinstance(rule, MuonRule)
     for some in _alike(pieces, [piece.gradient for piece in pieces]):
         numbers = [piece.matrix for piece in some]
         if len(some) == 1:
-            off, by = inactive[numbers[0]], weight[numbers[0]]
+            off, by = factors.inactive[numbers[0]], factors.folding[numbers[0]]
             (piece,) = some
             tensors = [piece.gradient, _momentum(piece)] + ([] if piece.into is None else [piece.into])
             for g, m, *into in _split(tensors):
                 _fold_one(rule, g, m, into[0] if into else None, off, by, folds=piece.folds)
         else:
-            index = upload(numbers, dtype=torch.int64, device=active.device)
+            off, by = _of_each(numbers, factors.inactive, factors.folding)
             momenta = [_momentum(piece) for piece in some]
             g, m = _stacked([piece.gradient for piece in some]), _stacked(momenta)
             into = [piece.into for piece in some if piece.into is not None]
             found = None if not into else torch.empty(m.shape, dtype=into[0].dtype, device=m.device)
-            _fold_one(rule, g, m, found, inactive[index, None], weight[index, None], folds=some[0].folds)
+            _fold_one(rule, g, m, found, off, by, folds=some[0].folds)
             if some[0].folds:
                 torch._foreach_copy_(momenta, _unstacked(m, momenta))
             if found is not None:
@@ -163,38 +228,87 @@ def _fold_one(
         torch.add(momentum, g, alpha=(1 - rule.momentum) / rule.momentum, out=into)
 
 
-def _apply_plain(rule: Rule, pieces: Sequence[Updated], active: Tensor) -> None:
+def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
     """`Rule.apply` with full decay: weights that are left alone are multiplied by 1 and changed by 0 times the update.
 
     That changes none of their bits, since the update of a matrix that is left alone is finite: it comes from what is
     kept and not from the gradient.
     """
-    numbers = [piece.matrix for piece in pieces]
-    device = active.device
-    scales = upload([piece.scale for piece in pieces], dtype=torch.float32, device=device)
-    of_piece = active[upload(numbers, dtype=torch.int64, device=device)]
-    keep = torch.where(of_piece, 1 - rule.lr * rule.weight_decay, torch.ones_like(scales))
-    change = torch.where(of_piece, scales * -rule.lr, torch.zeros_like(scales))
-    place = {id(piece): number for number, piece in enumerate(pieces)}
     for some in _alike(pieces, [piece.weights for piece in pieces]):
+        exact = torch.promote_types(some[0].weights.dtype, torch.float32)
+        keep, change = factors.applied(exact)
         if len(some) == 1:
-            number = place[id(some[0])]
-            for p, u in _split([some[0].weights, some[0].update]):
-                _apply_one(p, u, keep[number], change[number])
+            (piece,) = some
+            for p, u in _split([piece.weights, piece.update]):
+                _apply_one(p, u, keep[piece.matrix], change[piece.matrix])
         else:
-            index = upload([place[id(piece)] for piece in some], dtype=torch.int64, device=device)
             weights = [piece.weights for piece in some]
             p = _stacked(weights)
-            _apply_one(p, _stacked([piece.update for piece in some]), keep[index, None], change[index, None])
+            _apply_one(
+                p,
+                _stacked([piece.update for piece in some]),
+                *_of_each([piece.matrix for piece in some], keep, change),
+            )
             torch._foreach_copy_(weights, _unstacked(p, weights))
 
 
 def _apply_one(weights: Tensor, update: Tensor, keep: Tensor, change: Tensor) -> None:
-    exact = torch.promote_types(weights.dtype, torch.float32)
-    wide = weights.to(exact)
-    wide.mul_(keep).addcmul_(update.to(wide.dtype) if wide.dtype == torch.float64 else update, change)
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    wide.mul_(keep).addcmul_(update, change)
     if wide is not weights:
         weights.copy_(wide)
+
+
+def _squares(pieces: Sequence[Updated], factors: Factors) -> Tensor:
+    """Return the sum of squares of the steps, without decay, each element counted once among its copies."""
+    norms = torch.stack(torch._foreach_norm([piece.update for piece in pieces], 2, dtype=torch.float64))
+    (change,) = _of_each([piece.matrix for piece in pieces], factors.change)
+    shares = upload([piece.copies for piece in pieces], dtype=torch.float64, device=norms.device)
+    return ((norms * change[:, 0]).square() / shares).sum()
+
+
+# ------------------------------------------------------------------ by one kernel
+
+
+def _can_fuse(*tensors: Tensor | None) -> bool:
+    """Whether one kernel takes these tensors of a piece."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return fused.can_fuse(given[0].device, [t.dtype for t in given]) and given[0].ndim <= 3
+
+
+def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
+    rule = factors.rule
+    assert isinstance(rule, MuonRule)
+    for some in ([p for p in pieces if p.into is not None], [p for p in pieces if p.into is None]):
+        if some:
+            fused.fold(
+                [piece.gradient for piece in some],
+                [_momentum(piece) for piece in some],
+                [piece.into for piece in some if piece.into is not None],
+                _of(some, factors.active),
+                momentum=rule.momentum,
+                nesterov=rule.nesterov,
+            )
+
+
+def _apply_fused(pieces: Sequence[Updated], factors: Factors) -> None:
+    keep, change = factors.applied(torch.float32)
+    for some in ([p for p in pieces if p.rounded is not None], [p for p in pieces if p.rounded is None]):
+        if some:
+            mastered = some[0].rounded is not None
+            fused.apply(
+                [piece.weights if piece.rounded is None else piece.rounded for piece in some],
+                [piece.weights for piece in some] if mastered else [],
+                [piece.update for piece in some],
+                _of(some, factors.active),
+                keep=_of(some, keep),
+                size=-_of(some, change),
+            )
+
+
+def _of(pieces: Sequence[Folded | Updated], factor: Tensor) -> Tensor:
+    """Return the factor of each piece's matrix, (pieces,)."""
+    return _of_each([piece.matrix for piece in pieces], factor)[0][:, 0]
 
 
 # ------------------------------------------------------------------ pieces together
@@ -231,3 +345,12 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 def _unstacked(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [row.view(tensor.shape) for row, tensor in zip(together.unbind(), like, strict=True)]
+
+
+def _of_each(numbers: Sequence[int], *factors: Tensor) -> tuple[Tensor, ...]:
+    """Return the factors (n,) of some matrices, each (pieces, 1)."""
+    first = numbers[0]
+    if list(numbers) == list(range(first, first + len(numbers))):
+        return tuple(factor[first : first + len(numbers), None] for factor in factors)
+    index = upload(numbers, dtype=torch.int64, device=factors[0].device)
+    return tuple(factor[index, None] for factor in factors)

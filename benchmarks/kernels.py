@@ -1,0 +1,202 @@
+"""What Triton makes of the kernels for five architectures, none of which has to be there.
+
+    python benchmarks/kernels.py                    # the table; a few minutes
+    python benchmarks/kernels.py --page             # and puts it into docs/internals/kernels.md
+
+Each kernel is compiled by the code that would start it, then read with the tools that come with Triton: registers, what
+does not fit in them and is kept in slower memory, shared memory, instructions for tensor cores and asynchronous copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from muonmesh.numerics.kernels import fused
+from muonmesh.numerics.kernels.launch import Launch
+from muonmesh.numerics.kernels.tiles import multiplication
+
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
+"""KiB of shared memory that one program may have."""
+TARGETS = {
+    **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100, 120)},
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+ARCHITECTURES = list(TARGETS)
+
+
+class _NoDevice:
+    """Tells Triton what to compile for; nothing can be started."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get_current_device(self) -> int:
+        return ARCHITECTURES.index(self._name)  # Triton keeps what it has compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self._name]
+
+
+@contextmanager
+def compiling_for(architecture: str) -> Iterator[None]:
+    """Let Triton believe that such a device is there."""
+    before = driver._active
+    driver.set_active(_NoDevice(architecture))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a compiled kernel needs.
+
+    Attributes:
+        registers: A thread's.
+        spilled: Bytes of a thread, or on AMD its registers, that did not fit and are kept in memory.
+        lanes: AMD: scalar registers kept in lanes of vector registers.
+        shared: Bytes of shared memory of one program.
+        tensor: Instructions for tensor cores.
+        asynchronous: Copies to shared memory that nobody waits for, NVIDIA.
+        wide: Loads and stores of 16 bytes at once.
+    """
+
+    registers: int
+    spilled: int
+    lanes: int
+    shared: int
+    tensor: int
+    asynchronous: int
+    wide: int
+
+
+def figures(kernel: Any) -> Figures:
+    """Read what a compiled kernel needs."""
+    if "amdgcn" in kernel.asm:
+        code = kernel.asm["amdgcn"]
+        found = {name: int(re.search(rf"\.{name}:\s+(\d+)", code)[1]) for name in AMD}
+        tensor, wide = (
+            len(re.findall("v_mfma", code)),
+            len(re.findall(r"(?:global|buffer)_(?:load|store)_dwordx4", code)),
+        )
+        return Figures(*(found[name] for name in AMD), kernel.metadata.shared, tensor, 0, wide)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _output("cuobjdump", "-res-usage", file.name)
+        code = _output("nvdisasm", "-c", file.name)
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    tensor, copies = len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA)\b", code)), len(re.findall(r"\bLDGSTS\b", code))
+    wide = len(re.findall(r"\b(?:LDG|STG)\.E(?:\.\w+)*\.128\b", code))
+    moved = len(re.findall(r"\b(?:STL|LDL)\b", code))
+    return Figures(registers, max(stack + local, moved), 0, kernel.metadata.shared, tensor, copies, wide)
+
+
+AMD = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+
+
+def _output(tool: str, *arguments: str) -> str:
+    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def products(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Callable[[int | None], Launch]]:
+    """The products of two matrices of this shape, by name; each is given the number of stages."""
+    x, other = (torch.empty(2, rows, cols, dtype=dtype) for _ in range(2))
+    a, square = (torch.empty(2, rows, rows, dtype=dtype) for _ in range(2))
+    s = torch.empty(2, 1, 1)
+
+    def product(*operands: Any, symmetric: bool) -> Callable[[int | None], Launch]:
+        return lambda stages: multiplication(*operands, symmetric=symmetric, stages=stages)
+
+    return {
+        "X Xᵀ": product(x, x.mT, None, 1.0, 0.0, s, square, symmetric=True),
+        "b·A + c·A²": product(a, a, a, 1.0, 2.0, 1.0, square, symmetric=True),
+        "a·X + B X": product(a, x, x, 1.0, s, s, other, symmetric=False),
+    }
+
+
+MATRICES = {
+    "large": (512, 1024, torch.bfloat16),
+    "small": (64, 1024, torch.bfloat16),
+    "odd": (511, 1023, torch.bfloat16),
+    "fp32": (512, 1024, torch.float32),
+    "odd fp32": (511, 1023, torch.float32),
+}
+
+
+def pairs() -> dict[str, Callable[[int | None], Launch]]:
+    """The elementwise kernels by name, with fp32 weights and momentum, bf16 on the wire."""
+    wide, narrow = [torch.empty(64, 64)], [torch.empty(64, 64, dtype=torch.bfloat16)]
+    active, number = torch.empty(1, dtype=torch.bool), torch.empty(1)
+
+    def first(launches: Iterator[Launch]) -> Launch:
+        return next(launches)
+
+    return {
+        "fold": lambda _: first(fused._folding(wide, wide, narrow, active, 0.95, True)),
+        "apply": lambda _: first(fused._applying(wide, [], narrow, active, number, number)),
+        "apply, masters": lambda _: first(fused._applying(narrow, wide, narrow, active, number, number)),
+    }
+
+
+def compiled(architecture: str, kind: str, name: str) -> Figures:
+    """Compile one kernel, a product of one kind of matrices or one of the "pieces", and read what it needs."""
+    launch = (pairs() if kind == "pieces" else products(*MATRICES[kind]))[name]
+    with compiling_for(architecture):
+        return figures(launch(2 if architecture.startswith("gfx") else None).compile())
+
+
+def table() -> str:
+    """The table of the page."""
+    head = ["kernel", "matrices", *(f"{name} ({SHARED[name]})" for name in ARCHITECTURES)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    kinds = {**{kind: list(products(8, 8, torch.bfloat16)) for kind in MATRICES}, "pieces": list(pairs())}
+    for kind, names in kinds.items():
+        for name in names:
+            cells = [_cell(compiled(architecture, kind, name)) for architecture in ARCHITECTURES]
+            lines.append("| " + " | ".join([name, kind, *cells]) + " |")
+            print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def _cell(found: Figures) -> str:
+    spilled = f"{found.spilled}" + (f" + {found.lanes}" if found.lanes else "")
+    instructions = f"{found.tensor} / {found.asynchronous} / {found.wide}"
+    return f"{found.registers}, {spilled}, {found.shared / 1024:.0f}; {instructions}"
+
+
+def main() -> None:
+    """Print the table, and put it into the page if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help="replace the table in docs/internals/kernels.md")
+    asked = parser.parse_args()
+    made = table()
+    if asked.page:
+        begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
+        text = PAGE.read_text()
+        PAGE.write_text(text[: text.index(begin) + len(begin)] + made + text[text.index(end) :])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The elementwise pair of a step, each in one launch for all pieces: gradient to direction, result to weight.
+
+Both are operators of torch's, `muonmesh::fold` and `muonmesh::apply`, so dispatch modes and fake tensors see one launch
+each. There is one a combination of dtypes, which is one in most models. The formulas are those of Muon's rule: what is
+written is what its operations on each tensor alone would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.kernels.launch import Launch
+from muonmesh.numerics.kernels.rows import Rows, on_device
+from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted
+
+_Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
+
+_OPTIONS = {"enable_fp_fusion": False}
+"""Or an element's bits would depend on how its piece lies in memory: products would be rounded here and not there."""
+
+_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] directions, Tensor? active, float momentum, "
+    "bool nesterov) -> ()"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] updates, Tensor? active, Tensor keep, Tensor size) "
+    "-> ()"
+)
+
+
+def can_fuse(device: torch.device, dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether `fold` and `apply` take tensors of these dtypes there; in fp64, for one, they do not compute."""
+    there = device.type == "cuda" or (device.type == "cpu" and is_interpreted())
+    return there and is_installed() and all(dtype in DTYPES for dtype in dtypes)
+
+
+def fold(
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    active: Tensor | None,
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """Fold gradients into momenta and write the directions.
+
+    Where a piece is active, ``m ← lerp(m, g, 1 − μ)`` with denormals flushed to zero, and the direction is
+    ``lerp(g, m, μ)`` with Nesterov, else ``m``. Where it is not, ``m`` stays as it is and the direction is ``m``,
+    whatever the gradient is.
+
+    Args:
+        gradients: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; read only.
+        momenta: Likewise, each of its gradient's shape; written, and computed as its dtype says.
+        directions: Likewise; written, rounded once from the momentum's dtype. Empty: none are wanted.
+        active: 1-D bool, one entry a piece, on the device. None: all are.
+        momentum: μ.
+        nesterov: See above.
+
+    Raises:
+        ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
+    """
+    torch.ops.muonmesh.fold(gradients, momenta, directions, active, momentum, nesterov)
+    torch.autograd.graph.increment_version([*momenta, *directions])
+
+
+def apply(
+    weights: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    active: Tensor | None,
+    *,
+    keep: Tensor,
+    size: Tensor,
+) -> None:
+    """Decay and update weights: ``w ← w·keep − size·u`` in fp32, where a piece is active.
+
+    Args:
+        weights: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; written, rounded once.
+        masters: Likewise, each of its weight's shape; what is computed on instead of the weight, written too. Empty:
+            there are none.
+        updates: Likewise, read only.
+        active: 1-D bool, one entry a piece, on the device. None: all are.
+        keep: What remains of a weight, 1 − lr·wd: 1-D fp32, one entry a piece, on the device.
+        size: Learning rate times scale, likewise.
+
+    Raises:
+        ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
+    """
+    torch.ops.muonmesh.apply(weights, masters, updates, active, keep, size)
+    torch.autograd.graph.increment_version([*weights, *masters])
+
+
+def _fold(
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    active: Tensor | None,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    for launch in _folding(gradients, momenta, directions, active, momentum, nesterov):
+        launch.run()
+
+
+def _apply(
+    weights: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    active: Tensor | None,
+    keep: Tensor,
+    size: Tensor,
+) -> None:
+    for launch in _applying(weights, masters, updates, active, keep, size):
+        launch.run()
+
+
+for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+    _library.impl("fold", _fold, _key)  # type: ignore[no-untyped-call]
+    _library.impl("apply", _apply, _key)  # type: ignore[no-untyped-call]
+for _name in ("fold", "apply"):
+    torch.library.register_fake(f"muonmesh::{_name}", lambda *arguments: None, lib=_library)
+
+
+def _folding(
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    active: Tensor | None,
+    momentum: float,
+    nesterov: bool,
+) -> Iterator[Launch]:
+    from muonmesh.numerics.kernels import pieces
+
+    for dtypes, rows, table in _grouped("fold", gradients, momenta, directions or momenta):
+        numbers = (table, rows.pieces, _contiguous(active), 1 - momentum, momentum)
+        choices = (active is not None, len(directions) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
+        arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
+        yield Launch(pieces.fold, rows.programs, arguments, _OPTIONS)
+
+
+def _applying(
+    weights: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    active: Tensor | None,
+    keep: Tensor,
+    size: Tensor,
+) -> Iterator[Launch]:
+    from muonmesh.numerics.kernels import pieces
+
+    for dtypes, rows, table in _grouped("apply", weights, masters or weights, updates):
+        numbers = (table, rows.pieces, _contiguous(active), _contiguous(keep), _contiguous(size))
+        choices = (active is not None, len(masters) > 0)
+        arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
+        yield Launch(pieces.apply, rows.programs, arguments, _OPTIONS)
+
+
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    if vector is None:
+        return None
+    vector = vector.contiguous()
+    return vector.view(torch.uint8) if vector.dtype == torch.bool else vector
+
+
+def _grouped(what: str, *lists: Sequence[Tensor]) -> Iterator[tuple[_Dtypes, Rows, Tensor]]:
+    """Yield the dtypes, the rows and the table on the device for all pieces of the same dtypes."""
+    groups: dict[_Dtypes, Rows] = {}
+    for number, (a, b, c) in enumerate(zip(*lists, strict=True)):
+        dtypes = (a.dtype, b.dtype, c.dtype)
+        rows = groups.get(dtypes)
+        if rows is None:
+            if any(dtype not in DTYPES for dtype in dtypes):
+                needed = "bf16, fp16 or fp32"
+                found = ", ".join(map(str, dtypes))
+                raise ValueError(f"{what}, piece {number}: found {found}; needed {needed}. Write a loop over pieces")
+            rows = groups[dtypes] = Rows()
+        rows.add(number, a, b, c)
+    filled = {dtypes: rows for dtypes, rows in groups.items() if rows.pieces}
+    if filled:
+        tables = on_device(list(filled.values()), lists[0][0].device)
+        for (dtypes, rows), table in zip(filled.items(), tables, strict=True):
+            yield dtypes, rows, table

@@ -1,0 +1,223 @@
+"""Products of batches of matrices on a GPU, by tiles, in Triton; whoever imports this file imports Triton."""
+
+# Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muonmesh.numerics.kernels.launch import Launch
+
+
+class Tile(NamedTuple):
+    """What one program computes at a time, and with how many threads."""
+
+    side: int
+    """Rows and columns of the result."""
+    depth: int
+    """Terms of the sums that are loaded at once."""
+    warps: int
+    stages: int
+    """Loads under way at once, on NVIDIA; AMD's have little more than half of the memory, which holds two."""
+
+
+# Tiles of 256 would leave threads without registers (docs/internals/kernels.md has the figures of these).
+LARGE = Tile(side=128, depth=64, warps=8, stages=3)
+SMALL = Tile(side=64, depth=64, warps=4, stages=3)
+ODD = Tile(side=64, depth=32, warps=4, stages=3)
+"""For matrices that are not aligned: elements are loaded one by one then, each with an address and a mask."""
+EXACT = Tile(side=64, depth=16, warps=8, stages=3)
+"""For fp32, whose products no tensor core computes as such."""
+
+_LARGE_FROM = 257
+"""With fewer rows or columns, large tiles would be few, and many processors idle."""
+_GROUP = 8
+"""Rows of tiles that are computed together, so that what they share is still in the cache."""
+
+
+def _multiply(
+    out,
+    a,
+    b,
+    c,
+    factor,
+    scale,
+    alpha,
+    rows,
+    cols,
+    terms,
+    out_batch,
+    out_row,
+    out_col,
+    a_batch,
+    a_row,
+    a_term,
+    b_batch,
+    b_term,
+    b_col,
+    c_batch,
+    c_row,
+    c_col,
+    factor_batch,
+    scale_batch,
+    SYMMETRIC: tl.constexpr,
+    ADDS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    SCALES: tl.constexpr,
+    SIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """Write scale·(alpha·A B + factor·C): one tile of it, and its mirror image if the result is symmetric.
+
+    All of it in fp32, rounded once. Each sum is added up by one program in one order, so a matrix has the same bits in
+    every run and in every batch.
+    """
+    down = tl.cdiv(rows, SIDE)
+    across = tl.cdiv(cols, SIDE)
+    program = tl.program_id(0)
+    if SYMMETRIC:  # the tiles (i, j) with i <= j, by columns: j·(j + 1)/2 lie before column j
+        tiles = down * (down + 1) // 2
+        number = program % tiles
+        j = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+        j = tl.where(j * (j + 1) // 2 > number, j - 1, j)  # the root is rounded
+        j = tl.where((j + 1) * (j + 2) // 2 <= number, j + 1, j)
+        i = number - j * (j + 1) // 2
+    else:  # a few rows of tiles at a time, by columns
+        tiles = down * across
+        number = program % tiles
+        first = number // (GROUP * across) * GROUP
+        height = tl.minimum(down - first, GROUP)
+        i = first + number % (GROUP * across) % height
+        j = number % (GROUP * across) // height
+    z = (program // tiles).to(tl.int64)
+
+    # Where the tile begins is told in 64 bits, where an element lies in the tile in as few as will do: registers are
+    # what limits the size of a tile.
+    down_tile = tl.arange(0, SIDE)
+    term = tl.arange(0, DEPTH)
+    row = i * SIDE + down_tile
+    col = j * SIDE + down_tile
+    near = down_tile.to(OFFSET)
+    along = term.to(OFFSET)
+    top = (i * SIDE).to(tl.int64)
+    side = (j * SIDE).to(tl.int64)
+    left = a + z * a_batch + top * a_row
+    right = b + z * b_batch + side * b_col
+    in_left = near[:, None] * a_row + along[None, :] * a_term
+    in_right = along[:, None] * b_term + near[None, :] * b_col
+    sums = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    for start in range(0, terms, DEPTH):
+        x = tl.load(left + in_left, mask=(row[:, None] < rows) & (term[None, :] < terms - start), other=0.0)
+        y = tl.load(right + in_right, mask=(term[:, None] < terms - start) & (col[None, :] < cols), other=0.0)
+        sums = tl.dot(x, y, sums, input_precision="ieee")  # or fp32 would be multiplied as TF32
+        left += DEPTH * tl.cast(a_term, tl.int64)
+        right += DEPTH * tl.cast(b_term, tl.int64)
+
+    inside = (row[:, None] < rows) & (col[None, :] < cols)
+    sums *= alpha
+    if ADDS:
+        added = c + z * c_batch + top * c_row + side * c_col + near[:, None] * c_row + near[None, :] * c_col
+        multiple = tl.load(factor + z * factor_batch) if FACTORS else factor
+        sums += multiple.to(tl.float32) * tl.load(added, mask=inside, other=0.0).to(tl.float32)
+    multiple = tl.load(scale + z * scale_batch) if SCALES else scale
+    result = (sums * multiple.to(tl.float32)).to(out.dtype.element_ty)
+    out += z * out_batch
+    if SYMMETRIC:  # of a tile on the diagonal the upper half, twice
+        inside = inside & (row[:, None] <= col[None, :])
+        mirrored = out + side * out_row + top * out_col + near[:, None] * out_row + near[None, :] * out_col
+        tl.store(mirrored, tl.trans(result), mask=tl.trans(inside))
+    out += top * out_row + side * out_col
+    tl.store(out + near[:, None] * out_row + near[None, :] * out_col, result, mask=inside)
+
+
+_POINTERS = ["out", "a", "b", "c", "factor", "scale"]
+_NUMBERS = [name for name in inspect.signature(_multiply).parameters if name.islower() and name not in _POINTERS]
+
+# Triton compiles a kernel again for arguments that are 1 or multiples of 16, or for addresses that are. So there are
+# two: one for matrices of which all that holds, whose rows are copied 16 bytes at a time while the product before
+# them is computed, and one for all others, so that no odd size asks for a kernel of its own.
+_aligned = triton.jit(_multiply)
+_any = triton.jit(_multiply, do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
+
+
+_FAR = 1 << 24
+"""Strides from which on an offset within a tile does not fit in 32 bits."""
+
+
+def multiplication(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    factor: float | Tensor,
+    scale: float | Tensor,
+    out: Tensor,
+    *,
+    symmetric: bool,
+    stages: int | None = None,
+) -> Launch:
+    """Return the launch that writes scale·(alpha·A B + factor·C).
+
+    Args:
+        a: A, shape (batch, rows, terms), any strides; bf16, fp16 or fp32.
+        b: B, shape (batch, terms, cols), likewise; the same dtype.
+        c: C, shape (batch, rows, cols), likewise; None: nothing is added.
+        alpha: A number.
+        factor: A number, or a tensor with one a matrix.
+        scale: Likewise.
+        out: Shape (batch, rows, cols), any strides, sharing no memory with the others.
+        symmetric: Whether the result is symmetric. Only one triangle of it is computed then.
+        stages: Loads under way at once; None: as many as the tile is made for.
+    """
+    batch, rows, cols = out.shape
+    tensors = (out, a, b) if c is None else (out, a, b, c)
+    aligned = all(_is_aligned(tensor) for tensor in tensors)
+    tile = tile_for(rows, cols, a.dtype, aligned=aligned)
+    down, across = (triton.cdiv(length, tile.side) for length in (rows, cols))
+    tiles = down * (down + 1) // 2 if symmetric else down * across
+    strides = [stride for tensor in tensors for stride in _strides(tensor)]
+    (factor, factor_batch), (scale, scale_batch) = _number(factor, batch), _number(scale, batch)
+    arguments = (
+        *(out, a, b, c, factor, scale, alpha),
+        *(rows, cols, a.shape[2], *strides, *((0, 0, 0) if c is None else ()), factor_batch, scale_batch),
+        *(symmetric, c is not None, isinstance(factor, Tensor), isinstance(scale, Tensor)),
+        *(tile.side, tile.depth, _GROUP, tl.int32 if max(strides) < _FAR else tl.int64),
+    )
+    options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}
+    return Launch(_aligned if aligned else _any, batch * tiles, arguments, options)
+
+
+def tile_for(rows: int, cols: int, dtype: torch.dtype, *, aligned: bool) -> Tile:
+    """Return the tile for a result of this shape: nothing else decides, so a matrix has the same bits in any batch."""
+    if dtype == torch.float32:
+        return EXACT
+    if not aligned:
+        return ODD
+    return LARGE if min(rows, cols) >= _LARGE_FROM else SMALL
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int]:
+    batch, row, col = tensor.stride()
+    return (0 if len(tensor) == 1 else batch), row, col  # the stride of a batch of one can be anything
+
+
+def _number(number: float | Tensor, batch: int) -> tuple[float | Tensor, int]:
+    """Return what the kernel is given for a number, and the stride from one matrix's to the next."""
+    if not isinstance(number, Tensor):
+        return float(number), 0
+    return number, number.flatten().stride(0) if number.numel() == batch > 1 else 0
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    batch, row, col = _strides(tensor)
+    lengths = (*tensor.shape[1:], batch, row if col == 1 else col)
+    return 1 in (row, col) and not tensor.data_ptr() % 16 and not any(length % 16 for length in lengths)

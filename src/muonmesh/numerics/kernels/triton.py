@@ -1,0 +1,120 @@
+"""Triton: symmetric results by one triangle of tiles, everything summed in fp32 and rounded once, on GPUs.
+
+The products are one operator of torch's, `muonmesh::multiply`. So whoever watches what torch does, a dispatch mode or
+fake tensors, sees one launch where there is one, and Triton itself is imported at the first product only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.kernels.table import Matmuls
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "multiply(Tensor a, Tensor b, Tensor? c, float alpha, float factor, Tensor? factors, float scale, Tensor? scales, "
+    "bool symmetric, Tensor(a!) out) -> ()"
+)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    factor: float,
+    factors: Tensor | None,
+    scale: float,
+    scales: Tensor | None,
+    symmetric: bool,
+    out: Tensor,
+) -> None:
+    """Write scale·(alpha·A B + factor·C); a tensor is one number a matrix, instead of the number before it."""
+    from muonmesh.numerics.kernels.tiles import multiplication
+
+    launch = multiplication(
+        *(a, b, c, alpha),
+        factor if factors is None else factors,
+        scale if scales is None else scales,
+        out,
+        symmetric=symmetric,
+        stages=2 if torch.version.hip else None,
+    )
+    launch.run()
+
+
+for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+    _library.impl("multiply", _multiply, _key)  # type: ignore[no-untyped-call]
+
+
+torch.library.register_fake("muonmesh::multiply", lambda *arguments: None, lib=_library)
+
+
+def _run(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    out: Tensor,
+    *,
+    alpha: float = 1.0,
+    factor: float | Tensor = 0.0,
+    scale: float | Tensor = 1.0,
+    symmetric: bool = False,
+) -> Tensor:
+    factors, scales = (number if isinstance(number, Tensor) else None for number in (factor, scale))
+    torch.ops.muonmesh.multiply(
+        *(a, b, c, alpha),
+        *(factor if factors is None else 0.0, factors, scale if scales is None else 0.0, scales),
+        *(symmetric, out),
+    )
+    return out
+
+
+def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """scale·X Xᵀ."""
+    return _run(x, x.mT, None, out, scale=scale, symmetric=True)
+
+
+def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
+    """b·A + c·A²."""
+    return _run(a, a, a, out, alpha=c, factor=b, symmetric=True)
+
+
+def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
+    """factor·C + A B, for A and B that commute."""
+    return _run(a, b, c, out, factor=factor, symmetric=True)
+
+
+def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
+    """factor·C + A B, both triangles."""
+    return _run(a, b, c if factor else None, out, factor=factor)
+
+
+def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
+    """s·(a·X + B X)."""
+    return _run(b, x, x if isinstance(a, Tensor) or a else None, out, factor=a, scale=s)
+
+
+def triton_products(*, at_once: int) -> Matmuls:
+    """The table for batches of at most `at_once` matrices."""
+    return Matmuls(
+        gram=gram, polynomial=polynomial, product=product, full=full, apply=apply, at_once=at_once, together=True
+    )
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, as TRITON_INTERPRET=1 asks for before Triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def is_installed() -> bool:
+    """Whether Triton can be imported; it is not imported here."""
+    return importlib.util.find_spec("triton") is not None

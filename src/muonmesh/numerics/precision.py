@@ -1,0 +1,67 @@
+"""Precision: products of fp32 matrices in IEEE fp32, whatever the user allows for products of the model's own.
+
+`torch.set_float32_matmul_precision("high")` lets tensor cores multiply fp32 as TF32, which has the mantissa of fp16.
+Models bear that; whoever computes an optimizer's step in fp32 wants it exact.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_EXACT = ("ieee", "none")  # none: nobody has set anything, and torch multiplies exactly
+_lock = threading.Lock()
+_inside = 0
+_before: list[str] = []
+
+
+@contextmanager
+def exact_fp32(dtype: torch.dtype) -> Iterator[None]:
+    """Multiply exactly inside, and set what was set before when the last thread has left.
+
+    Settings of torch are those of the process. So the first thread that enters changes them and the last one that
+    leaves restores them; what other threads multiply meanwhile is exact too.
+
+    Args:
+        dtype: What is computed in; nothing is done unless it is fp32.
+    """
+    if dtype != torch.float32:
+        yield
+        return
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _inside
+    with _lock:
+        _inside += 1
+        if _inside == 1:
+            _before[:] = [backend.fp32_precision for backend in _backends()]
+            for backend, level in zip(_backends(), _before, strict=True):
+                if level not in _EXACT:
+                    backend.fp32_precision = "ieee"
+
+
+def _leave() -> None:
+    global _inside
+    with _lock:
+        _inside -= 1
+        if _inside:
+            return
+        for backend, level in zip(_backends(), _before, strict=True):
+            if level not in _EXACT:
+                backend.fp32_precision = "none"  # what is set for all backends, torch.backends.fp32_precision
+                if backend.fp32_precision != level:
+                    backend.fp32_precision = level
+
+
+def _backends() -> tuple[Any, Any]:
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]

@@ -1,0 +1,135 @@
+"""Muon's half of one step on a device: few launches for pieces of many matrices, and the host waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.views import place
+from muonmesh.comm.work import Ends, Local
+from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.rules import together
+from muonmesh.numerics.rules.together import Factors, Folded, Updated
+from muonmesh.step.muon import MuonStep, views_of
+from muonmesh.step.slots import view_of
+
+
+class MuonStepTogether(MuonStep):
+    """`MuonStep` on a device: what is done element by element is done to all pieces of a bucket at once.
+
+    Gradients are folded into the momenta and directions written in one pass where what is stored is also what is read,
+    which it nearly always is.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what `MuonStep` takes."""
+        super().__init__(*args, **kwargs)
+        active = self._flags.active
+        if active is None:  # the host has waited
+            active = upload(self._flags.nonzero, dtype=torch.bool, device=self._device)
+        self._active = active
+        self._unfolded: list[int] = []
+        self._factors: dict[int, Factors] = {}
+
+    def prepare(self, assignments: Sequence[int]) -> None:
+        """Create missing state; the gradients are folded when the matrices are read."""
+        self._take(assignments)
+        self._unfolded += [number for number in assignments if self._plan.assignments[number].parameter in self._held]
+
+    def read(self, ends: Ends) -> None:
+        """Fold the gradients of what was prepared, and write the directions of legs' elements."""
+        found: dict[object, Folded] = {}
+        for number in self._unfolded:
+            held = self._held[self._plan.assignments[number].parameter]
+            if held.gradient is None or held.folded is None:
+                continue
+            for piece in self._holdings[number]:
+                views = views_of(held.folded, piece)
+                found[number, piece] = Folded(view_of(held.gradient, piece), views, number, True, None)
+        self._unfolded = []
+        for leg, into in ends:
+            held, key = self._held[leg.parameter], (leg.assignment, leg.piece)
+            if held.gradient is None or held.folded is None:  # no rank has ever had a gradient
+                into.zero_()
+            elif key in found and found[key].into is None:
+                found[key] = found[key]._replace(into=into)
+            else:
+                gradient, views = view_of(held.gradient, leg.piece), views_of(held.folded, leg.piece)
+                found[key, len(found)] = Folded(gradient, views, leg.assignment, False, into)
+        by_group: dict[int, list[Folded]] = {}
+        for folded in found.values():
+            by_group.setdefault(self._group(folded.matrix), []).append(folded)
+        for group, pieces in by_group.items():
+            pieces.sort(key=lambda piece: not piece.folds)  # what is only read has been folded then
+            together.fold(pieces, self._factors_of(group))
+
+    def local(self, alike: Sequence[Sequence[Local]]) -> None:
+        """Take matrices that nobody else has through the whole step, a batch of equal ones at a time."""
+        for some in alike:
+            shape = self._plan.assignments[some[0].assignment].matrix.shape
+            size = self._at_once(len(some), shape)
+            for start in range(0, len(some), size):
+                self._local(some[start : start + size])
+
+    def _local(self, batch: Sequence[Local]) -> None:
+        numbers = [local.assignment for local in batch]
+        shape = self._plan.assignments[numbers[0]].matrix.shape
+        x = torch.empty((len(batch), *shape), dtype=self._precision.compute, device=self._device)
+        out = torch.empty_like(x)
+        self.prepare(numbers)
+        self.read(_ends(batch, x, read=True))
+        self._orthogonalize(x, out, numbers)
+        ends = _ends(batch, out, read=False)
+        if asked := self._plan.summed(numbers):
+            self._alone.take(asked, ends, self)
+        self.write(ends)
+
+    def write(self, ends: Ends) -> None:
+        """Decay and update legs' elements, unless their matrix is left alone."""
+        by_group: dict[int, list[Updated]] = {}
+        for leg, update in ends:
+            held = self._held[leg.parameter]
+            if not held.slot.created:  # no rank has ever had a gradient
+                continue
+            _, weights, beside, scale = self._written(leg)
+            rounded = None if held.master is None else view_of(held.weights, leg.piece)
+            sums = self._totals.get(leg.assignment, ())
+            copies = held.slot.storage.copies
+            piece = Updated(weights, update, beside, leg.assignment, scale, rounded, sums, copies)
+            by_group.setdefault(held.slot.group, []).append(piece)
+        for group, pieces in by_group.items():
+            squares = together.apply(pieces, self._factors_of(group), measured=self._sums is not None)
+            if self._sums is not None and squares is not None:
+                self._sums.add(group, squares)
+
+    def _factors_of(self, group: int) -> Factors:
+        if group not in self._factors:
+            rule = self._rules[group]
+            assert rule is not None
+            self._factors[group] = Factors(rule, self._active, self._every_scale)
+        return self._factors[group]
+
+    @cached_property
+    def _every_scale(self) -> Tensor:
+        """The update scale of each matrix, fp64 (n,), in one copy; 0 for what this rank does not store."""
+        found = []
+        for assignment in self._plan.assignments:
+            slot = self._slots[assignment.parameter]
+            rule = None if slot is None else self._rules[slot.group]
+            found.append(0.0 if rule is None else rule.scale(assignment.matrix.rows, assignment.matrix.cols))
+        return upload(found, dtype=torch.float64, device=self._device)
+
+    def _group(self, assignment: int) -> int:
+        return self._held[self._plan.assignments[assignment].parameter].slot.group
+
+
+def _ends(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:
+    return tuple(
+        (leg, place(leg.piece, matrix))
+        for local, matrix in zip(batch, matrices.unbind(), strict=True)
+        for leg in (local.read if read else local.write)
+    )

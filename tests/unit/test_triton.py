@@ -1,0 +1,389 @@
+"""Triton's kernels in its interpreter: against fp64, their one rounding, symmetry, and what they leave alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from muonmesh.numerics import kernels
+from muonmesh.numerics.kernels import device, fused, triton
+from muonmesh.numerics.kernels.triton import triton_products
+from muonmesh.numerics.newton_schulz import orthogonalize
+from tests.interpreter import interpreting
+
+Interpreter = Callable[..., Any]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HALF = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24}
+"""The largest error of one rounding, relative."""
+# Smaller than a tile, larger with rows that are not aligned, tiles of 128 that do not divide the matrix.
+SIZES = [
+    *((1, 1, 1, BF16), (3, 50, 2, BF16), (65, 130, 2, BF16), (288, 304, 1, BF16)),
+    *((3, 50, 2, FP16), (64, 80, 1, FP16)),
+    *((3, 50, 2, FP32), (65, 130, 2, FP32)),
+]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    with interpreting() as run:
+        yield run
+
+
+# ------------------------------------------------------------------ in the interpreter's process
+
+
+def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """X, and A and B that commute because both are polynomials of one symmetric matrix, exactly symmetric."""
+    torch.manual_seed(rows + cols)
+    x = torch.randn(batch, rows, cols, dtype=torch.float64) / cols**0.5
+    s = torch.randn(batch, rows, rows, dtype=torch.float64)
+    s = (s + s.mT) / rows**0.5 / 2
+    a, b = (s + s @ s).to(dtype), (2 * s - s @ s).to(dtype)
+    return x.to(dtype), a.triu() + a.triu(1).mT, b.triu() + b.triu(1).mT
+
+
+def excess(result: Tensor, exact: Tensor, terms: int) -> float:
+    """The error beyond one rounding, in roundings of an fp32 sum of that many terms of the largest magnitude."""
+    allowed = HALF[result.dtype] * exact.abs() + 2**-133  # half of bf16's smallest denormal number
+    beyond = ((result.double() - exact).abs() - allowed).clamp(min=0).max()
+    return float(beyond / (2**-24 * terms**0.5 * exact.abs().max()))
+
+
+def upper(x: Tensor) -> Tensor:
+    """The upper triangle and its mirror image: rounded A and B commute only nearly."""
+    return x.triu() + x.triu(1).mT
+
+
+def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[str, float]:
+    """The excess of every product; raises where one wrote an operand or is not symmetric."""
+    matmuls = triton_products(at_once=3)
+    x, a, b = operands(rows, cols, batch, dtype)
+    before = [t.clone() for t in (x, a, b)]
+    xd, ad, bd = (t.double() for t in (x, a, b))
+    s = torch.linspace(0.5, 2.0, batch)[:, None, None]
+    sd = s.double()
+
+    def square() -> Tensor:
+        return torch.full_like(a, torch.nan)
+
+    def long() -> Tensor:
+        return torch.full_like(x, torch.nan)
+
+    symmetric = {
+        "gram": (matmuls.gram(x, s, square()), sd * (xd @ xd.mT)),
+        "polynomial": (matmuls.polynomial(a, -2.5, 1.25, square()), -2.5 * ad + 1.25 * ad @ ad),
+        "product": (matmuls.product(a, b, b, 0.75, square()), upper(0.75 * bd + ad @ bd)),
+    }
+    for name, (result, _) in symmetric.items():
+        assert torch.equal(result, result.mT), name
+    others = {
+        "full": (matmuls.full(a, b, b, 0.75, square()), 0.75 * bd + ad @ bd),
+        "full without C": (matmuls.full(a, b, torch.full_like(b, torch.nan), 0.0, square()), ad @ bd),
+        "apply, numbers": (matmuls.apply(x, a, 1.5, 0.5, long()), 0.5 * (1.5 * xd + ad @ xd)),
+        "apply, a tensor": (matmuls.apply(x, a, s, 0.5, long()), 0.5 * (sd * xd + ad @ xd)),
+        "apply, s tensor": (matmuls.apply(x, a, 1.5, s, long()), sd * (1.5 * xd + ad @ xd)),
+        "apply, tensors": (matmuls.apply(x, a, s, s, long()), sd * (sd * xd + ad @ xd)),
+        "apply, 0-d": (matmuls.apply(x, a, s[0, 0, 0], s[0, 0, 0], long()), sd[0] * (sd[0] * xd + ad @ xd)),
+    }
+    assert all(torch.equal(t, was) for t, was in zip((x, a, b), before, strict=True))
+    # The coefficients used here make sums of a few times the largest entry of the result.
+    return {name: excess(result, exact, max(rows, cols)) for name, (result, exact) in (symmetric | others).items()}
+
+
+def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
+    """Products of matrices that lie in memory in every other way."""
+    matmuls = triton_products(at_once=3)
+    x, a, _ = operands(rows, cols, 2, dtype)
+    xd, ad = x.double(), a.double()
+    s = torch.tensor([0.5, 2.0])[:, None, None]
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "transposed": lambda t: t.mT.contiguous().mT,
+        "every other column": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+        "rows apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+        "two bytes off": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+        "batch last": lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+        "one for all": lambda t: t[:1].expand(2, -1, -1),
+    }
+    found = {}
+    for name, way in ways.items():
+        gram = matmuls.gram(way(x), s, way(torch.full_like(a, torch.nan)) if name != "one for all" else a.clone())
+        reference = way(xd)
+        found[f"gram, {name}"] = excess(gram, s.double() * (reference @ reference.mT), cols)
+        long = matmuls.apply(way(x), way(a), s, s, torch.full_like(x, torch.nan))
+        exact = s.double() * (s.double() * reference + way(ad) @ reference)
+        found[f"apply, {name}"] = excess(long, exact, cols)
+    return found
+
+
+def around() -> list[bool]:
+    """Whether zeros stay zeros, a matrix that is not finite becomes NaN, and the one between them is untouched."""
+    x, _, _ = operands(40, 72, 4, BF16)
+    alone = orthogonalize(x[1], dtype=BF16, kernels="triton", steps=3)
+    x[0], x[2, 3, 4], x[3, 5, 6] = 0, math.nan, -math.inf
+    result = orthogonalize(x, dtype=BF16, kernels="triton", steps=3)
+    return [not result[0].any(), torch.equal(result[1], alone), bool(result[2:].isnan().all())]
+
+
+def far_apart() -> float:
+    """The excess of a product with strides that need 64 bits; the memory between the rows is never touched."""
+    memory = torch.empty(3 << 30, dtype=torch.bfloat16)
+    x = memory.as_strided((1, 3, 20), (0, 1 << 30, 1))
+    x.copy_(operands(3, 20, 1, torch.bfloat16)[0])
+    gram = triton_products(at_once=1).gram(x, torch.ones(1, 1, 1), torch.empty(1, 3, 3, dtype=torch.bfloat16))
+    return excess(gram, x.double() @ x.double().mT, 20)
+
+
+TRANSPOSED, APART, ODD = "transposed", "rows apart", "two bytes off"
+
+
+def laid(shape: tuple[int, ...], dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
+    """Memory full of sevens, and a tensor in it."""
+    memory = torch.full((2 * math.prod(shape) + 64,), 7.0, dtype=dtype)
+    if way == TRANSPOSED:
+        return memory, memory[: math.prod(shape)].view(*shape[:-2], shape[-1], shape[-2]).mT
+    if way == APART:
+        wide = (*shape[:-1], 2 * shape[-1])
+        return memory, memory[: math.prod(wide)].view(wide)[..., : shape[-1]]
+    first = 1 if way == ODD else 0
+    return memory, memory[first : first + math.prod(shape)].view(shape)
+
+
+# Shape, dtypes of the three tensors, ways in which they lie, whether the piece is active.
+Piece = tuple[tuple[int, ...], tuple[torch.dtype, torch.dtype, torch.dtype], tuple[str, str, str], bool]
+PIECES: list[Piece] = [
+    ((37, 70), (FP32, FP32, BF16), ("", "", ""), True),
+    ((37, 70), (FP32, FP32, BF16), ("", "", TRANSPOSED), True),
+    ((2, 33, 65), (BF16, FP32, BF16), (APART, "", TRANSPOSED), True),
+    ((40, 64), (FP32, FP32, BF16), ("", "", ""), False),
+    ((70, 37), (FP32, FP32, FP32), (TRANSPOSED, APART, ODD), False),
+    ((40, 64), (BF16, BF16, FP32), ("", "", ""), True),
+    ((0, 4), (FP32, FP32, BF16), ("", "", ""), True),
+    ((1, 66), (FP32, FP32, BF16), (ODD, "", APART), True),
+    ((4100,), (FP16, FP32, FP16), ("", "", ""), True),
+]
+
+
+def folds(momentum: float, nesterov: bool, directs: bool, masked: bool) -> list[float]:
+    """The excess of momenta and directions; raises where something else was written."""
+    torch.manual_seed(0)
+    memories, tensors, exact, found = [], [], [], []
+    for shape, dtypes, ways, active in PIECES:
+        (_, g), (m_memory, m), (d_memory, d) = (laid(shape, *how) for how in zip(dtypes, ways, strict=True))
+        on = active or not masked
+        g.copy_(torch.randn(shape) if on else torch.full(shape, torch.nan))
+        m.copy_(torch.randn(shape))
+        m.view(-1)[:1].fill_(0) if m.is_contiguous() else None
+        old = m.double()
+        new = old + (1 - momentum) * (g.to(m.dtype).double() - old) if on else old
+        stored = new.to(m.dtype).double()
+        direction = g.to(m.dtype).double().lerp(stored, momentum) if on and nesterov else stored
+        memories.append((m_memory, m.clone(), d_memory))
+        tensors.append((g, m, d))
+        exact.append((new, direction.to(m.dtype).double() if m.dtype != d.dtype else direction, on))
+    gradients, momenta, directions = (list(column) for column in zip(*tensors, strict=True))
+    mask = torch.tensor([active for *_, active in PIECES]) if masked else None
+    versions = [m._version for m in momenta]
+    fused.fold(gradients, momenta, directions if directs else [], mask, momentum=momentum, nesterov=nesterov)
+    assert all(m._version > version for m, version in zip(momenta, versions, strict=True))
+    for (m_memory, before, d_memory), (_, m, d), (new, direction, on) in zip(memories, tensors, exact, strict=True):
+        assert on or torch.equal(m, before)
+        if not m.numel():
+            continue
+        found.append(excess(m, new, 1))
+        if directs:
+            # The formula is that of the momentum as it was stored, which may differ in its last bit.
+            slack = float((m.double() - new).abs().max()) / (2**-24 * float(direction.abs().max()))
+            found.append(excess(d, direction, 1) - slack)
+        else:
+            assert (d_memory == 7).all()
+        for memory, tensor in ((m_memory, m), (d_memory, d)):
+            tensor.fill_(7)
+            assert (memory == 7).all()  # nothing else was written
+    return found
+
+
+def denormals() -> list[list[float]]:
+    """Momenta after a fold in which some would become denormal: three ways through the kernel."""
+    values = torch.tensor([2**-126, 1.5 * 2**-126, -(2**-126), 1e-20, 2**-140, math.nan])
+    momenta = [values.clone(), values.repeat(400), values.repeat(3, 1).mT.contiguous().mT]
+    fused.fold([torch.zeros_like(m) for m in momenta], momenta, [], None, momentum=0.9, nesterov=True)
+    return [m.flatten()[: len(values)].tolist() for m in momenta]
+
+
+def applies(masters: bool, masked: bool) -> None:
+    """Raises where weights or masters differ from torch's operations in fp32, or something else was written."""
+    torch.manual_seed(0)
+    memories, weights, wide, updates, expected = [], [], [], [], []
+    keep, size = torch.rand(2 * len(PIECES))[::2], torch.rand(len(PIECES))
+    for (shape, (u_type, p_type, w_type), (u_way, p_way, w_way), active), k, s in zip(PIECES, keep, size, strict=True):
+        for kept, dtype, way in ((weights, w_type, p_way), (wide, p_type, w_way)):
+            memory, tensor = laid(shape, dtype, way)
+            kept.append(tensor.copy_(torch.randn(shape)))
+            memories.append((memory, tensor))
+        updates.append(laid(shape, u_type, u_way)[1].copy_(torch.randn(shape)))
+        before = (wide if masters else weights)[-1]
+        after = before.float() * k - updates[-1].float() * s if active or not masked else before.clone()
+        after = after.to(before.dtype)
+        weight = after.to(w_type) if active or not masked else weights[-1].clone()
+        expected.append((weight, after if masters else wide[-1].clone()))
+    mask = torch.tensor([active for *_, active in PIECES]) if masked else None
+    fused.apply(weights, wide if masters else [], updates, mask, keep=keep, size=size)
+    for number, (weight, master) in enumerate(expected):
+        assert torch.equal(weights[number], weight), PIECES[number]
+        assert torch.equal(wide[number], master), PIECES[number]
+    for memory, tensor in memories:
+        tensor.fill_(7)
+        assert (memory == 7).all()  # nothing else was written
+
+
+def fused_refused() -> list[str]:
+    """What is said of pieces that cannot be."""
+    said = []
+    one = torch.ones(2, 3)
+    for g, m in ((one, torch.ones(3, 2)), (one.double(), one), (one.view(1, 1, 2, 3), one.view(1, 1, 2, 3))):
+        with pytest.raises(ValueError, match="piece 0") as caught:
+            fused.fold([g], [m], [], None, momentum=0.9, nesterov=True)
+        said.append(str(caught.value))
+    return said
+
+
+def refused() -> dict[str, str]:
+    """What is said where Triton is asked for what it cannot do."""
+    found = {}
+    for name, where, dtype in (("dtype", "cpu", torch.float64), ("device", "meta", torch.bfloat16)):
+        with pytest.raises(ValueError, match="kernels") as caught:
+            kernels.select("triton", device=torch.device(where), dtype=dtype, rows=4, cols=4)
+        found[name] = str(caught.value)
+    return found
+
+
+# ------------------------------------------------------------------ tests
+
+
+@pytest.mark.parametrize(("rows", "cols", "batch", "dtype"), SIZES, ids=str)
+def test_products_against_fp64(interpreter: Interpreter, rows: int, cols: int, batch: int, dtype: torch.dtype) -> None:
+    found = interpreter(products_of, rows, cols, batch, dtype)
+    assert max(found.values()) < 4, found
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("rows", "cols"), [(48, 80), (33, 70)])
+def test_products_of_matrices_with_any_strides(
+    interpreter: Interpreter, rows: int, cols: int, dtype: torch.dtype
+) -> None:
+    found = interpreter(strided, rows, cols, dtype)
+    assert max(found.values()) < 4, found
+
+
+def test_products_of_rows_that_are_far_apart(interpreter: Interpreter) -> None:
+    assert interpreter(far_apart) < 4
+
+
+def test_zero_nan_and_inf_stay_where_they_are(interpreter: Interpreter) -> None:
+    assert interpreter(around) == [True, True, True]
+
+
+def test_what_triton_cannot_do_is_refused(interpreter: Interpreter) -> None:
+    assert interpreter(refused) == {
+        "dtype": "kernels='triton': found torch.float64; needed bf16 or fp32. Write kernels=\"auto\"",
+        "device": "kernels='triton': found a matrix on meta; needed one on a CUDA or ROCm device. "
+        'Write kernels="auto"',
+    }
+
+
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "directs", "masked"),
+    [(0.95, True, True, True), (0.3, True, True, False), (0.95, False, True, True), (0.95, True, False, True)],
+)
+def test_fold(interpreter: Interpreter, momentum: float, nesterov: bool, directs: bool, masked: bool) -> None:
+    assert max(interpreter(folds, momentum, nesterov, directs, masked)) < 4
+
+
+def test_fold_flushes_denormals(interpreter: Interpreter) -> None:
+    for found in interpreter(denormals):
+        zero, small, negative, large, tiny, nan = found
+        assert (zero, negative, tiny) == (0, 0, 0)
+        assert small == pytest.approx(0.9 * 1.5 * 2**-126)
+        assert large == pytest.approx(0.9e-20)
+        assert math.isnan(nan)
+
+
+@pytest.mark.parametrize(("masters", "masked"), [(False, False), (True, True)])
+def test_apply(interpreter: Interpreter, masters: bool, masked: bool) -> None:
+    interpreter(applies, masters, masked)
+
+
+def test_pieces_that_cannot_be_are_refused(interpreter: Interpreter) -> None:
+    shapes, dtype, dims = interpreter(fused_refused)
+    assert shapes.startswith("piece 0: found shapes (2, 3), (3, 2), (3, 2); needed one shape of at most 3 dims. ")
+    assert dtype.startswith("fold, piece 0: found torch.float64, torch.float32, torch.float32; needed bf16, fp16")
+    assert dims.startswith("piece 0: found shapes (1, 1, 2, 3)")
+
+
+# ------------------------------------------------------------------ as torch sees them, without Triton
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_kernel_is_one_launch_to_whoever_watches() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        tensors = [torch.empty(6, 7) for _ in range(5)]
+        vector = torch.empty(5)
+        active = torch.empty(5, dtype=torch.bool)
+        with Launches() as launches:
+            fused.fold(tensors, tensors, tensors, active, momentum=0.9, nesterov=True)
+            fused.apply(tensors, [], tensors, active, keep=vector, size=vector)
+        assert launches.names == ["muonmesh.fold.default", "muonmesh.apply.default"]
+        a, x, number = torch.empty(3, 16, 16), torch.empty(3, 16, 32), torch.empty(3, 1, 1)
+        with Launches() as launches:
+            assert triton.apply(x, a, number, number, out := torch.empty_like(x)) is out
+            assert triton.polynomial(a, 1.0, 2.0, square := torch.empty_like(a)) is square
+        assert launches.names.count("muonmesh.multiply.default") == 2
+        assert {name.split(".")[0] for name in launches.names} == {"muonmesh", "aten"}
+        assert not any("mm" in name for name in launches.names if name.startswith("aten"))
+
+
+def test_the_fused_pair_says_where_it_can_be() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert fused.can_fuse(cuda, [BF16, FP32])
+    assert not fused.can_fuse(cuda, [BF16, torch.float64])
+    assert not fused.can_fuse(cpu, [BF16])  # outside of the interpreter's process
+
+
+def test_select_takes_triton_for_bf16_on_devices() -> None:
+    def chosen(name: kernels.KernelName, dtype: torch.dtype) -> Any:
+        return kernels.select(name, device=torch.device("cuda"), dtype=dtype, rows=64, cols=64).gram
+
+    assert chosen("auto", BF16) is triton.gram
+    assert chosen("auto", FP32) is device.gram
+    assert chosen("triton", FP32) is triton.gram
+    assert chosen("torch", BF16) is device.gram
+
+
+def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    is_installed = triton.is_installed.__wrapped__
+    monkeypatch.setattr(kernels, "is_installed", is_installed)
+    cuda = torch.device("cuda")
+    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).gram is device.gram
+    with pytest.raises(ValueError, match=r"found no package triton; .* Write pip install .muonmesh\[triton\]."):
+        kernels.select("triton", device=cuda, dtype=BF16, rows=64, cols=64)

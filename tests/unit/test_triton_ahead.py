@@ -1,0 +1,76 @@
+"""Triton's kernels compiled ahead of time for devices that are not there: what fits, what is used, what is copied how.
+
+A part of the table in docs/internals/kernels.md, which `benchmarks/kernels.py` makes with the functions used here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """The script, with a cache of its own: nothing that was compiled before is taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield importlib.import_module("kernels")
+        del sys.modules["kernels"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_large_product_fits_and_uses_tensor_cores(script: ModuleType, architecture: str) -> None:
+    found = script.compiled(architecture, "large", "a·X + B X")
+    assert (found.spilled, found.lanes) == (0, 0)
+    assert found.registers <= 255
+    assert found.shared <= 1024 * script.SHARED[architecture]
+    assert found.tensor > 0
+    assert found.wide > 0
+    assert found.asynchronous > 0 or architecture == "gfx942"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "name"),
+    [("sm_90", "large", "X Xᵀ"), ("gfx942", "large", "b·A + c·A²"), ("sm_120", "fp32", "X Xᵀ")],
+)
+def test_a_symmetric_product_fits(script: ModuleType, architecture: str, kind: str, name: str) -> None:
+    found = script.compiled(architecture, kind, name)
+    assert (found.spilled, found.lanes) == (0, 0)
+    assert found.shared <= 1024 * script.SHARED[architecture]
+    assert (found.tensor > 0) == (kind == "large")  # fp32 is not multiplied as TF32
+
+
+def test_a_matrix_that_is_not_aligned_fits(script: ModuleType) -> None:
+    found = script.compiled("sm_80", "odd", "b·A + c·A²")
+    assert found.spilled == 0
+    assert found.tensor > 0
+
+
+@pytest.mark.parametrize("name", ["fold", "apply, masters"])
+def test_the_elementwise_pair_moves_sixteen_bytes_at_a_time(script: ModuleType, name: str) -> None:
+    found = script.compiled("sm_90", "pieces", name)
+    assert found.spilled == 0
+    assert found.wide >= 6
+
+
+def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:
+    """One for all that is aligned, one for all that is not."""
+    import torch
+
+    with script.compiling_for("sm_90"):
+
+        def compiled(rows: int, cols: int) -> object:
+            return script.products(rows, cols, torch.bfloat16)["a·X + B X"](None).compile()
+
+        assert compiled(512, 1024) is compiled(768, 3072) is compiled(272, 272)
+        assert compiled(511, 1023) is compiled(513, 2049) is compiled(511, 1024) is compiled(1, 16)
+        assert compiled(512, 1024) is not compiled(511, 1023)
