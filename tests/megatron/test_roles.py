@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe.experts import GroupedMLP, TEGroupedMLP
+from megatron.core.transformer.moe import experts as kinds
 from torch import nn
 
 from muonmesh.groups import split_params
@@ -169,7 +169,9 @@ def grouped() -> tuple[list[tuple[str, Any]], list[str]]:
     shape = Shape(model=MOE)
     host.begin(shape)
     config = host.config_of(shape)
-    experts = without_constructor(TEGroupedMLP, config, linear_fc1=Grouped(2, 48, 32), linear_fc2=Grouped(2, 32, 24))
+    experts = without_constructor(
+        kinds.TEGroupedMLP, config, linear_fc1=Grouped(2, 48, 32), linear_fc2=Grouped(2, 32, 24)
+    )
     groups = split_params(experts)
     held = list(sites(experts))
     return list(zip(groups[0]["param_names"], groups[0]["matrices"], strict=True)), [whole_name(s, 3) for s in held]
@@ -191,7 +193,7 @@ def flattened() -> None:
     shape = Shape(model=MOE)
     host.begin(shape)
     weights = {f"weight{i}": nn.Parameter(torch.zeros(32, 96)) for i in (1, 2)}
-    split_params(without_constructor(GroupedMLP, host.config_of(shape), **weights))
+    split_params(without_constructor(kinds.GroupedMLP, host.config_of(shape), **weights))
 
 
 def test_experts_in_one_flat_weight_are_refused(workers) -> None:
