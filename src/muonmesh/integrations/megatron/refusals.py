@@ -54,24 +54,26 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             write = "Set both alike"
             raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same", write))
         model = getattr(chunk, "config", None)
-        _refuse_unreduced_experts(model)
+        _refuse_unreduced_experts(model, chunk)
         remat = getattr(model, "gtp_weight_remat_size", 1)
         if remat > 1:
             found = f"gtp_weight_remat_size={remat}"
             raise ValueError(explain_error("TransformerConfig", found, "1", "Set gtp_weight_remat_size=1"))
 
 
-def _refuse_unreduced_experts(model: Any) -> None:
+def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:
     """Refuse experts whose gradients differ on ranks that hold the same experts.
 
     Without expert parallelism 0.16.1 stamps experts ``allreduce=True``, so they are averaged over the data-parallel
     ranks of the dense weights. With another size of expert tensor parallelism the tensor-parallel ranks hold copies
-    that have seen other tokens, and nothing averages these: they drift apart, whatever the optimizer.
+    that have seen other tokens, and nothing averages these: they drift apart, whatever the optimizer. Later versions
+    stamp them ``allreduce=False`` there.
     """
     if not getattr(model, "num_moe_experts", None) or model.expert_model_parallel_size > 1:
         return
     tensor, expert = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
-    if expert not in (None, tensor):
+    experts = [parameter for name, parameter in chunk.named_parameters() if ".experts." in name]
+    if expert not in (None, tensor) and any(getattr(parameter, "allreduce", True) for parameter in experts):
         found = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
         found += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
         write = f"Set expert_model_parallel_size={tensor}, or expert_tensor_parallel_size={tensor}"
