@@ -140,11 +140,14 @@ def steps(
     count: int,
     values: dict[str, Tensor],
     given: Callable[[int], dict[str, Tensor | None]] = gradients,
+    prepare: Callable[[mm.Muon], None] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[nn.Module, mm.Muon]]:
     """Yield model and optimizer after each of ``count`` steps with given gradients."""
     model, group = hold(layout, values)
     optimizer = mm.Muon(groups(model), process_group=group, **{**SETTINGS, **settings})
+    if prepare is not None:
+        prepare(optimizer)
     for step in range(count):
         for name, gradient in given(step).items():
             parameter = model.get_parameter(name)

@@ -16,6 +16,7 @@ from muonmesh.comm.agreement import agree_on_plan
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource, multiply, own_gradient, scale_gradient, whole_gradient
 from muonmesh.errors import LayoutError, PlanError, explain_error
+from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.step.kept import Clip
@@ -166,14 +167,16 @@ def clip_gradients(
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
     error = measure(planned, groups, source, measured, sums, matrices=limits.policy == "per_matrix")
+    said = dict.fromkeys(range(MATRICES), 0)
     try:
         limits.check()
-        sums[ALIKE], sums[SQUARED] = limits.digest, limits.digest**2
+        said[ALIKE], said[SQUARED] = limits.digest, limits.digest**2
     except (TypeError, ValueError) as found:
         error = found
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
-    sums[ERRORS] = int(error is not None)
+    said[ERRORS] = int(error is not None)
+    sums[:MATRICES] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
     exchange.reduce_sums(sums)
     here = sums[:MATRICES].clone()
     if process_group is not None:
@@ -248,7 +251,8 @@ def stand_aside(
         if error is not None:
             raise error
         return None
-    sums[ERRORS if error is not None else REPLAN] = 1
+    place = ERRORS if error is not None else REPLAN
+    sums[:MATRICES] += upload([int(n == place) for n in range(MATRICES)], dtype=sums.dtype, device=sums.device)
     exchange.reduce_sums(sums)
     here = sums[:MATRICES].clone()
     if process_group is not None:
@@ -315,8 +319,8 @@ def measure(
                 parts.append(view_of(gradients[assignment.parameter], piece))
                 copies.append(member.storage.copies)
     if parts:
-        index = torch.tensor(places).to(sums.device, non_blocking=True)
-        shares = torch.tensor(copies, dtype=torch.float64).to(sums.device, non_blocking=True)
+        index = upload(places, dtype=torch.int64, device=sums.device)
+        shares = upload(copies, dtype=torch.float64, device=sums.device)
         sums.index_add_(0, index, sums_of_squares(parts) / shares)
     if matrices:
         sums[INVARIANT] += sums[MATRICES:].sum()
@@ -374,8 +378,8 @@ def _limit_matrices(
         ]
         for key in RUNNING
     ]
-    numbers = torch.tensor([number for some in planned.matrices_of.values() for number in some])
-    numbers = numbers.to(squares.device, non_blocking=True)
+    which = [number for some in planned.matrices_of.values() for number in some]
+    numbers = upload(which, dtype=torch.int64, device=squares.device)
     factors, fresh = _limited(squares[numbers].sqrt(), torch.stack([torch.cat(some) for some in held]), max_norm)
     every = torch.ones_like(squares).index_copy_(0, numbers, torch.where(skip, 1.0, factors))
     members = {number: member for number, member in enumerate(planned.muon) if member is not None}

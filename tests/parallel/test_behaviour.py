@@ -62,10 +62,16 @@ def test_a_gradient_that_is_zero_on_one_rank_only_counts_everywhere(workers) -> 
     assert workers(2).run(zero_on_some_ranks) == [True, True]
 
 
-def missing_on_one_shard() -> tuple[bool, bool]:
+HOSTS = {"waits": (True, False), "does-not-wait": (False, False), "together": (False, True)}
+"""Whether the host waits for the flags, and whether pieces are worked on together as on a device."""
+
+
+def missing_on_one_shard(host: str) -> tuple[bool, bool]:
     """A shard without gradient counts as zero there."""
     weight, twin = (nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)])) for _ in range(2))
     optimizers = [mm.Muon([p], lr=0.1, compute_dtype=torch.float32) for p in (weight, twin)]
+    for optimizer in optimizers:
+        optimizer._kept.waits, optimizer._kept.together = HOSTS[host]
     for step in range(3):
         gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         if step != 1:
@@ -78,8 +84,9 @@ def missing_on_one_shard() -> tuple[bool, bool]:
     return torch.equal(problem.whole(weight), problem.whole(twin)), torch.equal(*map(problem.whole, momenta))
 
 
-def test_a_missing_shard_counts_as_zero(workers) -> None:
-    assert workers(2).run(missing_on_one_shard) == [(True, True)] * 2
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_missing_shard_counts_as_zero(workers, host: str) -> None:
+    assert workers(2).run(missing_on_one_shard, host) == [(True, True)] * 2
 
 
 def whole_gradient(shape: tuple[int, ...]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import muonmesh as mm
 from tests import problem
 from tests.workers import Pool
 
@@ -58,6 +59,58 @@ def told(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
 def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> None:
     for differing, _ in workers(ranks).run(run, layout, dtype):
         assert differing == []
+
+
+def as_on_a_device(optimizer: mm.Muon) -> None:
+    optimizer._kept.waits, optimizer._kept.together = False, True
+
+
+def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tuple[list[str], float]:
+    """Step as on a device, in a layout and alone; return what differs, and how far it is from a step on a CPU."""
+    values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
+    results = []
+    for held, prepare in ((layout, as_on_a_device), ("local", as_on_a_device), ("local", None)):
+        *_, (model, optimizer) = problem.steps(held, 4, values, prepare=prepare, **settings)
+        results.append(problem.result(model, optimizer))
+    together, alone, cpu = results
+    far = [
+        float((alone[name].double() - cpu[name].double()).norm() / (1e-30 + cpu[name].double().norm())) for name in cpu
+    ]
+    return problem.differing(together, alone), max(far)
+
+
+@pytest.mark.parametrize("layout", problem.LAYOUTS)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_what_a_device_runs_is_bit_for_bit_too(workers, layout: str) -> None:
+    """Elementwise work on all pieces of a bucket, masked on the device, the memory of a bucket its own."""
+    settings = {"compute_dtype": torch.float32, "bucket_cap_mb": 0.005}
+    for differing, far in workers(4).run(run_together, layout, torch.float32, **settings):
+        assert differing == []
+        assert far < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nesterov": False},
+        {"momentum": 0.0},
+        {"state_dtype": torch.float64},
+        {"param_dtype": torch.bfloat16},
+        {"param_dtype": torch.bfloat16, "master_dtype": torch.float32},
+        {"param_dtype": torch.float64, "compute_dtype": torch.float64},
+        {"decay_mode": "cautious"},
+        {"shard_state": True},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_what_a_device_runs_is_bit_for_bit_with_settings(workers, settings: dict[str, Any]) -> None:
+    settings = {"compute_dtype": torch.float32, "param_dtype": torch.float32, **settings}
+    rough = settings["param_dtype"] == torch.bfloat16
+    layout = "ddp" if "shard_state" in settings else "fsdp"
+    for differing, far in workers(2).run(run_together, layout, **settings):
+        assert differing == []
+        assert far < (1e-2 if rough else 1e-4)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])

@@ -145,7 +145,9 @@ ERRORS = ("ValueError", "TypeError", "MuonMeshError", "LayoutError", "PlanError"
 COMPOSERS = ("explain_error", "about")
 BY_HAND = {
     # A part that may import nothing of ours, `errors` neither.
-    "numerics/kernels/__init__.py": {"kernels"},
+    "numerics/kernels/__init__.py": {"kernels", "kernels='triton'"},
+    "numerics/kernels/fused.py": {"piece "},
+    "numerics/kernels/rows.py": {"piece "},
     # What another rank's message said, which has its four parts.
     "comm/meeting.py": {"failed"},
     "checkpoint.py": {"str(error)"},

@@ -72,5 +72,6 @@ def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:
             return script.products(rows, cols, torch.bfloat16)["a·X + B X"](None).compile()
 
         assert compiled(512, 1024) is compiled(768, 3072) is compiled(272, 272)
+        assert compiled(4096, 4096) is compiled(512, 1024)  # matrices that are far apart have rows that are not
         assert compiled(511, 1023) is compiled(513, 2049) is compiled(511, 1024) is compiled(1, 16)
         assert compiled(512, 1024) is not compiled(511, 1023)

@@ -121,7 +121,7 @@ class MuonStep:
                 continue
             rule = self._rules[slot.group]
             assert rule is not None
-            if self._flags.present[number] or self._needs_state_to_write(slot):
+            if self._flags.present[number] or self._another_may_have(slot):
                 create_state(slot, self._precision)
             gradient, master = slot.gradient, slot.state.get("master")
             folded = slot.kept("momentum") if slot.created else None
@@ -136,15 +136,15 @@ class MuonStep:
             master = None if master is None else local_of(master)
             self._held[number] = _Held(slot, rule, weights, folded, slot.kept("weights"), gradient, master)
 
-    def _needs_state_to_write(self, slot: Slot) -> bool:
-        """Whether a slot needs state though its rank has no gradient, because its weights may be written all the same.
+    def _another_may_have(self, slot: Slot) -> bool:
+        """Whether the gradient of another shard may make the whole matrix move, for all that this rank knows.
 
         Where the host waits, ``flags.present`` says whether any rank has a gradient. Where it does not wait, that says
-        only whether this rank has one, while another shard may have one that makes the whole matrix move. A rule that
-        keeps something as "weights" cannot write them without it, so it is created now, and the write is masked on the
-        device. Under rules that keep nothing so, a shard without state is neither updated nor decayed yet.
+        only whether this rank has one. So a shard has its state from the first step on, and its writes are masked on
+        the device. Replicas all have a gradient, or none of them has.
         """
-        return self._flags.stop is not None and any(home.kept == "weights" for home in slot.homes.values())
+        layout = slot.storage.layout
+        return self._flags.stop is not None and layout is not None and slot.storage.copies < len(layout.ranks)
 
     def _fold(self, assignment: int) -> None:
         """Fold the gradient of a matrix into the momentum that is stored here, unless the matrix is left alone."""

@@ -15,6 +15,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.comm.work import Idle
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.layout import Elementwise, Parameter
+from muonmesh.numerics.kernels.memory import download
 from muonmesh.settings import SettingsFound
 from muonmesh.step.census import DIGEST, Answers
 from muonmesh.step.flags import Flags, nonzero_on_device, nonzero_on_host
@@ -55,12 +56,7 @@ class Pending:
         settings: SettingsFound,
     ) -> Pending:
         """Begin to copy them."""
-        flags = answers.flags
-        host, arrived = flags, None
-        if flags.is_cuda:
-            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
+        host, arrived = download(answers.flags)
         return Pending(Answers(answers.census, host), arrived, exchange, error, planned, lines, settings)
 
     def raise_errors(self) -> None:

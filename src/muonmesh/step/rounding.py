@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.scale import step_size
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
@@ -58,10 +59,5 @@ def rounding_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision
             continue
         size = step_size(groups[member.group], parameter.matrices[0].rows, parameter.matrices[0].cols)
         moved = (local.float() + size.rms).to(local.dtype) != local
-        kept, arrived = 1 - moved.float().mean(), None
-        if kept.is_cuda:
-            kept = torch.empty((), dtype=kept.dtype, pin_memory=True).copy_(kept, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return Rounding(member.name, local.dtype, size.rms, kept, arrived)
+        return Rounding(member.name, local.dtype, size.rms, *download(1 - moved.float().mean()))
     return None

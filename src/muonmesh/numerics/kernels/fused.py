@@ -65,6 +65,8 @@ def fold(
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
+    if not gradients:
+        return  # without a tensor torch would not know where
     torch.ops.muonmesh.fold(gradients, momenta, directions, active, momentum, nesterov)
     torch.autograd.graph.increment_version([*momenta, *directions])
 
@@ -92,6 +94,8 @@ def apply(
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
+    if not weights:
+        return
     torch.ops.muonmesh.apply(weights, masters, updates, active, keep, size)
     torch.autograd.graph.increment_version([*weights, *masters])
 
@@ -105,7 +109,7 @@ def _fold(
     nesterov: bool,
 ) -> None:
     for launch in _folding(gradients, momenta, directions, active, momentum, nesterov):
-        launch.run()
+        launch.run(momenta[0].device)
 
 
 def _apply(
@@ -117,7 +121,7 @@ def _apply(
     size: Tensor,
 ) -> None:
     for launch in _applying(weights, masters, updates, active, keep, size):
-        launch.run()
+        launch.run(weights[0].device)
 
 
 for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
@@ -178,7 +182,7 @@ def _grouped(what: str, *lists: Sequence[Tensor]) -> Iterator[tuple[_Dtypes, Row
             if any(dtype not in DTYPES for dtype in dtypes):
                 needed = "bf16, fp16 or fp32"
                 found = ", ".join(map(str, dtypes))
-                raise ValueError(f"{what}, piece {number}: found {found}; needed {needed}. Write a loop over pieces")
+                raise ValueError(f"piece {number} of {what}: found {found}; needed {needed}. Write a loop over pieces")
             rows = groups[dtypes] = Rows()
         rows.add(number, a, b, c)
     filled = {dtypes: rows for dtypes, rows in groups.items() if rows.pieces}

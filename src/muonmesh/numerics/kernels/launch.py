@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
+
+import torch
 
 
 class Launch(NamedTuple):
@@ -14,9 +17,11 @@ class Launch(NamedTuple):
     arguments: Sequence[Any]
     options: Mapping[str, Any]
 
-    def run(self) -> None:
-        """Compile the kernel, if that has not been done, and start it."""
-        self.kernel[(self.programs,)](*self.arguments, **self.options)
+    def run(self, device: torch.device) -> None:
+        """Compile the kernel, if that has not been done, and start it on the device's current stream."""
+        # Triton starts kernels on the current device, wherever their arguments are.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[(self.programs,)](*self.arguments, **self.options)
 
     def compile(self) -> Any:
         """Compile the kernel for the device that Triton believes to be there, and return it."""

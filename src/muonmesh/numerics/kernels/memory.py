@@ -29,8 +29,19 @@ def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device
     host = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return host
-    pinned = torch.empty(host.shape, dtype=dtype, pin_memory=True).copy_(host)
+    pinned = torch.empty(host.shape, dtype=dtype, pin_memory=torch.cuda.is_available()).copy_(host)
     return pinned.to(device, non_blocking=True)
+
+
+def download(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a copy on the host, without waiting, and the event after which it can be read; None: it can be now."""
+    if not tensor.is_cuda:
+        return tensor, None
+    host = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
+    host.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return host, arrived
 
 
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ SMALL = Tile(side=64, depth=64, warps=4, stages=3)
 ODD = Tile(side=64, depth=32, warps=4, stages=3)
 """For matrices that are not aligned: elements are loaded one by one then, each with an address and a mask."""
 EXACT = Tile(side=64, depth=16, warps=8, stages=3)
-"""For fp32, whose products no tensor core computes as such."""
+"""For fp32, which NVIDIA's tensor cores would multiply as TF32."""
 
 _LARGE_FROM = 257
 """With fewer rows or columns, large tiles would be few, and many processors idle."""
@@ -185,12 +185,13 @@ def multiplication(
     down, across = (triton.cdiv(length, tile.side) for length in (rows, cols))
     tiles = down * (down + 1) // 2 if symmetric else down * across
     strides = [stride for tensor in tensors for stride in _strides(tensor)]
+    within = [stride for tensor in tensors for stride in tensor.stride()[1:]]
     (factor, factor_batch), (scale, scale_batch) = _number(factor, batch), _number(scale, batch)
     arguments = (
         *(out, a, b, c, factor, scale, alpha),
         *(rows, cols, a.shape[2], *strides, *((0, 0, 0) if c is None else ()), factor_batch, scale_batch),
         *(symmetric, c is not None, isinstance(factor, Tensor), isinstance(scale, Tensor)),
-        *(tile.side, tile.depth, _GROUP, tl.int32 if max(strides) < _FAR else tl.int64),
+        *(tile.side, tile.depth, _GROUP, tl.int32 if max(within) < _FAR else tl.int64),
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}
     return Launch(_aligned if aligned else _any, batch * tiles, arguments, options)

@@ -47,7 +47,7 @@ def _multiply(
         symmetric=symmetric,
         stages=2 if torch.version.hip else None,
     )
-    launch.run()
+    launch.run(out.device)
 
 
 for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter

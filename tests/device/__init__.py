@@ -1,0 +1,1 @@
+"""What a step does on devices, shown without one."""

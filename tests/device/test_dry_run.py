@@ -1,0 +1,292 @@
+"""What one step would launch, move and hold on CUDA, and that the host never waits, shown on fake tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+import muonmesh as mm
+from muonmesh.numerics.kernels import triton
+from muonmesh.testing import DryRun, HostSync, Rates, dry_run
+
+GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 3
+LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+MIB = 2**20
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Accessing the data pointer of FakeTensor", "ignore:.*without masters", "ignore:.*lr_scheduler"
+)
+
+
+def bag(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Parameters that lie nowhere."""
+    model = nn.Module()
+    for number, shape in enumerate(shapes):
+        weight = nn.Parameter(torch.empty(shape, device="meta", dtype=dtype))
+        model.register_parameter(f"weight{number}", weight)
+    return model
+
+
+def ours(model: nn.Module, **settings: Any) -> mm.Muon:
+    return mm.from_model(model, lr=0.02, **settings)
+
+
+def matrices_only(model: nn.Module) -> mm.Muon:
+    return mm.Muon(list(model.named_parameters()), lr=0.02)
+
+
+def torchs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon(list(model.parameters()), lr=0.02)
+
+
+def on(*placements: Placement) -> Callable[[str, nn.Parameter], tuple[Placement, ...]]:
+    return lambda name, parameter: placements
+
+
+# ------------------------------------------------------------------ figures
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> DryRun:
+    return dry_run(bag(*GPT2), matrices_only)
+
+
+def test_three_layers_of_gpt2(gpt2: DryRun) -> None:
+    theirs = dry_run(bag(*GPT2), torchs)
+    assert gpt2.launches <= 250 < theirs.launches
+    assert gpt2.bytes_per_element <= 50
+    assert gpt2.kept_bytes == 0
+    assert gpt2.seconds < 0.7 * theirs.seconds
+    assert theirs.launches == 396  # as counted before, by another count: 23 launches a matrix and its copies
+
+
+def test_products_cost_what_the_plan_says(gpt2: DryRun) -> None:
+    """The same FLOPs, counted by the operations that run and by the cost model that balances ranks."""
+    optimizer = mm.Muon([nn.Parameter(torch.empty(shape)) for shape in GPT2])
+    optimizer.explain()
+    planned = optimizer._kept.planned
+    assert planned is not None
+    assert gpt2.flops == pytest.approx(sum(a.flops for a in planned.plan.assignments), rel=0.1)
+
+
+def test_a_thousand_small_matrices_take_few_launches() -> None:
+    assert dry_run(bag(*[(64, 64)] * 1000), matrices_only, steps=1).launches <= 150
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "launches"),
+    [
+        ({"shard": 64}, (Shard(0),), 300),
+        ({"shard": 2048}, (Shard(0),), 200),
+        ({"shard": 8, "tp": 8}, (Shard(0), Shard(1)), 300),
+        ({"replicate": 32, "shard": 64}, (Replicate(), Shard(0)), 300),
+    ],
+    ids=["fsdp-64", "fsdp-2048", "fsdp-8-tp-8", "hsdp-32x64"],
+)
+def test_a_quarter_of_llama_8b_on_many_ranks(
+    mesh: dict[str, int], placements: tuple[Placement, ...], launches: int
+) -> None:
+    world = math.prod(mesh.values())
+    run = dry_run(bag(*LLAMA * 8), matrices_only, world=world, mesh=mesh, placements=on(*placements), steps=1)
+    assert run.launches <= launches
+    assert run.kept_bytes == 0
+
+
+def test_experts_of_one_tensor_are_one_operation() -> None:
+    """24 experts a rank: not 24 times as many launches as one."""
+    shapes = [(192, 256, 128), (192, 128, 256)] * 4
+    run = dry_run(bag(*shapes), matrices_only, world=8, mesh={"experts": 8}, placements=on(Shard(0)), steps=1)
+    assert run.launches <= 150
+    assert run.bytes_sent == 0
+
+
+def test_bytes_sent_are_what_the_layout_needs() -> None:
+    """bf16 directions to the owners and results back: each element that a rank stores and does not own, twice."""
+    run = dry_run(bag(*[(512, 256)] * 16), matrices_only, world=4, mesh={"shard": 4}, placements=on(Shard(0)))
+    stored = 16 * 512 * 256 // 4
+    assert run.bytes_sent == 2 * (2 * stored * 3 // 4)
+
+
+def test_without_triton_bytes_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = dry_run(bag(*GPT2), matrices_only)
+    monkeypatch.setattr(triton, "is_installed", lambda: False)
+    monkeypatch.setattr("muonmesh.numerics.kernels.is_installed", lambda: False)
+    monkeypatch.setattr("muonmesh.numerics.kernels.fused.is_installed", lambda: False)
+    plain = dry_run(bag(*GPT2), matrices_only)
+    assert not any("fused" in file for (file, _), _ in plain.places)
+    assert fused.bytes_per_element < plain.bytes_per_element <= 115
+
+
+# ------------------------------------------------------------------ the host never waits
+
+
+class Model(nn.Module):
+    """Matrices and vectors for both halves."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embed = nn.Embedding(50, 64, dtype=dtype)
+            self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(3))
+
+
+def clipped(policy: str) -> Callable[[mm.Muon], None]:
+    def step(optimizer: mm.Muon) -> None:
+        optimizer.clip_grad_norm_(1.0, policy=policy, skip_above=10.0)  # type: ignore[arg-type]
+        optimizer.step()
+
+    return step
+
+
+def without_a_gradient(optimizer: mm.Muon) -> None:
+    parameter = optimizer.param_groups[0]["params"][0]
+    gradient, parameter.grad = parameter.grad, None
+    optimizer.step()
+    parameter.grad = gradient
+
+
+def scaled(optimizer: mm.Muon) -> None:
+    """As GradScaler does it."""
+    device = optimizer.param_groups[0]["params"][0].device
+    optimizer.grad_scale = torch.full((), 2.0, device=device)
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step()
+
+
+def device_lr(optimizer: mm.Muon) -> None:
+    del optimizer.param_groups[1:]  # torch's fused AdamW has no fake implementation for such a rate
+    for group in optimizer.param_groups:
+        if not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.full((), 0.01, device="cuda")
+    optimizer.step()
+
+
+STEPS: dict[str, Callable[[mm.Muon], Any]] = {
+    "step": lambda optimizer: optimizer.step(),
+    "missing gradient": without_a_gradient,
+    "grad scaler": scaled,
+    "lr on the device": device_lr,
+    **{f"clip {policy}": clipped(policy) for policy in ("adamw_only", "all", "separate", "per_matrix")},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "fsdp": {"world": 4, "mesh": {"shard": 4}, "placements": on(Shard(0))},
+    "ddp": {"world": 4, "mesh": {"replicate": 4}, "placements": on(Replicate())},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("step", STEPS)
+def test_the_host_does_not_wait(step: str, layout: str) -> None:
+    """Neither in the first step nor later."""
+    dry_run(Model(), ours, step=STEPS[step], **LAYOUTS[layout])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float32, {"compute_dtype": torch.float32}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"master_dtype": torch.float32}),
+        (torch.float32, {"rule": "normuon"}),
+        (torch.float32, {"rule": "adamuon"}),
+        (torch.float32, {"decay_mode": "cautious"}),
+        (torch.float32, {"shard_state": True}),
+        (torch.float32, {"exchange": "gram"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_host_does_not_wait_with_settings(layout: str, dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    dry_run(Model(dtype), lambda model: ours(model, **settings), **LAYOUTS[layout])
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda p: p.sum().item(),
+        lambda p: bool(p.any()),
+        lambda p: p.cpu(),
+        lambda p: torch.ones(3).to(p.device),
+        lambda p: p[p > 0],
+        lambda p: p.nonzero(),
+    ],
+    ids=["item", "bool", "to the host", "to the device", "mask", "nonzero"],
+)
+def test_a_wait_is_an_error(wait: Callable[[Tensor], object]) -> None:
+    """The dry run sees each kind of wait: it could fail above."""
+
+    def step(optimizer: mm.Muon) -> None:
+        optimizer.step()
+        wait(optimizer.param_groups[0]["params"][0].detach())
+
+    with pytest.raises(HostSync):
+        dry_run(bag((8, 8)), matrices_only, step=step)
+
+
+# ------------------------------------------------------------------ the dry run itself
+
+
+def test_a_dry_run_changes_nothing_and_ends_its_ranks() -> None:
+    model, event = bag((8, 16)), torch.cuda.Event
+    dry_run(model, matrices_only, world=2, mesh={"shard": 2}, placements=on(Shard(0)))
+    assert model.weight0.device.type == "meta"  # type: ignore[union-attr]
+    assert not dist.is_initialized()
+    assert torch.cuda.Event is event
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mesh: found {'shard': 4}, 4 ranks; needed world=8 ranks"):
+        dry_run(bag((8, 8)), matrices_only, world=8, mesh={"shard": 4}, placements=on(Shard(0)))
+
+
+def test_the_model_of_time_is_its_slowest_part() -> None:
+    fast = Rates(flops=math.inf, bytes=math.inf, wire=math.inf, launch=1e-3, collective=0.0)
+    run = dry_run(bag((64, 64)), matrices_only, rates=fast)
+    assert run.seconds == pytest.approx(run.launches * 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("operation", "launches", "moved"),
+    [
+        (lambda x: x.mul_(2.0), 1, 2 * 4000),
+        (lambda x: x.clone(), 1, 2 * 4000),
+        (lambda x: x.copy_(x[:1]), 1, 4000 + 40),
+        (lambda x: torch.add(x, x[:, :1], out=x), 1, 4000 + 400 + 4000),
+        (lambda x: x.view(-1)[5:], 0, 0),
+        (lambda x: torch._foreach_mul_([x] * 300, 2.0), 3, 300 * 2 * 4000),
+        (lambda x: torch.cat([x] * 300), 3, 2 * 300 * 4000),
+    ],
+    ids=["in place", "clone", "copy", "out", "view", "foreach", "cat"],
+)
+def test_launches_and_bytes_of_single_operations(
+    operation: Callable[[Tensor], object], launches: int, moved: int
+) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from muonmesh.testing.device import pretended_cuda
+    from muonmesh.testing.launches import Launches
+
+    with pretended_cuda(), FakeTensorMode():
+        x = torch.empty(100, 10, device="cuda")
+        with Launches() as count:
+            operation(x)
+    assert count.total == launches
+    assert count.elementwise_bytes == moved
+
+
+def test_memory_is_counted_while_it_lives() -> None:
+    def step(optimizer: mm.Muon) -> None:
+        first = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        del first
+        second = torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")
+        second.view(2, -1).zero_()
+
+    assert dry_run(bag((8, 8)), matrices_only, step=step).peak_bytes == 2 * MIB
