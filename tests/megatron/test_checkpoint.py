@@ -97,3 +97,18 @@ def test_resumed_is_continued(workers, tmp_path: Path, name: str) -> None:
     """State of every rule, masters, counts and running norms; each way goes through another way of cutting up."""
     shape, others, muon = CASES[name]
     assert workers(4).run(resumed, shape, others, tmp_path, muon, timeout=120.0) == [[True] * (1 + len(others))] * 4
+
+
+def before_the_first_step(folder: Path) -> bool:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks its writers
+    first, second = Run(Shape(tp=2), 7, {}), Run(Shape(tp=2, flat=True), 8, {})
+    first.save(folder / "saved")
+    second.load(folder / "saved")
+    _, parameters = first.train(range(2))
+    _, after = second.train(range(2))
+    return all(torch.allclose(after[name], parameters[name], atol=1e-6) for name in parameters)
+
+
+def test_saved_before_the_first_step(workers, tmp_path: Path) -> None:
+    """The two ways of reducing gradients may round otherwise."""
+    assert workers(2).run(before_the_first_step, tmp_path) == [True] * 2

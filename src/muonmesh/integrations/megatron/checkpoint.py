@@ -21,17 +21,15 @@ _OWN = ("params", "param_names", "matrices", "reasons")
 """Keys of a group that list its parameters."""
 
 
-def sharded(optimizer: Muon, saved: Mapping[str, str], holders: Mapping[str, int], *, create: bool) -> dict[str, Any]:
-    """Return state and groups in Megatron's vocabulary.
+def sharded(optimizer: Muon, saved: Mapping[str, str], holders: Mapping[str, int]) -> dict[str, Any]:
+    """Return state and groups in Megatron's vocabulary; state that no step has created yet is, by all ranks.
 
     Args:
         optimizer: Whose.
         saved: For each parameter the name by which checkpoints know it.
         holders: For each group the first rank that has it.
-        create: Whether to create state that no step has created; all ranks say so then.
     """
-    if create:
-        _create(optimizer)
+    _create(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for member in optimizer.members:
         entry = state[member.name] = {}

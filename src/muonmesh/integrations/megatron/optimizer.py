@@ -285,12 +285,13 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
         Args:
             model_sharded_state_dict: The model's; not read.
-            is_loading: Whether it is to be loaded into; state that no step has created yet is then, by all ranks.
+            is_loading: Whether it is to be loaded into; not read: state that no step has created yet is made here, by
+                all ranks.
             metadata: Megatron's; not read, since there is one format.
         """
         self.optimizer.refuse_if_torn()
         found: dict[str, Any] = checkpoint.sharded(
-            self.optimizer, {h.name: h.saved for h in self._holdings}, self._first_holder, create=is_loading
+            self.optimizer, {h.name: h.saved for h in self._holdings}, self._first_holder
         )
         if self.grad_scaler is not None:
             found["grad_scaler"] = self.grad_scaler.state_dict()
