@@ -46,6 +46,15 @@ class Run:
         self.chunks[0].module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
 
+    def held(self) -> dict[tuple[str, str], Tensor]:
+        """All state of this rank, running norms and step counts too, which only later steps would show."""
+        optimizer = self.optimizer.optimizer
+        return {
+            (member.name, key): getattr(value, "_local_tensor", value).clone()
+            for member in optimizer.members
+            for key, value in optimizer.state[member.tensor].items()
+        }
+
     def train(self, turns: range) -> tuple[list[list[float]], dict[str, Tensor]]:
         losses = []
         for turn in turns:
@@ -62,6 +71,7 @@ def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any
     first.train(range(2))
     path = folder / "saved"
     first.save(path)
+    saved = first.held()
     losses, parameters = first.train(range(2, 4))
     same = []
     for number, other in enumerate([shape, *others]):
@@ -71,8 +81,12 @@ def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any
         through.save(path)
         back = Run(shape, 20 + number, muon)
         back.load(path)
+        held = back.held()
+        alike = held.keys() == saved.keys() and all(torch.equal(held[key], saved[key]) for key in saved)
         again, after = back.train(range(2, 4))
-        same.append(again == losses and all(torch.equal(after[name], parameters[name]) for name in parameters))
+        same.append(
+            alike and again == losses and all(torch.equal(after[name], parameters[name]) for name in parameters)
+        )
     return same
 
 
