@@ -6,10 +6,11 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test check fuzz test-gpu bench clean
+.PHONY: help setup train test test-megatron check fuzz test-gpu bench clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU"
+	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
 	@echo "make test-gpu    the tests and the benchmark that need CUDA"
@@ -30,6 +31,18 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
+# Megatron-Core wants an environment of its own: nothing in the package's own tests should find it by accident.
+MEGATRON := .venv-megatron
+$(MEGATRON)/.ready: pyproject.toml constraints.txt constraints-megatron.txt
+	$(PYTHON) -m venv $(MEGATRON)
+	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c constraints-megatron.txt -e '.[megatron]' numpy pytest
+	touch $@
+
+test-megatron: $(MEGATRON)/.ready
+	$(MEGATRON)/bin/python -m pytest tests/megatron $(ARGS)
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,4 +60,4 @@ bench: setup
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(MEGATRON) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -294,6 +294,8 @@ def measure(
     for number, member in [*enumerate(planned.muon), *((-1, member) for some in planned.adamw for member in some)]:
         if member is None or (half := half_of(groups[member.group])) not in measured:
             continue
+        if not source.counted(member.tensor):
+            continue
         try:
             gradient = whole_gradient(member.name, member.tensor, source)
         except (LayoutError, TypeError) as found:

@@ -17,7 +17,7 @@ from muonmesh.comm.storage import placements_of
 from muonmesh.errors import LayoutError
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.layout import MeshLayout
-from tests.megatron import groups_of, shard, stamped
+from tests.stamps import groups_of, shard, stamped
 
 # name: (global shape, dim that is cut or None, pieces in each shard, attributes)
 WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]] = {

@@ -21,9 +21,9 @@ import muonmesh as mm
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.numerics.coefficients import coefficient_schedule
 from tests import layouts, problem
-from tests.megatron import groups_of, shard, stamped
 from tests.meshes import mesh_of
 from tests.reference import reference_step
+from tests.stamps import groups_of, shard, stamped
 
 
 def random(*shape: int, seed: int) -> Tensor:

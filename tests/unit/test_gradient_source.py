@@ -176,6 +176,22 @@ def test_clipping_writes_back_through_the_source(policy: Any) -> None:
     assert source.kept == {}
 
 
+def test_what_others_count_is_left_out_of_norms() -> None:
+    """The last pipeline stage's copy of a tied embedding: Megatron marks it shared. It is clipped like the rest."""
+    held = parameters(torch.float32)
+    in_main_grad(held)
+    for name, gradient in problem.gradients(0).items():
+        held[name].main_grad.copy_(gradient)
+    rest = [name for name in held if problem.PARAMETERS[name][1] == "adamw"]
+    others = sum(float(held[name].main_grad.double().square().sum()) for name in rest[1:])
+    held[rest[0]].shared = True
+    optimizer = mm.Muon(groups(held), gradients=MainGrad(), **SETTINGS)
+    assert float(optimizer.clip_grad_norm_(float("inf")).adamw) == pytest.approx(others**0.5)
+    before = held[rest[0]].main_grad.clone()
+    optimizer.clip_grad_norm_(0.5 * others**0.5)
+    assert torch.allclose(held[rest[0]].main_grad, 0.5 * before, rtol=1e-4)  # the factor has a 1e-6 below it
+
+
 def test_copies_of_an_optimizer_have_the_source_too() -> None:
     held = parameters()
     in_main_grad(held)

@@ -52,6 +52,10 @@ class GradientSource(Protocol):
         """Return the ranks that hold the same plain tensor, or shard; None: those of ``process_group=``."""
         return None
 
+    def counted(self, parameter: Tensor) -> bool:
+        """Return whether norms count a parameter; False for one that ranks elsewhere hold and count too."""
+        return True
+
 
 class ParameterGrad(GradientSource):
     """What autograd leaves: ``parameter.grad``."""
@@ -72,7 +76,9 @@ PARAMETER_GRAD = ParameterGrad()
 
 def check_source(source: object) -> None:
     """Raise TypeError unless it is None or can be asked as a `GradientSource`."""
-    missing = [name for name in ("gradient", "write", "name", "group") if not callable(getattr(source, name, None))]
+    missing = [
+        name for name in ("gradient", "write", "name", "group", "counted") if not callable(getattr(source, name, None))
+    ]
     if source is not None and (missing or isinstance(source, type)):
         lacks = f" without {', '.join(f'{name}()' for name in missing)}" if missing else ", a class"
         found, write = f"{source!r}{lacks}", "Write gradients=source, of a class derived from muonmesh.GradientSource"

@@ -1,7 +1,7 @@
-"""Megatron-Core and Transformer Engine: what they write on parameters, in DTensor's vocabulary.
+"""Declared layouts: what Megatron-Core and Transformer Engine write on parameters, in DTensor's vocabulary.
 
 Their parameters are plain local shards. `declared_layouts` says where they live, as ``Muon(..., layouts=...)``
-takes it, and `MainGrad` where their gradients are, as ``Muon(..., gradients=...)`` does; neither library is imported.
+takes it; neither library is imported.
 """
 
 from __future__ import annotations
@@ -17,67 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.names import canonical_name
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """The ranks of one axis; a mesh has one dim, None is this rank alone."""
-
-
-class MainGrad(GradientSource):
-    """Gradients of Megatron-Core's DistributedDataParallel: ``parameter.main_grad``, in fp32 for bf16 parameters too.
-
-    It is a view of the buffer that Megatron reduces, so clipping and ``zero_grad`` write into it and never replace it.
-
-    Args:
-        named_parameters: Names and parameters as ``model.named_parameters()`` gives them, for groups without
-            ``param_names`` such as Megatron's own; None: the groups have names.
-        data_parallel: Ranks that hold the same, where ``layouts=`` does not say so.
-        expert_data_parallel: The same for experts, which carry ``allreduce=False``. None: as the others.
-    """
-
-    def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        *,
-        data_parallel: dist.ProcessGroup | None = None,
-        expert_data_parallel: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._names = {parameter: name for name, parameter in named_parameters or ()}
-        self._data, self._experts = data_parallel, expert_data_parallel
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return ``main_grad``.
-
-        Raises:
-            LayoutError: there is a ``grad`` instead, which nothing has added to a ``main_grad``.
-        """
-        gradient: Tensor | None = getattr(parameter, "main_grad", None)
-        if gradient is None and parameter.grad is not None:
-            name = self.name(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
-            write = "Wrap the model in Megatron's DistributedDataParallel, or leave out gradients=MainGrad(...)"
-            raise LayoutError(explain_error(name, "a gradient in grad and no main_grad", "one in main_grad", write))
-        return gradient
-
-    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Copy a gradient into ``main_grad``; None makes it zero, as Megatron's ``zero_grad_buffer`` does."""
-        held: Tensor | None = getattr(parameter, "main_grad", None)
-        if held is None or held is gradient:
-            return
-        if gradient is None:
-            held.zero_()
-        else:
-            held.copy_(gradient)
-
-    def name(self, parameter: Tensor) -> str | None:
-        """Return the name it was given with."""
-        return self._names.get(parameter)
-
-    def group(self, parameter: Tensor) -> dist.ProcessGroup | None:
-        """Return the data-parallel group, of experts theirs."""
-        experts = not getattr(parameter, "allreduce", True)
-        return self._experts if experts and self._experts is not None else self._data
 
 
 def declared_layouts(
@@ -139,7 +83,7 @@ def declared_layouts(
             )
         key = expert, parameter.device.type
         if key not in meshes:
-            meshes[key] = _mesh(data, tensor, parameter.device.type)
+            meshes[key] = mesh_of(data, tensor, parameter.device.type)
         mesh = meshes[key]
         if mesh is None:
             continue
@@ -148,7 +92,7 @@ def declared_layouts(
             raise LayoutError(explain_error(name, found, needed, "Set gtp_weight_remat_size=1"))
         placements: list[Placement] = [Replicate()] * mesh.ndim
         if tensor is not None and mesh.size(-1) > 1:
-            placements[-1] = overridden.get(name) or _stamped(name, parameter)
+            placements[-1] = overridden.get(name) or stamped_placement(name, parameter)
             _check(name, parameter, placements[-1])
         layouts[name] = mesh, tuple(placements)
     return layouts
@@ -176,7 +120,7 @@ def _overridden(names: list[str], overrides: Mapping[str, Placement]) -> dict[st
     return placements
 
 
-def _stamped(name: str, parameter: Tensor) -> Placement:
+def stamped_placement(name: str, parameter: Tensor) -> Placement:
     """Return the placement over the tensor-parallel ranks that the attributes say."""
     dim = int(getattr(parameter, "partition_dim", -1))
     # Replicated weights may carry a dim too (Megatron-LM #7395): the flag decides.
@@ -222,7 +166,7 @@ def _check(name: str, parameter: Tensor, placement: Placement) -> None:
         raise LayoutError(explain_error(name, found, f"a number of pieces that divides {shape[dim]}", write))
 
 
-def _mesh(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
+def mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
     """Return the mesh of (data, tensor), or of the one that was given; makes no group and sends nothing."""
     given = {name: group for name, group in (("data", data), ("tensor", tensor)) if group is not None}
     if not given:
@@ -231,7 +175,7 @@ def _mesh(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
         if isinstance(group, DeviceMesh) and group.ndim != 1:
             write = f'Write {name}_parallel=mesh["..."], its dim of that name'
             raise LayoutError(explain_error(name, f"{group}", "a mesh of one dim", write))
-    if isinstance(data, DeviceMesh) and isinstance(tensor, DeviceMesh) and _of_one_mesh(data, tensor):
+    if isinstance(data, DeviceMesh) and isinstance(tensor, DeviceMesh) and _of_onemesh_of(data, tensor):
         return DeviceMesh._concatenate([data, tensor])
     groups = [group.get_group() if isinstance(group, DeviceMesh) else group for group in given.values()]
     ranks = {name: _ranks(name, group) for name, group in zip(given, groups, strict=True)}
@@ -241,7 +185,7 @@ def _mesh(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(given))
 
 
-def _of_one_mesh(data: DeviceMesh, tensor: DeviceMesh) -> bool:
+def _of_onemesh_of(data: DeviceMesh, tensor: DeviceMesh) -> bool:
     """Whether two named dims were taken out of one mesh, which then knows the whole grid."""
     named = data.mesh_dim_names and tensor.mesh_dim_names
     return bool(named) and data != tensor and data._get_root_mesh() == tensor._get_root_mesh()

@@ -1,0 +1,30 @@
+"""Megatron-Core: one optimizer of both halves for its models, and what its parameters say of themselves."""
+
+from typing import TYPE_CHECKING, Any
+
+from muonmesh.groups.classifiers import register
+from muonmesh.integrations.megatron.declared import declared_layouts
+from muonmesh.integrations.megatron.gradients import MainGrad
+from muonmesh.integrations.megatron.roles import megatron_role
+
+if TYPE_CHECKING:
+    from muonmesh.integrations.megatron.build import get_megatron_optimizer
+    from muonmesh.integrations.megatron.installing import install
+
+__all__ = ["MainGrad", "declared_layouts", "get_megatron_optimizer", "install"]
+
+register(megatron_role)
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs megatron-core when it is asked for; the rest serves Transformer Engine without it too."""
+    if name not in ("get_megatron_optimizer", "install"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from muonmesh.integrations.megatron import build, installing
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f"{missing.name}: not installed; needed by muonmesh.integrations.megatron.{name}. Write pip install "
+            "'muonmesh[megatron]'"
+        ) from missing
+    return build.get_megatron_optimizer if name == "get_megatron_optimizer" else installing.install

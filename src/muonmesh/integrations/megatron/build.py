@@ -1,0 +1,164 @@
+"""get_megatron_optimizer: the function whose import a Megatron user changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muonmesh.clip import ClipPolicy, Limits
+from muonmesh.comm.storage import Declared
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.integrations.megatron.axes import Axes
+from muonmesh.integrations.megatron.declared import stamped_placement
+from muonmesh.integrations.megatron.gradients import FlatMainGrad, Shard
+from muonmesh.integrations.megatron.groups import Found, find_groups
+from muonmesh.integrations.megatron.layouts import declared, ranges_of
+from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
+from muonmesh.integrations.megatron.pieces import Cut, Piece, cut_of, pieces_of
+from muonmesh.integrations.megatron.refusals import refuse
+from muonmesh.integrations.megatron.stages import tell
+from muonmesh.layout import Replicate
+from muonmesh.optimizer import Muon
+
+_SHARED = ("compute_dtype", "state_dtype", "exchange", "bucket_cap_mb", "shard_state")
+"""Settings of the optimizer as a whole, which may stand in ``muon=``."""
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Mapping[Any, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    policy: ClipPolicy = "adamw_only",
+) -> MegatronOptimizer:
+    """Return one optimizer with Muon's and AdamW's half, experts too; all ranks of the world call it.
+
+    It replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel and with the distributed
+    optimizer; ``config.optimizer`` stays "adam". Given the gradients that Megatron has reduced, the update is that of
+    one process, bit for bit on a CPU, however the model is cut up.
+
+    Args:
+        config: Megatron's OptimizerConfig: rate, decay, moments of AdamW's half, clipping (``clip_grad``), precision.
+        model_chunks: This stage's chunks in Megatron's DistributedDataParallel.
+        config_overrides: Megatron's, honoured for both halves. None: its standard ones.
+        use_gloo_process_groups: Accepted for Megatron's callers. Nothing here needs such groups.
+        pg_collection: Megatron's groups; None: those of `parallel_state`.
+        dump_param_to_param_group_map: Must be None; ``optimizer.explain()`` tells more.
+        muon: Settings of Muon's groups, such as ``{"lr": 0.02, "momentum": 0.95}``, ``"rule"`` (see `Muon`), and of
+            the optimizer as a whole: ``compute_dtype``, ``state_dtype``, ``exchange``, ``bucket_cap_mb``,
+            ``shard_state``.
+        adamw: Settings of AdamW's groups.
+        overrides: Name or regular expression → "muon", "adamw" or settings, as `split_params` takes them. Names are
+            those of the whole model: layers and experts have the numbers that they have there.
+        policy: What ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
+
+    Raises:
+        ValueError, TypeError, LayoutError: on the ranks that find something wrong.
+        PlanError: on all others then.
+    """
+    error: Exception | None = None
+    made: MegatronOptimizer | None = None
+    found: Found | None = None
+    try:
+        refuse(config, model_chunks, dump_param_to_param_group_map)
+        axes = Axes.of(pg_collection)
+        settings = dict(muon or {})
+        shared = {key: settings.pop(key) for key in _SHARED if key in settings}
+        found = find_groups(
+            config,
+            model_chunks,
+            axes.expert_rank,
+            config_overrides=config_overrides,
+            muon={key: value for key, value in settings.items() if key != "rule"},
+            adamw=adamw or {},
+            overrides=overrides or {},
+            rule=settings.get("rule", "muon"),
+        )
+        ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
+        pieces = {key: value for model in found.models for key, value in pieces_of(model).items()}
+        holdings, layouts, shards = _held(found, axes, pieces, ranges)
+        limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, _threshold(config), True, 2.0)
+        limits.check()
+        optimizer = Muon(
+            found.groups,
+            config.lr,
+            adamw_betas=(config.adam_beta1, config.adam_beta2),
+            adamw_eps=config.adam_eps,
+            master_dtype=torch.float32 if config.bf16 or config.fp16 else None,
+            layouts=layouts,
+            gradients=FlatMainGrad(shards),
+            **shared,
+        )
+        made = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits)
+    except Exception as wrong:
+        error = wrong
+    told = tell((found.used if found else set(), made.told() if made else None), error)
+    assert made is not None
+    unused = sorted(set(overrides or {}).difference(*(used for used, _ in told)))
+    if unused:
+        needed = "a parameter's name, or an expression that re.search finds in one, on some pipeline stage"
+        raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
+    made.meet([each for _, each in told])
+    return made
+
+
+def _threshold(config: Any) -> float:
+    """Return the norm above which a step is skipped, a setting that megatron-core has got after 0.16.1."""
+    threshold = getattr(config, "grad_norm_skip_threshold", None)
+    return math.inf if not threshold else float(threshold)
+
+
+def _held(
+    found: Found, axes: Axes, pieces: Mapping[int, list[Piece]], ranges: Mapping[Any, list[tuple[int, int]]] | None
+) -> tuple[list[Holding], dict[str, Declared], dict[Tensor, Shard]]:
+    """Put what is stepped in place of the parameters in the groups, and say where it lives."""
+    holdings: list[Holding] = []
+    layouts: dict[str, Declared] = {}
+    shards: dict[Tensor, Shard] = {}
+    meshes: dict[tuple[bool, str], Any] = {}
+    for group in found.groups:
+        for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            expert = not getattr(parameter, "allreduce", True)
+            key = expert, parameter.device.type
+            if key not in meshes:
+                meshes[key] = axes.mesh(expert=expert, device=parameter.device.type)
+            cut = _cut(name, parameter, pieces.get(id(parameter)), meshes[key])
+            kept = None if ranges is None else ranges[parameter]
+            layouts[name] = declared(cut, meshes[key], kept)
+            tensor: Tensor = parameter
+            if kept is not None or cut.placement is None:
+                low, high = (0, parameter.numel()) if kept is None else kept[meshes[key].get_local_rank(0)]
+                tensor = parameter.data.view(-1)[low:high]
+                shards[tensor] = Shard(parameter, low, high)
+            group["params"][i] = tensor
+            saved = pieces[id(parameter)][0].key if getattr(parameter, "shared", False) else name
+            holdings.append(Holding(name, saved, parameter, tensor))
+    return holdings, layouts, shards
+
+
+def _cut(name: str, parameter: Tensor, pieces: Sequence[Piece] | None, mesh: Any) -> Cut:
+    """Return how a parameter is cut, as checkpoints have it; of one that none holds, as its attributes say."""
+    rank, ranks, local = mesh.get_local_rank(1), mesh.size(1), tuple(parameter.shape)
+    if pieces is not None:
+        return cut_of(name, local, pieces, rank, ranks)
+    if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
+        raise LayoutError(
+            explain_error(
+                name,
+                f"tensor_model_parallel=True ({stamped_placement(name, parameter)}) and no entry in "
+                "sharded_state_dict()",
+                "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often",
+                "Give its module a sharded_state_dict()",
+            )
+        )
+    return Cut(local, Replicate())

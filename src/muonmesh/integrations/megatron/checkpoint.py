@@ -1,0 +1,139 @@
+"""Checkpoint: optimizer state as boxes of whole parameters, for Megatron's dist_checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch import Tensor
+
+from muonmesh.comm.storage import local_of, this_rank
+from muonmesh.errors import StateError, explain_error
+from muonmesh.layout import Block, FlatShards, Layout, MeshLayout, Replicate
+from muonmesh.optimizer import Muon
+from muonmesh.step.planning import Member
+from muonmesh.step.slots import RUNNING
+
+_PREFIX = "optimizer.state"
+_OWN = ("params", "param_names", "matrices", "reasons")
+"""Keys of a group that list its parameters."""
+
+
+def sharded(optimizer: Muon, saved: Mapping[str, str], holders: Mapping[str, int]) -> dict[str, Any]:
+    """Return state and groups in Megatron's vocabulary; state that no step has created yet is, by all ranks.
+
+    Args:
+        optimizer: Whose.
+        saved: For each parameter the name by which checkpoints know it.
+        holders: For each group the first rank that has it.
+    """
+    _create(optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    for member in optimizer.members:
+        entry = state[member.name] = {}
+        for key, value in optimizer.state[member.tensor].items():
+            # A dict, since dist_checkpointing takes an empty list for a list of another length.
+            entry[key] = dict(enumerate(_parts(member, key, value, saved[member.name])))
+    groups = {}
+    for group in optimizer.param_groups:
+        name = group["name"]
+        settings = {key: value for key, value in group.items() if key not in _OWN}
+        first = holders.get(name, 0)
+        number = (this_rank() - first) if this_rank() >= first else this_rank() + 1
+        groups[name] = ShardedObject(f"optimizer.param_groups.{name}", settings, (1,), (0,), replica_id=number)
+    return {"state": state, "param_groups": groups}
+
+
+def _parts(member: Member, key: str, value: Tensor, saved: str) -> Iterator[ShardedTensor]:
+    """Yield the boxes of a tensor that this rank stores; counts and norms are the same on all ranks that have them."""
+    copy = int(saved != member.name)
+    local = local_of(value)
+    home = member.homes.get(key)
+    layout = home.storage.layout if home is not None else member.storage.layout
+    assert layout is not None
+    whole = f"{_PREFIX}.{key}.{saved}"
+    if key == "step" or key in RUNNING:
+        assert member.storage.layout is not None
+        number = member.storage.layout.ranks.index(this_rank())
+        yield _tensor(whole, local.view(-1), (local.numel(),), (0,), (copy, number))
+        return
+    for block in layout.blocks(this_rank()):
+        if block.region.numel:
+            yield _tensor(whole, _view(local, block), layout.shape, block.region.offset, (copy, _copy(layout)))
+
+
+def _tensor(key: str, data: Tensor, whole: tuple[int, ...], offset: tuple[int, ...], replica: Any) -> ShardedTensor:
+    return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, offset, None, replica_id=replica)
+
+
+def _view(local: Tensor, block: Block) -> Tensor:
+    return local.as_strided(block.region.shape, block.strides, local.storage_offset() + block.start)
+
+
+def _copy(layout: Layout) -> int:
+    """Return the number of this rank's copy among the replicas."""
+    if isinstance(layout, FlatShards):
+        return next(i for i, replica in enumerate(layout.replicas) if this_rank() in replica)
+    assert isinstance(layout, MeshLayout)
+    index, number = layout.ranks.index(this_rank()), 0
+    at = []
+    for size in reversed(layout.mesh):
+        index, place = divmod(index, size)
+        at.append(place)
+    for size, place, placement in zip(layout.mesh, reversed(at), layout.placements, strict=True):
+        if isinstance(placement, Replicate):
+            number = number * size + place
+    return number
+
+
+@torch.no_grad()
+def _create(optimizer: Muon) -> None:
+    """Create state by a step with zero gradients and rates, which changes nothing; all ranks call it."""
+    if all(optimizer.state[tensor] for group in optimizer.param_groups for tensor in group["params"]):
+        return
+    optimizer.zero_grad()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
+    """Write what dist_checkpointing has loaded for `sharded` into the state and the groups.
+
+    Raises:
+        StateError: something is missing; nothing has been written then.
+    """
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    missing = sorted(groups.keys() - loaded["param_groups"].keys())
+    if missing:
+        write = "Load into an optimizer of the same model and settings"
+        raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
+    for name, group in groups.items():
+        group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in _OWN})
+    for member in optimizer.members:
+        for key, value in optimizer.state[member.tensor].items():
+            local = local_of(value)
+            home = member.homes.get(key)
+            layout = home.storage.layout if home is not None else member.storage.layout
+            assert layout is not None
+            parts = list(
+                loaded["state"].get(member.name, {}).get(key, {}).values()
+            )  # none where a rank holds nothing of it
+            if key == "step" or key in RUNNING:
+                local.copy_(parts[0].view(local.shape))
+                continue
+            blocks = [block for block in layout.blocks(this_rank()) if block.region.numel]
+            for block, part in zip(blocks, parts, strict=True):
+                _view(local, block).copy_(part)
+    with torch.no_grad():
+        for member in optimizer.members:
+            master = optimizer.state[member.tensor].get("master")
+            if master is not None:
+                local_of(member.tensor).copy_(local_of(master))

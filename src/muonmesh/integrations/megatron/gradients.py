@@ -1,0 +1,113 @@
+"""MainGrad: where Megatron-Core keeps gradients; the library is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.comm.gradients import GradientSource
+from muonmesh.errors import LayoutError, explain_error
+
+
+class MainGrad(GradientSource):
+    """Gradients of Megatron-Core's DistributedDataParallel: ``parameter.main_grad``, in fp32 for bf16 parameters too.
+
+    It is a view of the buffer that Megatron reduces, so clipping and ``zero_grad`` write into it and never replace it.
+
+    Args:
+        named_parameters: Names and parameters as ``model.named_parameters()`` gives them, for groups without
+            ``param_names`` such as Megatron's own; None: the groups have names.
+        data_parallel: Ranks that hold the same, where ``layouts=`` does not say so.
+        expert_data_parallel: The same for experts, which carry ``allreduce=False``. None: as the others.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        data_parallel: dist.ProcessGroup | None = None,
+        expert_data_parallel: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._names = {parameter: name for name, parameter in named_parameters or ()}
+        self._data, self._experts = data_parallel, expert_data_parallel
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return ``main_grad``.
+
+        Raises:
+            LayoutError: there is a ``grad`` instead, which nothing has added to a ``main_grad``.
+        """
+        gradient: Tensor | None = getattr(parameter, "main_grad", None)
+        if gradient is None and parameter.grad is not None:
+            name = self.name(parameter) or f"a parameter of shape {tuple(parameter.shape)}"
+            write = "Wrap the model in Megatron's DistributedDataParallel, or leave out gradients=MainGrad(...)"
+            raise LayoutError(explain_error(name, "a gradient in grad and no main_grad", "one in main_grad", write))
+        return gradient
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Copy a gradient into ``main_grad``; None makes it zero, as Megatron's ``zero_grad_buffer`` does."""
+        _write(getattr(parameter, "main_grad", None), gradient)
+
+    def name(self, parameter: Tensor) -> str | None:
+        """Return the name it was given with."""
+        return self._names.get(parameter)
+
+    def group(self, parameter: Tensor) -> dist.ProcessGroup | None:
+        """Return the data-parallel group, of experts theirs."""
+        experts = not getattr(parameter, "allreduce", True)
+        return self._experts if experts and self._experts is not None else self._data
+
+    def counted(self, parameter: Tensor) -> bool:
+        """Return False for the copy of a tied embedding that the first pipeline stage holds too (``shared``)."""
+        return not getattr(parameter, "shared", False)
+
+
+class Shard(NamedTuple):
+    """What this rank keeps of a parameter of Megatron's: its elements from low to high, flattened."""
+
+    parameter: Tensor
+    low: int
+    high: int
+
+
+class FlatMainGrad(GradientSource):
+    """Gradients of flat tensors: each is an interval of a parameter's ``main_grad``, flattened, of which it is a view.
+
+    Args:
+        shards: For each tensor that is stepped what it is of which parameter; others are parameters themselves.
+    """
+
+    def __init__(self, shards: dict[Tensor, Shard]) -> None:
+        self._shards = shards
+        self._whole = MainGrad()
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the interval of ``main_grad``."""
+        shard = self._shards.get(parameter)
+        if shard is None:
+            return self._whole.gradient(parameter)
+        whole = self._whole.gradient(shard.parameter)
+        return None if whole is None else whole.view(-1)[shard.low : shard.high]
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Copy a gradient into the interval; None makes it zero."""
+        held = self.gradient(parameter)
+        if held is not None and (gradient is None or gradient.data_ptr() != held.data_ptr()):
+            _write(held, gradient)
+
+    def counted(self, parameter: Tensor) -> bool:
+        """As `MainGrad.counted` of the parameter."""
+        shard = self._shards.get(parameter)
+        return self._whole.counted(parameter if shard is None else shard.parameter)
+
+
+def _write(held: Tensor | None, gradient: Tensor | None) -> None:
+    if held is None or held is gradient:
+        return
+    if gradient is None:
+        held.zero_()
+    else:
+        held.copy_(gradient)

@@ -1,0 +1,164 @@
+"""Groups: the parameters of a stage by role, with what Megatron's schedulers and checkpoints read in a group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.optimizer import get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import combine_param_group_overrides, param_group_override_to_tuple
+from torch import nn
+
+from muonmesh.errors import explain_error
+from muonmesh.groups import split_params
+from muonmesh.groups.sites import Site, sites, unwrapped
+from muonmesh.integrations.megatron.names import whole_name
+
+_EACH = ("params", "param_names", "matrices", "reasons")
+
+
+@dataclass
+class Found:
+    """What one rank has of a model.
+
+    Attributes:
+        groups: Param groups as `Muon` takes them, with Megatron's keys; the parameters are the model's.
+        models: The chunks without wrappers.
+        used: The overrides that have matched something here.
+    """
+
+    groups: list[dict[str, Any]]
+    models: list[nn.Module]
+    used: set[str]
+
+
+def find_groups(
+    config: Any,
+    chunks: Sequence[nn.Module],
+    expert_rank: int,
+    *,
+    config_overrides: Mapping[Any, Any] | None,
+    muon: Mapping[str, Any],
+    adamw: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    rule: str,
+) -> Found:
+    """Return the groups of a stage's chunks.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        chunks: In Megatron's wrappers or not.
+        expert_rank: Of this rank among those of expert parallelism.
+        config_overrides: Megatron's: keys that match parameters → schedule settings. None: its standard ones.
+        muon: Settings of Muon's groups.
+        adamw: Settings of AdamW's groups.
+        overrides: As `split_params` has them, by names of the whole model. Those that match nothing here may match
+            on another stage.
+        rule: What matrices are stepped by.
+    """
+    keys = get_standard_config_overrides(config) if config_overrides is None else config_overrides
+    groups: dict[Any, dict[str, Any]] = {}
+    models, used = [], set[str]()
+    for chunk in chunks:
+        model = unwrapped(chunk)
+        models.append(model)
+        held = [site for site in sites(model) if site.parameter.requires_grad]
+        if not held:
+            continue
+        names = {site.name: whole_name(site, expert_rank) for site in held}
+        here, matched = _for_names(overrides, held, names)
+        used |= matched
+        for group in split_params(model, muon=muon, adamw=adamw, overrides=here):
+            for i, parameter in enumerate(group["params"]):
+                local = group["param_names"][i]
+                schedule = _schedule(keys, parameter, local, group)
+                expert = not getattr(parameter, "allreduce", True)
+                key = group["name"], param_group_override_to_tuple(schedule), expert
+                if key not in groups:
+                    groups[key] = _group(config, group, schedule, expert=expert, rule=rule)
+                entry = groups[key]
+                entry["params"].append(parameter)
+                entry["param_names"].append(names[local])
+                entry["reasons"].append(group["reasons"][i])
+                if "matrices" in group:
+                    entry["matrices"].append(group["matrices"][i])
+    return Found(list(groups.values()), models, used)
+
+
+def _for_names(
+    overrides: Mapping[str, Any], held: Sequence[Site], names: Mapping[str, str]
+) -> tuple[dict[str, Any], set[str]]:
+    """Return overrides by the exact names that a chunk has, and which of those given have matched.
+
+    Expressions are searched for in the names of the whole model; exact names win, later expressions over earlier ones.
+    """
+    by_name = {names[site.name]: site.name for site in held}
+    everyone = set(by_name)
+    here: dict[str, dict[str, Any]] = {}
+    used = set()
+    for key in sorted(overrides, key=lambda key: key in everyone):
+        said = overrides[key]
+        said = {"algorithm": said} if isinstance(said, str) else dict(said)
+        try:
+            matching = [key] if key in everyone else [name for name in by_name if re.search(key, name)]
+        except re.error as error:
+            found = f"no parameter's name and no regular expression ({error})"
+            write = "Use re.escape on what is meant literally"
+            raise ValueError(explain_error(f"overrides[{key!r}]", found, "either", write)) from None
+        for name in matching:
+            here.setdefault(by_name[name], {}).update(said)
+            used.add(key)
+    return here, used
+
+
+def _schedule(keys: Mapping[Any, Any], parameter: nn.Parameter, name: str, group: Mapping[str, Any]) -> Any:
+    """Return what Megatron's overrides say of a parameter's schedule, combined as Megatron combines them."""
+    said = [override for key, override in keys.items() if key.matches(parameter, name)]
+    schedule = dict(combine_param_group_overrides(said)) if said else {}
+    if "lr" in schedule or ("max_lr" in schedule and "lr" in group):
+        found = f"a rate of its own from config_overrides and lr={group.get('lr')!r} from muon=, adamw= or overrides="
+        raise ValueError(explain_error(name, found, "one of them", "Remove one"))
+    if group.get("weight_decay") == 0:
+        schedule.pop("wd_mult", None)  # vectors have none as it is
+    return schedule
+
+
+def _group(
+    config: Any, group: Mapping[str, Any], schedule: Mapping[str, Any], *, expert: bool, rule: str
+) -> dict[str, Any]:
+    """Return an empty group with all that Megatron's scheduler, checkpoints and log read in one.
+
+    A rate of its own keeps its ratio to the others while the scheduler runs, a decay of its own stays, and vectors have
+    none: the scheduler sets ``weight_decay`` to its own times ``wd_mult`` at each step.
+    """
+    settings = {key: value for key, value in group.items() if key not in _EACH}
+    muon = group["algorithm"] == "muon"
+    rate = float(settings.pop("lr", config.lr))
+    decay = settings.pop("weight_decay", None)
+    found = {
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": rate,
+        "min_lr": (config.min_lr or 0.0) * rate / config.lr if config.lr else config.min_lr,
+        **schedule,
+    }
+    if decay == 0:
+        found["wd_mult"] = 0.0
+    elif decay is not None:
+        found |= {"start_wd": float(decay), "end_wd": float(decay)}
+    name = group["name"] + "".join(f"[{key}={value!r}]" for key, value in sorted(schedule.items()))
+    whole: dict[str, Any] = {
+        **settings,
+        **{key: [] for key in _EACH if key in group},
+        "name": name + ("[experts]" if expert else ""),
+        "algorithm": rule if muon else "adamw",
+        "lr": found["max_lr"],
+        "weight_decay": found.get("start_wd", config.weight_decay) * found["wd_mult"],
+        "is_expert_parallel": expert,
+        "default_config": found["max_lr"] == config.lr and "min_lr" not in schedule,
+        **found,
+    }
+    return {**whole, "skip_grad_norm_clip": True} if muon else whole

@@ -1,0 +1,312 @@
+"""MegatronOptimizer: what Megatron's training loop steps, logs, schedules and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer as Base
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from torch import Tensor
+
+from muonmesh.clip import GradNorms, Limits
+from muonmesh.comm.storage import local_of
+from muonmesh.errors import LayoutError, PlanError, StateError, explain_error
+from muonmesh.integrations.megatron import checkpoint
+from muonmesh.integrations.megatron.axes import Axes
+from muonmesh.integrations.megatron.stages import OTHER_STAGE, raise_together, tell
+from muonmesh.optimizer import Muon
+from muonmesh.report.explain import Explanation
+from muonmesh.settings import ProcessGroup
+
+
+class Holding(NamedTuple):
+    """One parameter of this rank.
+
+    Attributes:
+        name: In the whole model.
+        saved: By which checkpoints know it: of the last stage's copy of a tied embedding the embedding's.
+        parameter: Megatron's.
+        tensor: What is stepped: the parameter, or what this rank keeps of it as a flat view of its memory.
+    """
+
+    name: str
+    saved: str
+    parameter: Tensor
+    tensor: Tensor
+
+
+class MegatronOptimizer(Base):  # type: ignore[misc]
+    """Muon and AdamW in one, of dense parameters and of experts.
+
+    Megatron calls `step` once an iteration, after it has reduced the gradients into ``main_grad``: they are unscaled,
+    measured over the world (a tied embedding once), clipped as ``policy`` says, and stepped; with the distributed
+    optimizer the parameters are gathered then. Gradients are read where they are and never copied.
+
+    Attributes:
+        optimizer: The `muonmesh.Muon` behind it.
+        chained_optimizers: This one alone: nothing is chained.
+        is_stub_optimizer: False.
+    """
+
+    optimizer: Muon
+
+    def __init__(
+        self,
+        optimizer: Muon,
+        config: Any,
+        chunks: list[Any],
+        holdings: Sequence[Holding],
+        axes: Axes,
+        limits: Limits,
+    ) -> None:
+        super().__init__(optimizer, config)
+        self.model_chunks = chunks
+        self.is_stub_optimizer = False
+        self.chained_optimizers = [self]
+        self._holdings = tuple(holdings)
+        self._axes, self._limits = axes, limits
+        self._device = holdings[0].parameter.device
+        self._one = torch.ones(1, device=self._device)
+        self._world: ProcessGroup = "world"
+        self._first_holder: dict[str, int] = {}
+        self.grad_scaler: Any = None
+        if config.loss_scale:
+            self.grad_scaler = ConstantGradScaler(config.loss_scale)
+        elif config.fp16:
+            self.grad_scaler = DynamicGradScaler(
+                initial_scale=config.initial_loss_scale,
+                min_scale=config.min_loss_scale,
+                growth_factor=2.0,
+                backoff_factor=0.5,
+                growth_interval=config.loss_scale_window,
+                hysteresis=config.hysteresis,
+            )
+
+    def told(self) -> Any:
+        """Return what the other ranks are to know: the names of the groups, and whether any feels magnitudes."""
+        return [(group["name"], group["algorithm"]) for group in self.optimizer.param_groups]
+
+    def meet(self, everyone: Sequence[Any]) -> None:
+        """Hear what all ranks have told, and compare plans; all ranks call it once.
+
+        Raises:
+            LayoutError, PlanError: on every rank, where the ranks that share parameters do not see them alike.
+        """
+        for rank, groups in enumerate(everyone):
+            for name, _ in groups:
+                self._first_holder.setdefault(name, rank)
+        elementwise = any(algorithm == "adamw" for groups in everyone for _, algorithm in groups)
+        if not elementwise and self._limits.policy == "adamw_only":
+            # Nothing to clip anywhere, so no rank waits for a norm: it is measured only where somebody asks.
+            self._limits = Limits(self._limits.max_norm, "adamw_only", self._limits.skip_above, False, 2.0)
+            self._world = None
+        error: Exception | None = None
+        try:
+            self.optimizer.clip_grad_norm_(float("inf"))  # within each set of ranks: they compare their plans
+            self.optimizer.zero_grad()
+        except Exception as found:
+            error = found
+        tell(None, error)
+
+    # ---------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Take the loss scale out of the gradients, in place; return whether any rank has overflowed.
+
+        Raises:
+            LayoutError: a parameter has no ``main_grad``; PlanError on the other ranks then.
+        """
+        if self.grad_scaler is None:
+            return False
+        error: Exception | None = None
+        gradients: list[Tensor] = []
+        try:
+            held = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
+            gradients = [gradient for gradient in held if gradient is not None and gradient.numel()]
+        except LayoutError as wrong:
+            error = wrong
+        told = torch.zeros(2, device=self._device)  # overflow, error
+        overflow, told[1] = told[:1], float(error is not None)
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        found, failed = bool(overflow), bool(told[1])
+        if failed:
+            raise error or PlanError(OTHER_STAGE)
+        self.grad_scaler.update(found)
+        return found
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Take one step; all ranks of the world call it.
+
+        Returns:
+            Whether anything was changed, the norm of all gradients before clipping (None if it was not measured), and
+            how many elements of them are zero (None unless ``log_num_zeros_in_grad``).
+
+        Raises:
+            LayoutError, PlanError, ValueError: on every rank, before anything is written.
+        """
+        if self.prepare_grads():
+            return False, None, None
+        error: Exception | None = None
+        norms: GradNorms | None = None
+        zeros: int | None = None
+        try:
+            norms = self._clip()
+            zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+            self.optimizer.step()
+        except Exception as found:
+            error = found
+        if self._axes.stages > 1:
+            raise_together(error, self._device)
+        elif error is not None:
+            raise error
+        assert norms is not None
+        self._publish()
+        total = None if norms.total is None else float(norms)
+        return not bool(norms.skipped), total, zeros
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step without clipping, for loops that have done that themselves."""
+        error: Exception | None = None
+        try:
+            self.optimizer.step()
+        except Exception as found:
+            error = found
+        if self._axes.stages > 1:
+            raise_together(error, self._device)
+        elif error is not None:
+            raise error
+        self._publish()
+        return True
+
+    def _clip(self) -> GradNorms:
+        limits = self._limits
+        return self.optimizer.clip_grad_norm_(
+            limits.max_norm,
+            policy=limits.policy,
+            skip_above=limits.skip_above,
+            norms=limits.norms,
+            process_group=self._world,
+        )
+
+    def _publish(self) -> None:
+        """Let the modules compute with the parameters as they are now."""
+        for holding in self._holdings:
+            master = self.optimizer.state[holding.tensor].get("master")
+            if master is not None:  # Megatron's log of the parameters' norm reads it there
+                holding.parameter.main_param = local_of(master)  # type: ignore[attr-defined]
+                holding.parameter.main_param_sharded = self.config.use_distributed_optimizer  # type: ignore[attr-defined]
+        if self.config.use_distributed_optimizer:
+            for chunk in self.model_chunks:
+                if not chunk.ddp_config.overlap_param_gather:  # else the next forward pass gathers them
+                    chunk.start_param_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget what autograd left in ``grad``, and what clipping decided; Megatron zeroes ``main_grad`` itself."""
+        for holding in self._holdings:
+            holding.parameter.grad = None
+        self.optimizer.zero_grad()
+
+    # ---------------------------------------------------------------- what loops ask
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Return the norm of all gradients over the world, a tied embedding once; all ranks call it."""
+        return float(self.optimizer.clip_grad_norm_(float("inf"), process_group="world"))
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Clip by another norm than ``config.clip_grad``, as the policy says; return the norm of all gradients."""
+        return float(self.optimizer.clip_grad_norm_(clip_grad, policy=self._limits.policy, process_group="world"))
+
+    @torch.no_grad()
+    def count_zeros(self) -> int:
+        """Return how many elements of the gradients are zero over the world, each counted once; all ranks call it."""
+        source = self.optimizer.gradients
+        zeros = torch.zeros((), dtype=torch.float64, device=self._device)
+        for member in self.optimizer.members:
+            gradient = source.gradient(member.tensor)
+            if gradient is not None and source.counted(member.tensor):
+                zeros += (gradient.numel() - gradient.count_nonzero()) / member.storage.copies
+        dist.all_reduce(zeros)
+        return round(float(zeros))
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the loss scale, (1,)."""
+        scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
+        return scale
+
+    def get_parameters(self) -> list[Tensor]:
+        """Return the parameters, those of Megatron's modules."""
+        return [holding.parameter for holding in self._holdings]
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Set the fp32 masters to the model's parameters, which something else than this optimizer has written.
+
+        Raises:
+            StateError: ``state_dict`` is given.
+        """
+        if state_dict is not None:
+            found, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
+            raise StateError(explain_error("reload_model_params", found, "None", write))
+        for holding in self._holdings:
+            master = self.optimizer.state[holding.tensor].get("master")
+            if master is not None:
+                local_of(master).copy_(holding.tensor)
+
+    def explain(self) -> Explanation:
+        """Return who goes where and why; ``str()`` of it is a table. No communication."""
+        return self.optimizer.explain()
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank holds, for the same run on the same ranks."""
+        found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        if self.grad_scaler is not None:
+            found["grad_scaler"] = self.grad_scaler.state_dict()
+        return found
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the state for Megatron's dist_checkpointing, by the parameters' names in the whole model.
+
+        It is the same with DistributedDataParallel and with the distributed optimizer, whatever the sizes of tensor,
+        pipeline, data and expert parallelism, so that a checkpoint loads under any others.
+
+        Args:
+            model_sharded_state_dict: The model's; not read.
+            is_loading: Whether it is to be loaded into; not read: state that no step has created yet is made here, by
+                all ranks.
+            metadata: Megatron's; not read, since there is one format.
+        """
+        self.optimizer.refuse_if_torn()
+        found: dict[str, Any] = checkpoint.sharded(
+            self.optimizer, {h.name: h.saved for h in self._holdings}, self._first_holder
+        )
+        if self.grad_scaler is not None:
+            found["grad_scaler"] = self.grad_scaler.state_dict()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned, or what dist_checkpointing has loaded for `sharded_state_dict`.
+
+        Raises:
+            StateError: it is neither, or does not fit.
+        """
+        if "optimizer" in state_dict:
+            self.optimizer.load_state_dict(state_dict["optimizer"])
+        else:
+            checkpoint.restore(self.optimizer, state_dict)
+        if self.grad_scaler is not None and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])

@@ -1,0 +1,80 @@
+"""Refusals: settings of Megatron's that this optimizer would have to ignore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from muonmesh.errors import explain_error
+
+_CONFIG = {
+    "use_precision_aware_optimizer": "Remove it, and write muon={'state_dtype': torch.bfloat16} for less memory",
+    "optimizer_cpu_offload": "Remove it; state shared among replicas needs less memory: use_distributed_optimizer=True",
+    "overlap_param_gather_with_optimizer_step": "Remove it; overlap_param_gather alone may stay",
+    "reuse_grad_buf_for_mxfp8_param_ag": "Remove it: parameters must be bf16, fp16 or fp32",
+}
+"""Fields of OptimizerConfig that must be off, with what to write."""
+
+_DDP = {
+    "use_megatron_fsdp": "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too",
+    "fp8_param_gather": "Remove it: parameters must be bf16, fp16 or fp32",
+}
+"""Fields of DistributedDataParallelConfig that must be off."""
+
+
+def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
+    """Raise ValueError if Megatron is configured for what would be ignored or wrong here."""
+    if config.optimizer != "adam":
+        needed = "'adam', which says where Megatron keeps the rates and moments of AdamW's half"
+        write = "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"
+        raise ValueError(explain_error("OptimizerConfig", f"optimizer={config.optimizer!r}", needed, write))
+    if not config.decoupled_weight_decay:
+        found = "decoupled_weight_decay=False"
+        raise ValueError(explain_error("OptimizerConfig", found, "decoupled decay", "Set decoupled_weight_decay=True"))
+    for field, write in _CONFIG.items():
+        if getattr(config, field, False):
+            raise ValueError(explain_error("OptimizerConfig", f"{field}=True", "it off", write))
+    if dump is not None:
+        found, write = f"dump_param_to_param_group_map={dump!r}", "Write print(optimizer.explain()) instead"
+        raise ValueError(explain_error("get_megatron_optimizer", found, "None", write))
+    for chunk in chunks:
+        ddp = getattr(chunk, "ddp_config", None)
+        if ddp is None:
+            found, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
+            raise ValueError(explain_error("model_chunks", found, "a chunk with main_grad", write))
+        for field, write in _DDP.items():
+            if getattr(ddp, field, False):
+                raise ValueError(explain_error("DistributedDataParallelConfig", f"{field}=True", "it off", write))
+        if ddp.num_distributed_optimizer_instances > 1:
+            found = f"num_distributed_optimizer_instances={ddp.num_distributed_optimizer_instances}"
+            raise ValueError(explain_error("DistributedDataParallelConfig", found, "1", "Set it to 1"))
+        if ddp.use_distributed_optimizer != config.use_distributed_optimizer:
+            found = f"use_distributed_optimizer={ddp.use_distributed_optimizer} there and "
+            found += f"{config.use_distributed_optimizer} in OptimizerConfig"
+            write = "Set both alike"
+            raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same", write))
+        model = getattr(chunk, "config", None)
+        _refuse_unreduced_experts(model, chunk)
+        remat = getattr(model, "gtp_weight_remat_size", 1)
+        if remat > 1:
+            found = f"gtp_weight_remat_size={remat}"
+            raise ValueError(explain_error("TransformerConfig", found, "1", "Set gtp_weight_remat_size=1"))
+
+
+def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:
+    """Refuse experts whose gradients differ on ranks that hold the same experts.
+
+    Without expert parallelism 0.16.1 stamps experts ``allreduce=True``, so they are averaged over the data-parallel
+    ranks of the dense weights. With another size of expert tensor parallelism the tensor-parallel ranks hold copies
+    that have seen other tokens, and nothing averages these: they drift apart, whatever the optimizer. Later versions
+    stamp them ``allreduce=False`` there.
+    """
+    if not getattr(model, "num_moe_experts", None) or model.expert_model_parallel_size > 1:
+        return
+    tensor, expert = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
+    experts = [parameter for name, parameter in chunk.named_parameters() if ".experts." in name]
+    if expert not in (None, tensor) and any(getattr(parameter, "allreduce", True) for parameter in experts):
+        found = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
+        found += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
+        write = f"Set expert_model_parallel_size={tensor}, or expert_tensor_parallel_size={tensor}"
+        raise ValueError(explain_error("TransformerConfig", found, "copies of experts that stay alike", write))

@@ -1,0 +1,107 @@
+"""Roles: what the parameters of Megatron-Core's own classes are, the same for every way of cutting the model up.
+
+Megatron's modules say what they are: embeddings and output layers by a flag on the parameter, the others by their
+class and by the attribute that holds them. Sizes are those of the whole parameter, from the modules' configuration,
+never from a shard. Read from megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from muonmesh.errors import explain_error
+from muonmesh.groups.fused import class_names
+from muonmesh.groups.sites import Kind, Role, Site
+
+_WEIGHT = re.compile(r"weight\d*")
+"""Transformer Engine's grouped linear layers number their experts: weight0, weight1, …"""
+
+HALVES = ("heads", 2, 0)
+"""Gate rows, then up rows: two equal matrices, whatever the size."""
+
+
+def megatron_role(site: Site) -> Role | None:
+    """Say what a parameter of Megatron's is; None: nothing here knows it, and the general rules decide."""
+    if getattr(site.parameter, "is_embedding_or_output_parameter", False) and len(site.shape) == 2:
+        return _table(site)
+    if "GroupedMLP" in class_names(site.module, "megatron"):
+        found = f"{site.key} of GroupedMLP, whose memory is (experts, hidden, -1) whatever its shape says"
+        needed, write = "experts that are matrices of their own", "Set moe_grouped_gemm=False, or use TEGroupedMLP"
+        raise ValueError(explain_error(site.name, found, needed, write))
+    held, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
+    if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:
+        return None
+    for classes, attribute, split, what in _FUSED:
+        if held == attribute and not classes.isdisjoint(class_names(owner, "megatron")):
+            matrices = split(owner)
+            return None if matrices is None else Role("muon", "matrices", f"{what} ({type(owner).__name__})", matrices)
+    return None
+
+
+def _table(site: Site) -> Role:
+    # The copy of a tied embedding on the last pipeline stage must be stepped as the first stage's is.
+    tied = getattr(site.parameter, "shared_embedding", False)
+    kind: Kind = "embeddings" if tied or any("Embedding" in n for n in class_names(site.module)) else "head"
+    what = {"embeddings": "embedding", "head": "output layer"}[kind]
+    return Role("adamw", kind, f"{what}: is_embedding_or_output_parameter", "whole")
+
+
+def _grouped_query(owner: Any) -> tuple[Any, ...]:
+    """For each query group its queries, their gates if there are any, one key, one value."""
+    config = owner.config
+    groups = config.num_query_groups or config.num_attention_heads
+    queries = config.num_attention_heads // groups * config.kv_channels
+    gates = (queries,) if getattr(config, "attention_output_gate", False) else ()
+    return ("interleaved", (queries, *gates, config.kv_channels, config.kv_channels), 0)
+
+
+def _keys_values(owner: Any) -> tuple[Any, ...]:
+    """For each head a key and a value."""
+    return ("interleaved", (owner.config.kv_channels, owner.config.kv_channels), 0)
+
+
+def _gated(owner: Any) -> Any:
+    return HALVES if owner.config.gated_linear_unit else "whole"
+
+
+def _latent_down(owner: Any) -> tuple[Any, ...]:
+    return ("rows", owner.config.kv_lora_rank, owner.config.qk_pos_emb_head_dim)
+
+
+def _latent_up(owner: Any) -> tuple[Any, ...]:
+    return ("interleaved", (owner.config.qk_head_dim, owner.config.v_head_dim), 0)
+
+
+def _mamba(owner: Any) -> tuple[Any, ...]:
+    state = owner.ngroups * owner.d_state
+    return ("rows", owner.d_inner, owner.d_inner, state, state, owner.nheads)
+
+
+def _delta_net(owner: Any) -> tuple[Any, ...]:
+    return ("rows", owner.qk_dim, owner.qk_dim, owner.v_dim, owner.v_dim, owner.num_value_heads, owner.num_value_heads)
+
+
+def _whole(owner: Any) -> str:
+    return "whole"
+
+
+_ATTENTION = frozenset({"SelfAttention"})
+_MLP = frozenset({"MLP", "TEGroupedMLP"})
+_LATENT = frozenset({"MLASelfAttention", "MultiLatentAttention"})
+
+_FUSED: tuple[tuple[frozenset[str], str, Any, str], ...] = (
+    (_ATTENTION, "linear_qkv", _grouped_query, "attention: q, k, v by query group"),
+    (frozenset({"CrossAttention"}), "linear_kv", _keys_values, "attention: k, v head by head"),
+    (frozenset({"Attention"}), "linear_proj", _whole, "attention: output"),
+    (_LATENT, "linear_kv_down_proj", _latent_down, "attention: latent, rotary key"),
+    (_LATENT, "linear_kv_up_proj", _latent_up, "attention: k, v head by head"),
+    (_LATENT, "linear_q_down_proj", _whole, "attention: latent of q"),
+    (_LATENT, "linear_q_up_proj", _whole, "attention: q"),
+    (_LATENT, "linear_q_proj", _whole, "attention: q"),
+    (_MLP, "linear_fc1", _gated, "MLP: gate, up, or input"),
+    (_MLP, "linear_fc2", _whole, "MLP: output"),
+    (frozenset({"MambaMixer"}), "in_proj", _mamba, "Mamba: z, x, B, C, dt"),
+    (frozenset({"GatedDeltaNet"}), "in_proj", _delta_net, "gated delta net: q, k, v, z, beta, alpha"),
+)
+"""Classes of the module around the linear one, the attribute that holds that, its split, and what it is."""

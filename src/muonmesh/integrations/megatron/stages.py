@@ -1,0 +1,49 @@
+"""Stages: what ranks tell each other that share no parameter, as those of two pipeline stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from muonmesh.errors import PlanError, about, explain_error
+
+OTHER_STAGE = explain_error(
+    "step", "an error on another rank", "none on any", "Read that rank's message, which names what is wrong"
+)
+"""What the ranks say that have found nothing wrong themselves."""
+
+
+def tell(mine: Any, error: Exception | None) -> list[Any]:
+    """Return what every rank of the world tells; all ranks call it.
+
+    Raises:
+        Exception: ``error`` on the ranks that have one.
+        PlanError: on the others, if any has.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (mine, None if error is None else f"{type(error).__name__}: {error}"))
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(told):
+        if message is not None:
+            raise PlanError(about(f"rank {rank}", message))
+    return [each for each, _ in told]
+
+
+def raise_together(error: Exception | None, device: torch.device) -> None:
+    """Raise on every rank if any has an error: a stage would wait for the activations of one that has raised.
+
+    One number is summed over the world.
+
+    Raises:
+        Exception: ``error`` on the ranks that have one.
+        PlanError: on the others.
+    """
+    failed = torch.tensor([float(error is not None)], device=device)
+    dist.all_reduce(failed)
+    if error is not None:
+        raise error
+    if float(failed):
+        raise PlanError(OTHER_STAGE)

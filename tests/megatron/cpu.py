@@ -1,0 +1,104 @@
+"""Megatron-Core on a CPU: its questions about the device, answered "cpu". Nothing that it computes is replaced.
+
+It asks which device is current, makes tensors with ``device="cuda"``, calls ``.cuda()`` and compares the names of
+tensor types. `install` answers these in the process that calls it, each in a function of its own with the place in
+megatron-core 0.16.1 that asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class OnCpu(TorchFunctionMode):
+    """``device="cuda"`` in a factory or in ``.to``, and ``.cuda()``, mean the CPU; types have the names of CUDA's.
+
+    optimizer/optimizer.py and optimizer/distrib_optimizer.py tell dtypes by ``param.type() == "torch.cuda.…"``.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+class NoStream:
+    """A stream of a device that has none: all work is done when its call returns.
+
+    transformer/moe/shared_experts.py and token_dispatcher.py make streams and wait for them.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, _: Any) -> None: ...
+    def wait_event(self, _: Any) -> None: ...
+    def record_stream(self, _: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def record_event(self) -> NoStream:
+        return self
+
+
+def current_device() -> torch.device:
+    """distributed/param_and_grad_buffer.py allocates its buffers on ``torch.cuda.current_device()``."""
+    return torch.device("cpu")
+
+
+def synchronize(*_: Any) -> None:
+    """pipeline_parallel/p2p_communication.py waits for the device after it has received."""
+
+
+_mode: OnCpu | None = None
+
+
+def install() -> None:
+    """Answer in this process from now on; a second call changes nothing."""
+    global _mode
+    if _mode is not None:
+        return
+    torch.cuda.current_device = current_device  # type: ignore[assignment]
+    torch.cuda.synchronize = synchronize
+    torch.cuda.Stream = NoStream  # type: ignore[assignment,misc]
+    stream = NoStream()
+    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # isinstance(module, TELinear), which is None without Transformer Engine.
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.TELinear = type("NoTELinear", (), {})
+    # The router asks whether there is Transformer Engine's; 0.16.1 forgets the name where there is none.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Gated delta net refuses to be made without kernels that its deterministic mode does not use; this one it uses.
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = l2norm
+    # It leaves tensors that are on the CPU as they are, and gloo wants sizes as numbers.
+    token_dispatcher.maybe_move_tensor_to_cpu = as_numbers
+    _mode = OnCpu()
+    _mode.__enter__()
+
+
+def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What transformer/moe/moe_utils.py's function of another name returns for a tensor on CUDA."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+    """What ssm/gated_delta_net.py takes from a package of kernels: vectors of length one."""
+    return x * torch.rsqrt((x * x).sum(dim, keepdim=True) + eps)

@@ -1,0 +1,254 @@
+"""Megatron-Core as the tests use it: parallel state, tiny real models, its DistributedDataParallel, its schedules."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+warnings.filterwarnings("ignore", module=r"megatron\.")
+logging.getLogger("megatron").setLevel(logging.ERROR)
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.dist_checkpointing import load as _load  # noqa: E402, F401  # imported once, not by each rank
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # noqa: E402
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+
+from tests.megatron import cpu  # noqa: E402
+
+VOCABULARY, LENGTH = 64, 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a run is cut up, and what it trains.
+
+    Attributes:
+        tp, pp, ep, etp, vpp: Sizes of tensor, pipeline, expert and expert tensor parallelism, chunks of a stage.
+        dtype: Of the parameters; gradients are fp32.
+        flat: Whether Megatron's distributed optimizer holds the state.
+        overlap: Whether gradients are reduced during the backward pass, in small buckets.
+        late: Whether parameters are gathered in the next forward pass, with the distributed optimizer.
+        tied: Whether embedding and output layer are one parameter.
+        frozen: An expression; parameters in whose names it is found are not trained.
+        model: Settings of TransformerConfig.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int | None = None
+    dtype: torch.dtype = torch.float32
+    flat: bool = False
+    overlap: bool = False
+    late: bool = False
+    tied: bool = False
+    frozen: str = "^$"
+    model: tuple[tuple[str, Any], ...] = ()
+
+    def but(self, **changes: Any) -> Shape:
+        return replace(self, **changes)
+
+
+class Norm(nn.RMSNorm):
+    """What a spec needs where sequence parallelism is on: Megatron's WrappedTorchNorm refuses it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentAttention(DotProductAttention):
+    """Megatron's own, without the sizes of keys and values that MLA of 0.16.1 passes and it does not take."""
+
+    def __init__(self, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert v_channels in (None, self.config.kv_channels)
+
+
+def begin(shape: Shape) -> None:
+    """Make Megatron's groups for this shape; all ranks do."""
+    cpu.install()
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    parallel_state.destroy_model_parallel()
+    sizes: dict[str, Any] = {
+        "tensor_model_parallel_size": shape.tp,
+        "pipeline_model_parallel_size": shape.pp,
+        "expert_model_parallel_size": shape.ep,
+    }
+    if shape.etp is not None:
+        sizes["expert_tensor_parallel_size"] = shape.etp
+    if shape.vpp is not None:
+        sizes["virtual_pipeline_model_parallel_size"] = shape.vpp
+    parallel_state.initialize_model_parallel(**sizes)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+
+
+def config_of(shape: Shape) -> TransformerConfig:
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "ffn_hidden_size": 48,
+        "gated_linear_unit": True,
+        "activation_func": nn.functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": True,
+        "batch_p2p_sync": False,
+        "params_dtype": shape.dtype,
+        "pipeline_dtype": shape.dtype,
+        "bf16": shape.dtype == torch.bfloat16,
+        "fp16": shape.dtype == torch.float16,
+        "tensor_model_parallel_size": shape.tp,
+        "pipeline_model_parallel_size": shape.pp,
+        "expert_model_parallel_size": shape.ep,
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": shape.vpp,
+        **dict(shape.model),
+    }
+    kind = MLATransformerConfig if "kv_lora_rank" in settings else TransformerConfig
+    return kind(**settings)
+
+
+def spec_of(config: TransformerConfig) -> Any:
+    """The local layers' spec; with sequence parallelism or MLA the classes above in it."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=isinstance(config, MLATransformerConfig),
+        normalization="RMSNorm",
+    )
+    if config.experimental_attention_variant == "gated_delta_net":
+        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+        spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    if isinstance(config, MLATransformerConfig):
+        spec.submodules.self_attention.submodules.core_attention = LatentAttention
+    if not config.sequence_parallel:
+        return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
+
+
+def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
+    """The chunks of this rank's stage, in Megatron's own wrappers; `begin` comes first."""
+    config = config_of(shape)
+    chunks = []
+    for chunk in range(shape.vpp or 1):
+        torch.manual_seed(seed)
+        stage = {} if shape.vpp is None else {"vp_stage": chunk}
+        model: nn.Module = GPTModel(
+            config=config,
+            transformer_layer_spec=spec_of(config),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=shape.tied,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+            **stage,
+        )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(re.search(shape.frozen, name) is None)
+        if shape.dtype != torch.float32:
+            model = Float16Module(config, model)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=shape.overlap,
+            use_distributed_optimizer=shape.flat,
+            overlap_param_gather=shape.late,
+            bucket_size=2000 if shape.overlap else None,
+        )
+        wrapped = DistributedDataParallel(config, ddp, model)
+        wrapped.broadcast_params()
+        chunks.append(wrapped)
+    config.finalize_model_grads_func = finalize_model_grads
+    if shape.overlap:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = config.no_sync_func[0] if len(chunks) == 1 else config.no_sync_func
+    return chunks
+
+
+def batches(seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Other tokens for each data-parallel rank and each turn: ids, positions, mask."""
+    generator = torch.Generator().manual_seed(seed * 100 + parallel_state.get_data_parallel_rank())
+    while True:
+        ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
+        positions = torch.arange(LENGTH).expand(2, LENGTH).contiguous()
+        yield ids, positions, torch.triu(torch.ones(LENGTH, LENGTH), 1).bool()[None, None]
+
+
+def _forward(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    ids, positions, mask = next(data)
+    return model(ids, positions, mask, labels=ids), lambda losses: (losses.float().mean(), {"loss": losses.detach()})
+
+
+def backward(shape: Shape, chunks: Sequence[DistributedDataParallel], optimizer: Any, turn: int) -> list[float]:
+    """One forward and backward pass of the whole pipeline with Megatron's schedule, and its reduction of gradients."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    chunks[0].config.grad_scale_func = optimizer.scale_loss if optimizer is not None else None
+    told = get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=[batches(turn) for _ in chunks] if len(chunks) > 1 else batches(turn),
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=shape.pp if shape.vpp else 2,
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    return [float(each["loss"].float().mean()) for each in told]
+
+
+def optimizer_config(shape: Shape, **settings: Any) -> OptimizerConfig:
+    return OptimizerConfig(
+        **{
+            "optimizer": "adam",
+            "lr": 0.02,
+            "min_lr": 0.0,
+            "weight_decay": 0.1,
+            "clip_grad": 1.0,
+            "initial_loss_scale": 2.0**10,
+            "bf16": shape.dtype == torch.bfloat16,
+            "fp16": shape.dtype == torch.float16,
+            "params_dtype": shape.dtype,
+            "use_distributed_optimizer": shape.flat,
+            "overlap_param_gather": shape.late,
+            **settings,
+        }
+    )

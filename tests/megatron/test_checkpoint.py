@@ -1,0 +1,128 @@
+"""Checkpoints by Megatron's dist_checkpointing: what is resumed continues bit for bit, whatever it went through."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from torch import Tensor
+
+from muonmesh.integrations.megatron import get_megatron_optimizer
+from tests.megatron import gathered, host
+from tests.megatron.host import Shape
+from tests.megatron.shapes import MOE, ONE_LAYER
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Run:
+    """A model with its optimizer. `seed` differs between runs, so that nothing is right before it is loaded."""
+
+    def __init__(self, shape: Shape, seed: int, muon: dict[str, Any]) -> None:
+        host.begin(shape)
+        self.shape, self.chunks = shape, host.chunks_of(shape, seed=seed)
+        self.optimizer = get_megatron_optimizer(
+            host.optimizer_config(shape), self.chunks, muon=muon, policy="per_matrix"
+        )
+
+    def state(self, is_loading: bool) -> dict[str, Any]:
+        (chunk,) = self.chunks
+        model = chunk.module.sharded_state_dict()
+        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+
+    def save(self, path: Path) -> None:
+        if dist.get_rank() == 0:
+            path.mkdir()
+        dist.barrier()
+        dist_checkpointing.save(self.state(is_loading=False), str(path))
+
+    def load(self, path: Path) -> None:
+        loaded = dist_checkpointing.load(self.state(is_loading=True), str(path))
+        self.chunks[0].module.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+
+    def held(self) -> dict[tuple[str, str], Tensor]:
+        """All state of this rank, running norms and step counts too, which only later steps would show."""
+        optimizer = self.optimizer.optimizer
+        return {
+            (member.name, key): getattr(value, "_local_tensor", value).clone()
+            for member in optimizer.members
+            for key, value in optimizer.state[member.tensor].items()
+        }
+
+    def train(self, turns: range) -> tuple[list[list[float]], dict[str, Tensor]]:
+        losses = []
+        for turn in turns:
+            self.optimizer.zero_grad()
+            losses.append(host.backward(self.shape, self.chunks, self.optimizer, turn))
+            self.optimizer.step()
+        return losses, gathered.gather(gathered.held(gathered.named(self.chunks)))
+
+
+def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any]) -> list[bool]:
+    """Whether a run that went through a checkpoint of each of the others in turn goes on as if nothing had been."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks its writers
+    first = Run(shape, 7, muon)
+    first.train(range(2))
+    path = folder / "saved"
+    first.save(path)
+    saved = first.held()
+    losses, parameters = first.train(range(2, 4))
+    same = []
+    for number, other in enumerate([shape, *others]):
+        through = Run(other, 8 + number, muon)
+        through.load(path)
+        path = folder / str(number)
+        through.save(path)
+        back = Run(shape, 20 + number, muon)
+        back.load(path)
+        held = back.held()
+        alike = held.keys() == saved.keys() and all(torch.equal(held[key], saved[key]) for key in saved)
+        again, after = back.train(range(2, 4))
+        same.append(
+            alike and again == losses and all(torch.equal(after[name], parameters[name]) for name in parameters)
+        )
+    return same
+
+
+CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
+    "fp32": (Shape(tp=2), [Shape(tp=4), Shape(flat=True)], {}),
+    "bf16, distributed optimizer": (
+        Shape(tp=2, flat=True, dtype=BF16),
+        [Shape(tp=4, dtype=BF16), Shape(flat=True, dtype=BF16)],
+        {"rule": "normuon"},
+    ),
+    "fp16, tied over stages": (
+        Shape(pp=2, tied=True, dtype=FP16),
+        [Shape(tied=True, flat=True, dtype=FP16)],
+        {"shard_state": True},
+    ),
+    "experts": (Shape(ep=2, model=MOE + ONE_LAYER), [Shape(ep=2, flat=True, model=MOE + ONE_LAYER)], {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_is_continued(workers, tmp_path: Path, name: str) -> None:
+    """State of every rule, masters, counts and running norms; each way goes through another way of cutting up."""
+    shape, others, muon = CASES[name]
+    assert workers(4).run(resumed, shape, others, tmp_path, muon, timeout=120.0) == [[True] * (1 + len(others))] * 4
+
+
+def before_the_first_step(folder: Path) -> bool:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks its writers
+    first, second = Run(Shape(tp=2), 7, {}), Run(Shape(tp=2, flat=True), 8, {})
+    first.save(folder / "saved")
+    second.load(folder / "saved")
+    _, parameters = first.train(range(2))
+    _, after = second.train(range(2))
+    return all(torch.allclose(after[name], parameters[name], atol=1e-6) for name in parameters)
+
+
+def test_saved_before_the_first_step(workers, tmp_path: Path) -> None:
+    """The two ways of reducing gradients may round otherwise."""
+    assert workers(2).run(before_the_first_step, tmp_path) == [True] * 2

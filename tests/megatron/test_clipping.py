@@ -1,0 +1,142 @@
+"""Megatron-LM pull request 5395, point by point: on Megatron's own ChainedOptimizer and on ours.
+
+Its main has no such change, and 0.16.1's Muon needs a package that is not on this machine. So Megatron's side of the
+comparison is what all of its optimizers go through: `ChainedOptimizer.step`, which scales every gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import get_megatron_optimizer as megatrons
+from torch import Tensor
+
+from muonmesh.integrations.megatron import get_megatron_optimizer
+from tests.megatron import gathered, host
+from tests.megatron.host import Shape
+from tests.megatron.shapes import MOE, ONE_LAYER
+
+HUGE = 2.0**27  # a power of two, so that what does not depend on magnitudes keeps its bits
+
+
+def stepped(shape: Shape, make: Any, huge: str, **settings: Any) -> tuple[dict[str, float], dict[str, float], Any]:
+    """One step with gradients of one half 2²⁷ times as large; how far parameters moved, what is left
+    of the gradients relative to what they were, and what `step` returned.
+    """
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    optimizer = make(host.optimizer_config(shape, **settings.pop("config", {})), chunks, **settings)
+    host.backward(shape, chunks, None, 0)
+    named = gathered.named(chunks)
+    for name, parameter in named.items():
+        half = "muon" if "linear" in name else "adamw"
+        if half == huge:
+            parameter.main_grad.mul_(HUGE)
+    before = {name: (p.detach().clone(), p.main_grad.clone()) for name, p in named.items()}
+    told = optimizer.step()
+    moved = {name: float((p.detach() - before[name][0]).float().norm()) for name, p in named.items()}
+    left = {name: float(p.main_grad.norm() / before[name][1].norm()) for name, p in named.items()}
+    return moved, left, told
+
+
+def matrices(values: dict[str, float]) -> list[float]:
+    return [value for name, value in values.items() if "linear" in name]
+
+
+def rest(values: dict[str, float]) -> list[float]:
+    return [value for name, value in values.items() if "linear" not in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
+def test_a_huge_gradient_in_either_half(workers, flat: bool, dtype: torch.dtype) -> None:
+    """Ours: Muon's update stays as it is to the bit, and AdamW's half is clipped by its own norm alone."""
+    shape = Shape(tp=2, flat=flat, dtype=dtype)
+    once = workers(2).run(stepped, shape, get_megatron_optimizer, "none")
+    for huge in ("muon", "adamw"):
+        for (moved, left, (ok, norm, _)), (small, _, _) in zip(
+            workers(2).run(stepped, shape, get_megatron_optimizer, huge), once, strict=True
+        ):
+            assert ok
+            assert norm > 0.1 * HUGE
+            if huge == "muon":
+                assert moved == small
+            assert all(value == 1 for value in matrices(left))
+
+
+def test_megatrons_own_chain_scales_all_of_them(workers) -> None:
+    for _, left, _ in workers(2).run(stepped, Shape(tp=2), megatrons, "muon"):
+        assert max(matrices(left)) < 1e-6
+        assert max(rest(left)) < 1e-6
+
+
+def crushed(shape: Shape) -> tuple[float, float]:
+    """What of the update of AdamW's half is left when Muon's gradients are huge: the threshold is its own."""
+    plain, _, _ = stepped(shape, get_megatron_optimizer, "none")
+    with_huge, _, _ = stepped(shape, get_megatron_optimizer, "muon")
+    return sum(rest(plain)), sum(rest(with_huge))
+
+
+def test_the_threshold_of_the_other_half_is_unpolluted(workers) -> None:
+    for plain, with_huge in workers(2).run(crushed, Shape(tp=2)):
+        assert with_huge == plain
+
+
+def limited(config: Any, chunks: Any) -> Any:
+    """Ours with a limit that OptimizerConfig has got after 0.16.1."""
+    config.grad_norm_skip_threshold = 1e4
+    return get_megatron_optimizer(config, chunks)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
+def test_a_step_is_skipped_for_the_half_that_is_clipped(workers, flat: bool) -> None:
+    shape = Shape(tp=2, flat=flat)
+    for moved, _, (ok, _, _) in workers(2).run(stepped, shape, limited, "muon"):
+        assert ok
+        assert min(matrices(moved)) > 0
+    for moved, _, (ok, norm, _) in workers(2).run(stepped, shape, limited, "adamw"):
+        assert not ok
+        assert norm > 1e4
+        assert set(moved.values()) == {0.0}
+
+
+def all_muon(shape: Shape) -> tuple[int, Any]:
+    """The all-reduces of a step in which nothing is AdamW's, beyond those of the exchange."""
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    for name, parameter in chunks[0].named_parameters():
+        parameter.requires_grad_("linear" in name)
+    (chunk,) = chunks
+    chunks = [type(chunk)(chunk.config, chunk.ddp_config, chunk.module)]
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks)
+    host.backward(shape, chunks, optimizer, 0)
+    calls: list[Tensor] = []
+    real = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor)
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        told = optimizer.step()
+    finally:
+        dist.all_reduce = real
+    return len(calls), told
+
+
+def test_no_all_reduce_of_a_norm_when_all_is_muons(workers) -> None:
+    for calls, (ok, norm, _) in workers(2).run(all_muon, Shape(tp=2)):
+        assert ok
+        assert norm is None
+        assert calls <= 1  # the preflight's flags
+
+
+def test_experts_are_no_group_of_their_own(workers) -> None:
+    """A huge gradient of an expert changes nothing of the dense half, nor of AdamW's."""
+    shape = Shape(ep=2, model=MOE + ONE_LAYER)
+    for plain, with_huge in workers(2).run(crushed, shape):
+        assert with_huge == plain

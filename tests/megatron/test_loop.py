@@ -1,0 +1,291 @@
+"""What Megatron's training loop asks of its optimizer: schedules, overflow, zeros, refusals, errors on one stage."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from muonmesh.errors import PlanError, StateError
+from muonmesh.integrations.megatron import get_megatron_optimizer
+from tests.megatron import gathered, host
+from tests.megatron.host import Shape
+from tests.megatron.shapes import MOE, ONE_LAYER, SEQUENCE
+
+
+def made(shape: Shape, **settings: Any) -> tuple[list[Any], Any]:
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    return chunks, get_megatron_optimizer(
+        host.optimizer_config(shape, **settings.pop("config", {})), chunks, **settings
+    )
+
+
+# ------------------------------------------------------------------ schedules
+
+
+def scheduled() -> list[list[tuple[str, float, float]]]:
+    """The rates and decays of all groups at steps 0, 5 and 10 of ten."""
+    _, optimizer = made(Shape(tp=2), muon={"lr": 0.2}, adamw={"weight_decay": 0.3}, config={"min_lr": 0.002})
+    assert isinstance(optimizer, MegatronOptimizer)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=0.02,
+        min_lr=0.002,
+        lr_warmup_steps=0,
+        lr_decay_steps=10,
+        lr_decay_style="linear",
+        start_wd=0.1,
+        end_wd=0.2,
+        wd_incr_steps=10,
+        wd_incr_style="linear",
+    )
+    found = []
+    for increment in (0, 5, 5):
+        scheduler.step(increment)
+        found.append([(group["name"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+    assert get_canonical_lr_for_logging(optimizer.param_groups) == pytest.approx(0.002)
+    return found
+
+
+def test_schedules_keep_ratios_and_leave_vectors_without_decay(workers) -> None:
+    for begin, middle, end in workers(2).run(scheduled):
+        for step, rate, decay in ((begin, 0.02, 0.1), (middle, 0.011, 0.15), (end, 0.002, 0.2)):
+            by_name = {name: (lr, wd) for name, lr, wd in step}
+            assert by_name.keys() == {"muon", "adamw.embeddings", "adamw.head", "adamw.vectors"}
+            assert by_name["muon"] == pytest.approx((10 * rate, decay))
+            assert by_name["adamw.head"] == pytest.approx((rate, 0.3))  # asked for, so it stays
+            assert by_name["adamw.vectors"] == pytest.approx((rate, 0.0))
+
+
+def decoupled() -> dict[str, tuple[float, bool]]:
+    shape = Shape()
+    config = host.optimizer_config(shape, decoupled_lr=0.005, decoupled_min_lr=0.001)
+    _, optimizer = made(
+        shape,
+        config={"decoupled_lr": 0.005, "decoupled_min_lr": 0.001},
+        config_overrides=get_standard_config_overrides(config),
+    )
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config", "max_lr", "min_lr")
+    assert all(key in group for group in optimizer.param_groups for key in keys)
+    return {
+        group["name"].partition("[")[0]: (group["max_lr"], group["default_config"]) for group in optimizer.param_groups
+    }
+
+
+def test_a_decoupled_rate_is_that_of_embeddings_and_output_layer(workers) -> None:
+    for found in workers(2).run(decoupled):
+        assert found["adamw.embeddings"] == found["adamw.head"] == (0.005, False)
+        assert found["muon"] == found["adamw.vectors"] == (0.02, True)
+
+
+# ------------------------------------------------------------------ overflow, zeros
+
+
+def overflow(shape: Shape) -> tuple[Any, bool, list[float]]:
+    """A non-finite gradient on the last rank alone, then a good step; what came back, what changed, the scales."""
+    chunks, optimizer = made(shape, config={"hysteresis": 1})
+    scales = [float(optimizer.get_loss_scale())]
+    host.backward(shape, chunks, optimizer, 0)
+    before = gathered.gather(gathered.held(gathered.named(chunks)))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        last = list(chunks[-1].parameters())[-1]
+        last.main_grad.fill_(float("inf"))
+    told = optimizer.step()
+    after = gathered.gather(gathered.held(gathered.named(chunks)))
+    scales.append(float(optimizer.get_loss_scale()))
+    return told, all(torch.equal(before[name], after[name]) for name in before), scales
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
+def test_an_overflow_on_one_rank_skips_on_all(workers, flat: bool) -> None:
+    shape = Shape(pp=2, dtype=torch.float16, flat=flat)
+    for told, same, (before, after) in workers(2).run(overflow, shape):
+        assert told == (False, None, None)
+        assert same
+        assert after == before / 2
+
+
+def zeros(shape: Shape) -> tuple[int, int, int]:
+    chunks, optimizer = made(shape, config={"log_num_zeros_in_grad": True})
+    host.backward(shape, chunks, optimizer, 0)
+    named = {n: p for n, p in gathered.named(chunks).items() if not getattr(p, "shared", False)}
+    whole = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
+    expected = sum(int((gradient == 0).sum()) for gradient in whole.values())
+    asked = optimizer.count_zeros()
+    _, _, told = optimizer.step()
+    return told, asked, expected
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(tp=2), Shape(tp=2, flat=True), Shape(pp=2, tied=True), Shape(ep=2, model=MOE + ONE_LAYER)],
+    ids=["TP", "flat", "tied", "experts"],
+)
+def test_zeros_are_counted_once(workers, shape: Shape) -> None:
+    for told, asked, expected in workers(4).run(zeros, shape):
+        assert told == asked == expected
+        assert told > 0 or shape.tied
+
+
+# ------------------------------------------------------------------ errors
+
+
+def one_stage(what: str) -> None:
+    """Something is wrong on the last of two stages only."""
+    shape = Shape(pp=2, dtype=torch.float16 if what == "no main_grad" else torch.float32)
+    if what == "an override of one stage":
+        _, optimizer = made(shape, overrides={"output_layer": {"lr": 0.5}})
+        rates = {name: g["lr"] for g in optimizer.param_groups for name in g["param_names"]}
+        assert rates.get("output_layer.weight", 0.5) == 0.5
+        return
+    if what == "an override of no stage":
+        made(shape, overrides={"no_such_layer": "adamw"})
+    mine = dist.get_rank() == 1
+    if what == "a setting":
+        made(shape, muon={"momentum": 2.0} if mine else None)
+    chunks, optimizer = made(shape)
+    host.backward(shape, chunks, optimizer, 0)
+    if what == "a group":
+        optimizer.param_groups[0]["momentum"] = 2.0 if mine else 0.95
+    if what == "a gradient":
+        next(iter(chunks[0].parameters())).main_grad = torch.zeros(1) if mine else torch.zeros(64, 32)
+    if what == "no main_grad" and mine:  # found while the loss scale is taken out
+        parameter = next(iter(chunks[0].parameters()))
+        parameter.grad, parameter.main_grad = torch.zeros_like(parameter), None
+    if what == "a state":  # clipping, which meets all stages, does not look at it
+        optimizer.step()
+        tensor = optimizer.param_groups[0]["params"][0]
+        if mine:
+            optimizer.optimizer.state[tensor]["momentum_buffer"] = torch.zeros(1)
+    optimizer.step()
+
+
+def test_an_override_may_name_what_one_stage_has(workers) -> None:
+    workers(2).run(one_stage, "an override of one stage")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("an override of no stage", "no_such_layer"),
+        ("a setting", "momentum"),
+        ("a group", "momentum"),
+        ("a gradient", "gradient of local shape"),
+        ("a state", "momentum_buffer of shape"),
+        ("no main_grad", "a gradient in grad and no main_grad"),
+    ],
+)
+def test_an_error_on_one_stage_is_raised_on_every_stage(workers, what: str, message: str) -> None:
+    begin = time.monotonic()
+    first, second = workers(2).run_expecting_errors(one_stage, what, timeout=30.0)
+    assert time.monotonic() - begin < 30  # gloo would wait for minutes
+    assert issubclass(second.error, (ValueError, StateError))
+    assert re.search(message, second.message)
+    assert first.error is (PlanError if what != "an override of no stage" else ValueError)
+
+
+def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:
+    made(Shape(), config=config, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ({"optimizer": "sgd"}, {}, "Set optimizer='adam'"),
+        ({"use_distributed_optimizer": True}, {}, "Set both alike"),
+        ({"optimizer_cpu_offload": True}, {}, "optimizer_cpu_offload=True; needed it off. Remove it"),
+        ({"decoupled_weight_decay": False}, {}, "Set decoupled_weight_decay=True"),
+        ({}, {"dump_param_to_param_group_map": "x"}, r"Write print\(optimizer.explain\(\)\)"),
+        ({}, {"policy": "sometimes"}, "policy: found 'sometimes'"),
+        ({}, {"overrides": {"(": "adamw"}}, "Use re.escape on what is meant literally"),
+        ({"decoupled_lr": 0.1}, {"adamw": {"lr": 0.2}}, "Remove one"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(workers, config: Any, arguments: Any, message: str) -> None:
+    for outcome in workers(2).run_expecting_errors(refused, config, arguments):
+        assert outcome.error is ValueError
+        assert re.search(message, outcome.message)
+
+
+def unreduced() -> bool:
+    """Whether Megatron leaves other gradients on ranks that hold the same experts."""
+    shape = Shape(tp=2, etp=1, model=MOE + SEQUENCE + ONE_LAYER)
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    host.backward(shape, chunks, None, 0)
+    name = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+    expert = gathered.named(chunks)[name]
+    both = [torch.zeros_like(expert) for _ in range(2)]
+    dist.all_gather(both, expert.main_grad)
+    differ = not torch.equal(*both)
+    dist.all_gather(both, expert.detach())
+    with pytest.raises(ValueError, match=r"does not average .* Set expert_model_parallel_size=2, or expert_tensor"):
+        get_megatron_optimizer(host.optimizer_config(shape), chunks)
+    return differ and torch.equal(*both)
+
+
+def test_experts_that_megatron_lets_drift_apart_are_refused(workers) -> None:
+    """If this fails because gradients agree, Megatron has mended it, and the refusal can go."""
+    assert workers(2).run(unreduced) == [True, True]
+
+
+# ------------------------------------------------------------------ the rest of the interface
+
+
+def by_collection(shape: Shape) -> bool:
+    """Whether groups passed as a collection, without those of experts too, give the layouts of `parallel_state`."""
+    host.begin(shape)
+    chunks, every = host.chunks_of(shape), ProcessGroupCollection.use_mpu_process_groups()
+    layouts = []
+    for collection in (None, every, ProcessGroupCollection(tp=every.tp, pp=every.pp, dp=every.dp)):
+        optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, pg_collection=collection)
+        layouts.append([member.storage.layout for member in optimizer.optimizer.members])
+    return layouts[0] == layouts[1] == layouts[2]
+
+
+def test_groups_may_be_passed(workers) -> None:
+    assert workers(4).run(by_collection, Shape(tp=2, flat=True)) == [True] * 4
+
+
+def offered(shape: Shape) -> None:
+    chunks, optimizer = made(shape)
+    assert optimizer.chained_optimizers == [optimizer]
+    assert optimizer.is_stub_optimizer is False
+    host.backward(shape, chunks, optimizer, 0)
+    assert optimizer.prepare_grads() is False
+    norm = optimizer.get_grad_norm()
+    gradients: list[Tensor] = list(
+        gathered.gather(gathered.held(gathered.named(chunks), gathered.gradients(chunks))).values()
+    )
+    assert norm == pytest.approx(float(torch.cat([g.double().flatten() for g in gradients]).norm()))
+    assert optimizer.step_with_ready_grads() is True
+    parameters = list(chunks[0].parameters())
+    assert {id(p) for p in optimizer.get_parameters()} == {id(p) for p in parameters}
+    for parameter in parameters:
+        assert parameter.main_param_sharded == shape.flat
+        assert parameter.main_param.dtype == torch.float32
+        parameter.data.fill_(0.5)
+    optimizer.reload_model_params()
+    assert all(bool((parameter.main_param == 0.5).all()) for parameter in parameters)
+    assert "muon" in str(optimizer.explain())
+    assert [g["name"] for g in optimizer.param_groups if g.get("skip_grad_norm_clip")] == ["muon"]
+    with pytest.raises(StateError, match=r"adamw.embeddings: found no state of it; needed that of all groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": {}})
+    with pytest.raises(StateError, match=r"reload_model_params: found a state dict to take masters from"):
+        optimizer.reload_model_params({"model": {}})
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
+def test_what_loops_read(workers, flat: bool) -> None:
+    workers(2).run(offered, Shape(tp=2, flat=flat, dtype=torch.bfloat16))

@@ -1,0 +1,53 @@
+"""What docs/megatron.md says to write runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as megatrons
+
+from tests.megatron import gathered, host
+from tests.megatron.host import Shape
+from tests.pages import run
+from tests.workers import Pool
+
+
+def page(path: str) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks its writers
+    shape = Shape(tp=2, flat=True)
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    if dist.get_rank() == 0:
+        os.mkdir(path)
+    dist.barrier()
+    names = {
+        "config": host.optimizer_config(shape),
+        "model_chunks": chunks,
+        "forward_backward": lambda chunks: host.backward(shape, chunks, None, 0),
+    }
+    snippets = run("docs/megatron.md", names, {}, {"path": path})
+    found = next(snippets)
+    optimizer = found["optimizer"]
+    assert found["ok"]
+    assert found["norm"] > 0
+    rates = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert rates["muon"] == (0.02, 0.1)
+    assert rates["muon[weight_decay=0.0]"] == (0.02, 0.0)
+    before = gathered.gather(gathered.held(gathered.named(chunks)))
+    next(snippets)
+    assert megatrons.get_megatron_optimizer.keywords == {"muon": {"lr": 0.02}}
+    next(snippets)
+    after = gathered.gather(gathered.held(gathered.named(chunks)))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_page_about_megatron(tmp_path: Path) -> None:
+    pool = Pool(2)  # of its own: install() is for good
+    try:
+        pool.run(page, str(tmp_path / "saved"), timeout=120.0)
+    finally:
+        pool.close()

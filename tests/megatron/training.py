@@ -1,0 +1,61 @@
+"""Three steps of a Megatron model with our optimizer, beside one process that gets the same reduced gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from muonmesh.integrations.megatron import get_megatron_optimizer
+from tests.megatron import gathered, host
+from tests.megatron.oracle import Oracle
+
+
+class Trained(NamedTuple):
+    """What came out: by how much parameters differ from those of one process, losses, norms, and those expected."""
+
+    differing: dict[str, float]
+    losses: list[list[float]]
+    norms: list[float | None]
+    expected: list[float]
+    moved: float
+
+
+def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
+    """Run on every rank."""
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    config = host.optimizer_config(shape, **settings.pop("config", {}))
+    optimizer = get_megatron_optimizer(config, chunks, **settings)
+    parameters = gathered.named(chunks)
+    parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+    once = {name: p for name, p in parameters.items() if not getattr(p, "shared", False)}
+    wholes = gathered.gather(gathered.held(once))
+    oracle = Oracle(
+        wholes,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adamw_betas=(config.adam_beta1, config.adam_beta2),
+        adamw_eps=config.adam_eps,
+        master_dtype=None if shape.dtype == torch.float32 else torch.float32,
+        muon=settings.get("muon"),
+    )
+    losses, norms, expected = [], [], []
+    for turn in range(steps):
+        optimizer.zero_grad()
+        losses.append(host.backward(shape, chunks, optimizer, turn))
+        reduced = gathered.gather(gathered.held(once, gathered.gradients(chunks)))
+        scale = float(optimizer.get_loss_scale())
+        _, norm, _ = optimizer.step()
+        norms.append(norm)
+        given = {name: gradient / scale for name, gradient in reduced.items()}
+        expected.append(oracle.step(given, config.clip_grad, settings.get("policy", "adamw_only")))
+    if shape.late:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)  # no forward pass comes any more
+    after = gathered.gather(gathered.held(parameters))
+    copy = after.pop("output_layer.weight", None) if shape.tied else None
+    if copy is not None:
+        assert torch.equal(copy, after["embedding.word_embeddings.weight"]), "tied copies have drifted apart"
+    moved = max(float((after[name].float() - wholes[name].float()).abs().max()) for name in wholes)
+    return Trained(oracle.differing(after), losses, norms, expected, moved)
