@@ -6,11 +6,12 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-megatron check fuzz test-gpu bench clean
+.PHONY: help setup train test test-megatron soak check fuzz test-gpu bench clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
+	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
 	@echo "make test-gpu    the tests and the benchmark that need CUDA"
@@ -52,6 +53,10 @@ check: setup
 # The command that make prints names the seed.
 fuzz: setup
 	FUZZ=$(N) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest tests/unit/test_fuzz.py tests/parallel/test_fuzz.py $(ARGS)
+
+# What would make `make test` too long: more cases of the same, and commands that take minutes.
+soak: setup
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m soak $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m tests.gpu.run

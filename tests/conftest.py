@@ -23,10 +23,9 @@ _pools: dict[int, Pool] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests marked gpu unless `-m` names them: skipped, they would look like tested."""
-    if "gpu" in config.getoption("markexpr"):
-        return
-    chosen = [item for item in items if item.get_closest_marker("gpu") is None]
+    """Deselect the tests marked gpu or soak unless `-m` names them: skipped, they would look like tested."""
+    left_out = [mark for mark in ("gpu", "soak") if mark not in config.getoption("markexpr")]
+    chosen = [item for item in items if not any(item.get_closest_marker(mark) for mark in left_out)]
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen

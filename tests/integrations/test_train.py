@@ -483,6 +483,7 @@ def test_a_run_leaves_the_momentum_that_was_asked_for(finished: Path, runs: Path
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_stopped_in_either_half_resumes_bit_for_bit(finished: Path, stopped: Path, runs: Path) -> None:
     run = shutil.copytree(stopped, runs / "resumed")
     assert stop_after(run, "adamw", 2, "--resume", run) == 130

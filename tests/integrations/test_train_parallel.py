@@ -213,7 +213,13 @@ def seconds_waited_for_rank_0() -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parallel", "other"), [("tp", "hsdp"), ("fsdp+tp", "ddp"), ("zero2", "fsdp"), ("zero3", "zero1")]
+    ("parallel", "other"),
+    [
+        ("tp", "hsdp"),
+        pytest.param("fsdp+tp", "ddp", marks=pytest.mark.soak),
+        pytest.param("zero2", "fsdp", marks=pytest.mark.soak),
+        ("zero3", "zero1"),
+    ],
 )
 def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(
     parallel: Parallel,

@@ -175,6 +175,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(small_disk: Path, folder: Path) -> None:
     # A checkpoint of nano takes 0.9 MB, so that one fits beside the text and two do not, once this lies there too.
     (small_disk / "ballast").write_bytes(bytes(1_700_000))
@@ -245,6 +246,7 @@ def test_what_is_no_file_is_never_waited_for_and_paths_are_tried_first(folder: P
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_terminal_that_prints_ascii_gets_ascii(folder: Path) -> None:
     run = folder / "ascii ×"
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}

@@ -93,7 +93,7 @@ def flat(tensor_parallel: int, seed: int, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_bit_for_bit_in_flat_buffers(workers, ranks: int, seed: int, dtype: torch.dtype) -> None:
     check(workers(ranks).run(flat, 1, seed, {"compute_dtype": dtype}), divided=True)
 

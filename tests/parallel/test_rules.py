@@ -145,7 +145,7 @@ def check(outcomes: Sequence[tuple[list[str], bool]]) -> None:
 
 @pytest.mark.parametrize("rule", ["normuon", "both", "adamuon"])
 @pytest.mark.parametrize("layout", problem.LAYOUTS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_bit_for_bit(workers, ranks: int, layout: str, rule: str) -> None:
     check(workers(ranks).run(in_a_module, layout, rule, FP32))
 
@@ -194,7 +194,7 @@ def test_bit_for_bit_where_ddp_shares_the_state(workers) -> None:
     check(workers(4).run(in_a_module, "ddp", "both", {**FP32, "shard_state": True}))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("rule", ["normuon", "adamuon"])
 def test_bit_for_bit_in_flat_buffers(workers, ranks: int, seed: int, rule: str) -> None:
@@ -470,7 +470,7 @@ class CountsTwice(Sphere):
         return super().summands(weights, update, size, state)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("rule", ["muon", "normuon", "adamuon", "test-all-kinds", "test-sphere"])
 def test_a_rule_is_proved_on_generated_layouts(workers, ranks: int, rule: str) -> None:
     workers(ranks).run(prove_rule, rule, examples=EXAMPLES)

@@ -75,6 +75,7 @@ def test_what_is_not_orthogonal_gets_no_figures(script: Callable[[str], ModuleTy
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_measures_every_layout_it_is_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     command = [sys.executable, "benchmarks/step.py", "--shapes", "64x96,96x64", "--layers", "1"]
@@ -137,6 +138,7 @@ def test_clip_stall_shows_who_feels_the_clipping(script: Callable[[str], ModuleT
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_clip_stall_command_writes_its_figures_and_its_picture(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

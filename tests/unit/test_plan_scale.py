@@ -118,7 +118,14 @@ def test_a_dense_model_on_64_ranks(bench: ModuleType, layers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek", "deepseek-1024", "deepseek-ep256", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek",
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek-1024", "deepseek-ep256")),
+    ],
+)
 def test_the_plans_of_the_benchmark(bench: ModuleType, name: str) -> None:
     case = bench.CASES[name]
     plan = planned(bench, case)
@@ -129,6 +136,7 @@ def test_the_plans_of_the_benchmark(bench: ModuleType, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_plans_the_largest_model_within_its_memory(bench: ModuleType) -> None:
     case = bench.CASES["deepseek"]
     weights = case.weights()
@@ -238,6 +246,7 @@ def test_the_bound_is_below_every_assignment(bench: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     command = [sys.executable, "benchmarks/plan.py", "--cases", "llama", "--json", str(file)]
