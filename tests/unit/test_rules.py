@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.exact import total_of
-from muonmesh.numerics.rules import RULES, MuonRule, NorMuonRule, Rule, parts, register_rule
+from muonmesh.numerics.rules import RULES, MuonRule, NorMuonRule, Rule, parts, register_rule, rule_of, together
 from tests import reference
 from tests.problem import PARAMETERS
 
@@ -408,3 +408,21 @@ def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
     optimizer.step()
     assert optimizer.state[weight]["momentum_buffer"] is momentum
     assert bool(optimizer.state[weight]["row_second_moment"].all())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.95])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_pieces_that_are_only_read_have_the_scale_of_those_that_are_folded(nesterov: bool, momentum: float) -> None:
+    """A device takes them by other operations, and both may belong to one matrix; large and small ones too."""
+    rule = rule_of({**mm.Muon([nn.Parameter(torch.ones(4, 4))], momentum=momentum, nesterov=nesterov).param_groups[0]})
+    for size in (50, together.SMALL + 3):
+        gradient, kept = torch.randn(size), torch.randn(size)
+        read, twin, folded, other = torch.empty(4, size).unbind()
+        state, same = {"momentum_buffer": kept.clone()}, {"momentum_buffer": kept.clone()}
+        parts.write_direction(rule, gradient, state, read)
+        parts.fold(rule, gradient, state, into=folded)
+        factors = together.Factors(rule, torch.tensor([True]), torch.ones(1, dtype=torch.float64))
+        together.fold([together.Folded(gradient, same, 0, False, twin)], factors)
+        together.fold([together.Folded(gradient, same, 0, True, other)], factors)
+        torch.testing.assert_close(twin, read)
+        torch.testing.assert_close(other, folded)

@@ -154,10 +154,12 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     if type(rule).apply is Rule.apply and rule.decay_mode == "full" and not type(rule).asks_for_sums():
         if squares is not None:
             squares.append(_squares(pieces, factors))
-        fused_pieces = [piece for piece in pieces if _can_fuse(piece.weights, piece.rounded, piece.update)]
-        _apply_fused(fused_pieces, factors)
-        pieces = [piece for piece in pieces if not _can_fuse(piece.weights, piece.rounded, piece.update)]
-        _apply_plain(pieces, factors)
+        in_one, rest = list[Updated](), list[Updated]()
+        for piece in pieces:
+            (in_one if _can_fuse(piece.weights, piece.rounded, piece.update) else rest).append(piece)
+        _apply_fused(in_one, factors)
+        _apply_plain(rest, factors)
+        pieces = rest  # the kernel has rounded the masters of the others
     else:
         for weights, update, state, matrix, scale, _, sums, copies in pieces:
             own: list[Tensor] = []
@@ -165,7 +167,7 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
             parts.apply(rule, weights, update, state, scale=scale, active=active[matrix], sums=sums, squares=told)
             if squares is not None:
                 squares += [square / copies for square in own]
-    masters = [piece.weights for piece in pieces if piece.rounded is not None]  # of what was not fused
+    masters = [piece.weights for piece in pieces if piece.rounded is not None]
     if masters:
         torch._foreach_copy_([piece.rounded for piece in pieces if piece.rounded is not None], masters)
     return torch.stack(squares).sum() if squares else None
@@ -183,11 +185,10 @@ def _momentum(piece: Folded) -> Tensor:
 
 
 def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
-    """`MuonRule.fold` and `direction`, with 22 bytes an element less than by masking what they do.
+    """`MuonRule.fold` and `direction`, with fewer bytes than by masking what they do.
 
     A gradient that is left out is replaced by zeros, since it may be NaN, and folded in with weight 0, which changes no
-    bit of the momentum. The direction is ``m + (1 − μ)/μ · g``, 1/μ times the Nesterov direction: its magnitude does
-    not count. Denormals are left as they are: a device computes with them as fast as with others.
+    bit of the momentum. Denormals are left as they are: a device computes with them as fast as with others.
     """
     rule = factors.rule
     assert isinstance(rule, MuonRule)
@@ -220,12 +221,7 @@ def _fold_one(
         momentum.lerp_(g, by)
     if into is None:
         return
-    if not rule.nesterov:
-        into.copy_(momentum)
-    elif rule.momentum == 0:
-        into.copy_(g)
-    else:
-        torch.add(momentum, g, alpha=(1 - rule.momentum) / rule.momentum, out=into)
+    into.copy_(g.lerp_(momentum, rule.momentum) if rule.nesterov else momentum)
 
 
 def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
@@ -285,7 +281,7 @@ def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
                 [piece.gradient for piece in some],
                 [_momentum(piece) for piece in some],
                 [piece.into for piece in some if piece.into is not None],
-                _of(some, factors.active),
+                _of_each([piece.matrix for piece in some], factors.active)[0][:, 0],
                 momentum=rule.momentum,
                 nesterov=rule.nesterov,
             )
@@ -295,20 +291,16 @@ def _apply_fused(pieces: Sequence[Updated], factors: Factors) -> None:
     keep, change = factors.applied(torch.float32)
     for some in ([p for p in pieces if p.rounded is not None], [p for p in pieces if p.rounded is None]):
         if some:
-            mastered = some[0].rounded is not None
+            numbers = [piece.matrix for piece in some]
+            active, kept, changed = (factor[:, 0] for factor in _of_each(numbers, factors.active, keep, change))
             fused.apply(
                 [piece.weights if piece.rounded is None else piece.rounded for piece in some],
-                [piece.weights for piece in some] if mastered else [],
+                [piece.weights for piece in some if piece.rounded is not None],
                 [piece.update for piece in some],
-                _of(some, factors.active),
-                keep=_of(some, keep),
-                size=-_of(some, change),
+                active,
+                keep=kept,
+                size=-changed,
             )
-
-
-def _of(pieces: Sequence[Folded | Updated], factor: Tensor) -> Tensor:
-    """Return the factor of each piece's matrix, (pieces,)."""
-    return _of_each([piece.matrix for piece in pieces], factor)[0][:, 0]
 
 
 # ------------------------------------------------------------------ pieces together
