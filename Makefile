@@ -6,11 +6,12 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-megatron soak check fuzz test-gpu bench clean
+.PHONY: help setup train test test-megatron test-hosts soak check fuzz test-gpu bench clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
+	@echo "make test-hosts      the tests inside Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
@@ -44,6 +45,18 @@ $(MEGATRON)/.ready: pyproject.toml constraints.txt constraints-megatron.txt
 test-megatron: $(MEGATRON)/.ready
 	$(MEGATRON)/bin/python -m pytest tests/megatron $(ARGS)
 
+# The houses where people train, likewise: their packages are many and heavy.
+HOSTS := .venv-hosts
+$(HOSTS)/.ready: pyproject.toml constraints.txt constraints-hosts.txt
+	$(PYTHON) -m venv $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c constraints-hosts.txt -e '.[hosts,deepspeed]' pytest
+	touch $@
+
+test-hosts: $(HOSTS)/.ready
+	$(HOSTS)/bin/python -m pytest tests/hosts $(ARGS)
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -65,4 +78,4 @@ bench: setup
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(MEGATRON) $(HOSTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
