@@ -4,7 +4,7 @@ from muonmesh.clip import ClipPolicy, GradNorms
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
 from muonmesh.groups import ParamGroups
-from muonmesh.layout import FlatParameter, FlatShards, Rates
+from muonmesh.layout import FlatParameter, FlatShards, Rates, Teams
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
 from muonmesh.numerics.rules import AdaMuonRule, DecayMode, MuonRule, NorMuonRule, Rule, register_rule
@@ -37,6 +37,7 @@ __all__ = [
     "Rule",
     "ScaleMode",
     "StateError",
+    "Teams",
     "from_model",
     "orthogonalize",
     "register_rule",

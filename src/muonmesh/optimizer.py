@@ -102,7 +102,9 @@ class Muon(torch.optim.Optimizer):
             flat buffer of several parameters. A DTensor needs no entry.
         shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
             replicas, as DTensors: less memory, the same bits.
-        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "gram": for a
+        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "teams", or
+            `Teams`: likewise, and with the same bits, but a matrix that would make its owner the last to finish is
+            orthogonalised by several ranks together; on CPUs, from 384 rows on. "gram": for a
             matrix that is cut along its long dim only, the ranks sum the small X Xᵀ instead and each applies the
             result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
             whichever takes less time.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.schedule import Back, Copies, Schedule, There, Way
+from muonmesh.comm.team import Team
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Work
@@ -29,14 +30,25 @@ class OwnerExchange:
         peers: All ranks, in the order of their process group.
         dtype: Of wire and orthogonalisation.
         device: Where the matrices are assembled.
+        teams: The teams that this rank is in, by their ranks.
     """
 
     def __init__(
-        self, plan: Plan, wire: Wire, *, rank: int, peers: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        plan: Plan,
+        wire: Wire,
+        *,
+        rank: int,
+        peers: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        teams: Mapping[tuple[int, ...], Team],
     ) -> None:
         self._wire = wire
+        self._teams = teams
         self._totals = Totals(plan, rank=rank, device=device, wire=wire)
         self._device = device
+        self._plan = plan
         self._arguments = plan, rank, peers, dtype, device
         self._there: dict[int, There] = {}
         self._back: dict[int, Back] = {}
@@ -85,6 +97,9 @@ class OwnerExchange:
         matrices = stage.matrices
         del stage  # and its wire buffers, where they are not kept
         self._back[number] = self.schedule.back(number, matrices)
+        for x, out, assignment in self._back[number].teamed:
+            team = self._teams[self._plan.assignments[assignment].team]
+            work.orthogonalize_together(x, out, assignment, team, owner=team.is_owner)
         work.orthogonalize(self._back[number].batches)
         self._wire.counts.orthogonalized += self._back[number].owned
 

@@ -60,7 +60,7 @@ class There:
         reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
         way: What moves; None if nothing travels.
         arriving: From the receive buffer into the matrices.
-        matrices: What this rank owns, equal ones together: (b, rows, cols) each.
+        matrices: What this rank orthogonalises, equal ones together: (b, rows, cols) each.
     """
 
     moving: tuple[int, ...]
@@ -75,8 +75,10 @@ class Back:
     """One bucket from the owners back to those that hold it, as this rank sees it, in the order in which it happens.
 
     Attributes:
-        batches: What this rank orthogonalises: see `Work.orthogonalize`.
-        owned: How many matrices that is.
+        batches: What this rank orthogonalises alone: see `Work.orthogonalize`.
+        teamed: What it orthogonalises with others, in an order that is the same on all ranks: see
+            `Work.orthogonalize_together`.
+        owned: How many matrices both are.
         leaving: From the results into the send buffer.
         way: What moves; None if nothing travels.
         local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
@@ -87,6 +89,7 @@ class Back:
     """
 
     batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
+    teamed: tuple[tuple[Tensor, Tensor, int], ...]
     owned: int
     leaving: Copies
     way: Way | None
@@ -198,8 +201,12 @@ class _Draft:
         self._ways = dict(zip(("gather", "scatter"), ways, strict=True))
         self._moves = dict(zip(("gather", "scatter"), moves, strict=True))
         self._summed = plan.summed(moving)
-        owned = [number for number in moving if plan.assignments[number].owner == rank]
-        self._batches = _alike(plan, owned)
+        mine = [number for number in moving if rank in plan.assignments[number].team]
+        teamed = [number for number in mine if len(plan.assignments[number].team) > 1]
+        alone = _alike(plan, [number for number in mine if number not in teamed])
+        # Members of a team that are in another one too go through both in the order of the bucket, as everyone does.
+        self._batches = [*((number,) for number in teamed), *alone]
+        self._teamed = len(teamed)
         self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
         gather, scatter = ways
         self._segments = {
@@ -249,7 +256,8 @@ class _Draft:
             leaving = tuple((wire, matrix) for matrix, wire in _views(self._leaving, of, way.send))
             arrived = tuple(self._on_wire(held, way.receive, "scatter.receive"))
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
-        return Back(batches, len(of), leaving, way, self.local, self._summed, staying, arrived)
+        teamed = tuple((x, out, number) for x, out, (number,) in batches[: self._teamed])
+        return Back(batches[self._teamed :], teamed, len(of), leaving, way, self.local, self._summed, staying, arrived)
 
     def _assembled(self, memory: Tensor) -> list[Tensor]:
         """Return the batches, each (b, rows, cols), one after the other in memory."""

@@ -22,7 +22,7 @@ from muonmesh.numerics.coefficients import (
     coefficient_set,
 )
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.kernels import KernelName, Matmuls, select
+from muonmesh.numerics.kernels import KernelName, Matmuls, Share, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
 from muonmesh.numerics.precision import exact_fp32
@@ -55,6 +55,7 @@ def orthogonalize(
     kernels: KernelName = "auto",
     out: Tensor | None = None,
     overwrite: bool = False,
+    share: Share | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -73,6 +74,8 @@ def orthogonalize(
         kernels: Implementation of the matrix products.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
+        share: This rank's part in a team. Every member calls with the same matrix, divides the products with the
+            others, and gets the whole result, with the bits of one rank.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
@@ -93,7 +96,7 @@ def orthogonalize(
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
     aol = coefficient_set(coefficients).preconditioner == "aol"
-    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols)
+    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, share=share)
 
     matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
