@@ -22,7 +22,7 @@ from muonmesh.numerics.coefficients import (
     coefficient_set,
 )
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.kernels import KernelName, Matmuls, Share, select
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, Share, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
 from muonmesh.numerics.precision import exact_fp32
@@ -96,6 +96,9 @@ def orthogonalize(
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
     aol = coefficient_set(coefficients).preconditioner == "aol"
+    if share is not None and (x.device.type != "cpu" or rows < DIVIDED_FROM_ROWS):
+        found, needed = f"a matrix of {rows} rows on {x.device.type}", f"{DIVIDED_FROM_ROWS} rows or more on a CPU"
+        raise ValueError(explain_error("share", found, needed, "Leave the matrix to one rank"))
     matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, share=share)
 
     matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])

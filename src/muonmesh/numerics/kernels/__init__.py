@@ -7,7 +7,6 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from muonmesh.errors import explain_error
 from muonmesh.numerics.kernels.blocked import BLOCKED, blocked_products
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
@@ -53,20 +52,21 @@ def select(
         dtype: The compute dtype.
         rows: Rows of one matrix, the smaller side.
         cols: Columns of one matrix.
-        share: This rank's part in the products, if several ranks divide them.
+        share: This rank's part in the products, if several ranks divide them: from `DIVIDED_FROM_ROWS` on, on a CPU.
 
     Returns:
         The table.
 
     Raises:
-        ValueError: `kernels` is unknown, or "triton" where Triton cannot be; or products cannot be divided here.
+        ValueError: `kernels` is unknown, or "triton" where Triton cannot be.
     """
     if kernels not in get_args(KernelName):
         known = ", ".join(repr(name) for name in get_args(KernelName))
         raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
     matrix_bytes = rows * cols * dtype.itemsize
     if share is not None:
-        return _divided(share, device, dtype, rows)
+        exact = blocked_products(share)
+        return widened(exact) if dtype == torch.bfloat16 and not _multiplies_bf16() else exact
     if kernels == "triton":
         _check_triton(device, dtype)
     by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16 and is_installed()
@@ -81,15 +81,6 @@ def select(
     batched = dtype == torch.bfloat16 and rows >= _BATCHED_FROM_ROWS
     at_once = max(1, _CPU_BYTES_AT_ONCE // matrix_bytes) if batched else 1
     return dense(at_once=at_once)
-
-
-def _divided(share: Share, device: torch.device, dtype: torch.dtype, rows: int) -> Matmuls:
-    if device.type != "cpu" or rows < DIVIDED_FROM_ROWS:
-        found = f"a matrix of {rows} rows on {device.type}"
-        needed = f"{DIVIDED_FROM_ROWS} rows or more on a CPU for a team of ranks"
-        raise ValueError(explain_error("share", found, needed, "Leave the matrix to one rank"))
-    exact = blocked_products(share)
-    return widened(exact) if dtype == torch.bfloat16 and not _multiplies_bf16() else exact
 
 
 @cache
