@@ -1,8 +1,8 @@
 """Elementwise work on many pieces in one launch, in Triton; whoever imports this file imports Triton.
 
 Each program reads from a table which piece is its own and where its elements lie. The table holds `WIDTH` numbers a
-piece, in this order: three addresses, the piece's entry in vectors, its first program, its kind, three lengths, and three strides
-for each address.
+piece, in this order: three addresses, the piece's entry in vectors, its first program, its kind, three lengths, and
+three strides for each address.
 """
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
