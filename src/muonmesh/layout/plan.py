@@ -6,8 +6,9 @@ import functools
 import hashlib
 import heapq
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -178,6 +179,35 @@ class Plan:
         """Whether any rank of the bucket needs what another rank owns."""
         return any(self._moves(number, gather=False) for number in self.buckets[bucket])
 
+    def rounds(self, bucket: int) -> int:
+        """Return in how many rounds the results of a bucket travel, the same on every rank.
+
+        An owner sends one copy of its result to each replica, and a rank receives its shards of all results. With many
+        replicas both are many times what an owner computes. So they are cut until in no round a rank sends or receives
+        more than the owner with the most in the bucket computes, or ``bucket_elements``. Where rules ask for sums over
+        the matrices there is one round, since nothing is written before all has arrived.
+        """
+        numbers = self.buckets[bucket]
+        if self.summed(numbers) or all(self._place(self.assignments[n], gather=False).copies() == 1 for n in numbers):
+            return 1
+        owned, sent, kept = Counter[int](), Counter[int](), Counter[int]()
+        stored = Counter[Sequence[int]]()
+        for number in numbers:
+            assignment = self.assignments[number]
+            target, owner, size = self._place(assignment, gather=False), assignment.owner, assignment.matrix.numel
+            part = size * target.copies() // len(target.ranks)
+            stored[target.ranks] += part
+            owned[owner] += size
+            sent[owner] += size * target.copies() - part
+            kept[owner] += part
+        received = Counter[int]()
+        for ranks, part in stored.items():
+            for rank in ranks:
+                received[rank] += part
+        at_most = max(self.bucket_elements, *owned.values())
+        most = max(*sent.values(), *(received[rank] - kept[rank] for rank in received))
+        return max(1, -(-most // at_most))
+
     def moves(self, number: int) -> bool:
         """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""
         return self._moves(number, gather=True) or self._moves(number, gather=False)
@@ -240,6 +270,31 @@ class Plan:
     def digest(self) -> str:
         """A hash of the description."""
         return hashlib.sha256("\n".join(self.description()).encode()).hexdigest()
+
+
+def in_rounds(legs: Sequence[Leg], rounds: int) -> list[tuple[Leg, ...]]:
+    """Cut the legs between two ranks into nearly equal parts, at rows of their pieces; both ranks cut alike.
+
+    ``start`` of a leg is then its place in what is exchanged in its round.
+    """
+    if rounds == 1:
+        return [tuple(legs)]
+    total = legs[-1].start + legs[-1].piece.numel
+    found: list[list[Leg]] = [[] for _ in range(rounds)]
+    filled = [0] * rounds
+    for leg in legs:
+        piece = leg.piece
+        dim = next((d for d, size in enumerate(piece.shape) if size > 1), 0)
+        rows = piece.shape[dim]
+        width = piece.numel // rows
+        # The row that begins at or after the place where each round begins.
+        firsts = [min(rows, max(0, -((leg.start - total * k // rounds) // width))) for k in range(rounds)] + [rows]
+        for k in range(rounds):
+            first, count = firsts[k], firsts[k + 1] - firsts[k]
+            if count > 0:
+                found[k].append(replace(leg, piece=piece.rows(dim, first, count), start=filled[k]))
+                filled[k] += count * width
+    return [tuple(some) for some in found]
 
 
 def _at_matrix(assignment: Assignment, *, gather: bool) -> tuple[int, ...]:
