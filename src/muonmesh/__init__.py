@@ -7,7 +7,19 @@ from muonmesh.groups import ParamGroups
 from muonmesh.layout import FlatParameter, FlatShards, Rates
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
-from muonmesh.numerics.rules import AdaMuonRule, DecayMode, MuonRule, NorMuonRule, Rule, register_rule
+from muonmesh.numerics.rules import (
+    AdaMuonRule,
+    DecayMode,
+    HyperballRule,
+    MuonEqRule,
+    MuonPlusRule,
+    MuonRule,
+    NorMuonRule,
+    Rule,
+    ScionRowNormRule,
+    ScionSignRule,
+    register_rule,
+)
 from muonmesh.numerics.scale import ScaleMode, update_scale
 from muonmesh.optimizer import Muon, from_model, split_params
 from muonmesh.report.explain import Explanation
@@ -25,10 +37,13 @@ __all__ = [
     "FlatShards",
     "GradNorms",
     "GradientSource",
+    "HyperballRule",
     "LayoutError",
     "Method",
     "Muon",
+    "MuonEqRule",
     "MuonMeshError",
+    "MuonPlusRule",
     "MuonRule",
     "NorMuonRule",
     "ParamGroups",
@@ -36,6 +51,8 @@ __all__ = [
     "Rates",
     "Rule",
     "ScaleMode",
+    "ScionRowNormRule",
+    "ScionSignRule",
     "StateError",
     "from_model",
     "orthogonalize",

@@ -48,6 +48,7 @@ from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import changed, check_members, connect, forget, plan
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
+from muonmesh.step.lacking import lacking_of
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Member, Planned, group_for
@@ -322,6 +323,9 @@ class Muon(torch.optim.Optimizer):
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:  # the device has counted meanwhile
             rounding.warn(stacklevel=3)
+        lacking, kept.lacking = kept.lacking, None
+        if lacking is not None:
+            lacking.warn(kept.lack, stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
@@ -341,11 +345,12 @@ class Muon(torch.optim.Optimizer):
         if kept.sums is not None:
             kept.sums = Sums()
         half = MuonStepTogether if kept.works_together(planned) else MuonStep
+        rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         work = half(
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
-            [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups],
+            rules,
             flags,
             kept.precision,
             device=planned.device,
@@ -357,6 +362,10 @@ class Muon(torch.optim.Optimizer):
         work.finish()
         keep_running_norms(clip, self.state, flags.stop)
         kept.torn = None
+        kept.lacking = lacking_of(planned, rules, work.lacking)
+        if kept.lacking is not None and kept.lacking.arrived is None:
+            kept.lacking.warn(kept.lack, stacklevel=3)
+            kept.lacking = None
         return loss
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:

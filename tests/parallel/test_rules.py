@@ -40,6 +40,7 @@ RULES: dict[str, dict[str, Any]] = {
     "rows": {"algorithm": "normuon"},
     "cautious": {"decay_mode": "cautious", "weight_decay": 3.0},
     "both": {"algorithm": "normuon", "decay_mode": "cautious", "weight_decay": 3.0},
+    "hyperball": {"algorithm": "hyperball"},
     "adamuon": {"algorithm": "adamuon", "adamuon_beta2": 0.8, "decay_mode": "cautious", "weight_decay": 3.0},
 }
 EXAMPLES = int(os.environ.get("FUZZ", "2000")) // 50
@@ -248,6 +249,7 @@ def test_bit_for_bit_where_ddp_shares_the_state(workers) -> None:
         (4, 1, 0, "normuon"),
         (4, 2, 0, "normuon"),
         (4, 2, 1, "adamuon"),
+        (4, 1, 1, "hyperball"),
         of=itertools.product((2, 4), (1, 2), range(2), ("normuon", "adamuon")),
     ),
 )
@@ -307,6 +309,7 @@ def zeroed(layout: str, waits: bool, rule: str) -> list[str]:
         ("fsdp", True, "both"),
         ("shard1", False, "both"),
         ("fsdp", False, "adamuon"),
+        ("shard1", False, "hyperball"),
         of=itertools.product(("ddp", "fsdp", "shard1"), (True, False), ("both", "adamuon")),
     ),
 )
@@ -371,7 +374,8 @@ RESHARDINGS = {
     cases(
         ("other-dim", False, "normuon"),
         ("shared-to-fsdp", True, "adamuon"),
-        of=itertools.product(RESHARDINGS, (False, True), ("normuon", "adamuon")),
+        ("4-to-2", False, "hyperball"),
+        of=itertools.product(RESHARDINGS, (False, True), ("normuon", "adamuon", "hyperball")),
     ),
 )
 def test_resharding_continues_bit_for_bit(workers, tmp_path: Path, how: str, flat: bool, rule: str) -> None:
@@ -539,6 +543,11 @@ PROVED: dict[str, dict[str, Any]] = {
     "muon": {},
     "normuon": {**CAUTIOUS, "normuon_side": "longer"},
     "adamuon": CAUTIOUS,
+    "hyperball": {},
+    "muoneq": {},
+    "muon_plus": {},
+    "scion_sign": {"scion_layer": "embedding"},
+    "scion_row_norm": {"scale_mode": "unit_rms_norm"},
     "test-all-kinds": {},
     "test-sphere": {},
 }
