@@ -191,7 +191,7 @@ def test_weights_without_a_norm_take_a_plain_step_and_then_keep_its_norm() -> No
     optimizer, muon = hyperball(weight), mm.Muon([plain], lr=0.1)
     weight.grad = random(8, 12, seed=1).float()
     plain.grad = weight.grad.clone()
-    with pytest.warns(UserWarning, match='^w: found weights that are all zero.*write overrides={"w": '):
+    with pytest.warns(UserWarning, match='^w: found weights that are all zero.*write overrides={"w": "normuon"}'):
         optimizer.step()
     muon.step()
     assert torch.equal(weight, plain)
@@ -434,6 +434,20 @@ def test_a_rule_says_its_name_once() -> None:
         register_rule("nothing-added")(NothingAddedUp)
     with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
         mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
+
+
+def test_overrides_give_rules_to_the_other_half() -> None:
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9))
+    overrides = {"0.weight": {"algorithm": "scion_row_norm", "scion_layer": "embedding"}, "2.weight": "scion_sign"}
+    optimizer = mm.from_model(model, rule="hyperball", overrides=overrides)
+    found = {n: g["algorithm"] for g in optimizer.param_groups for n in g["param_names"] if n.endswith("weight")}
+    assert found == {"1.weight": "hyperball", "0.weight": "scion_row_norm", "2.weight": "scion_sign"}
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.arange(9)).sum().backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    with pytest.raises(ValueError, match=r"overrides\['2.weight'\]: found the algorithm 'scion'; needed .*scion_sign"):
+        mm.split_params(model, overrides={"2.weight": "scion"})
 
 
 def test_a_rule_without_parts_orthogonalises_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

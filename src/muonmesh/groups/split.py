@@ -18,6 +18,7 @@ from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
 from muonmesh.groups.sites import Role, Site, as_matrices, sites
 from muonmesh.names import canonical_name
+from muonmesh.numerics.rules import RULES, is_matrix_rule
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = {
@@ -40,7 +41,7 @@ class ParamGroups(list[dict[str, Any]]):
         "param_names": their canonical names.
         "name": unique; "muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors", and the same
             with the settings behind it for groups that an override made, such as "muon[lr=0.01]".
-        "algorithm": "muon" or "adamw".
+        "algorithm": "muon" or "adamw", or the rule that an override names.
         "matrices": in Muon's groups only, what each parameter consists of; plain nested tuples.
         "reasons": why each parameter is here.
         and the settings, such as "lr" or "weight_decay".
@@ -184,7 +185,7 @@ def split_params(
         muon: settings for all groups of Muon, such as `{"lr": 0.02}`.
         adamw: settings for all groups of AdamW. Norms, biases and other vectors keep weight decay 0 whatever is said
             here; only an override that names them changes it.
-        overrides: canonical name or regular expression → "muon", "adamw", or a dict of settings that may hold
+        overrides: canonical name or regular expression → "muon", "adamw", a rule, or a dict of settings that may hold
             "algorithm" and "matrices". A key that is a parameter's exact name means that parameter only; any other is
             searched for in the names (`re.search`). Exact names win over expressions, later expressions over earlier
             ones, setting by setting.
@@ -214,23 +215,26 @@ def split_params(
     for entry in entries:
         algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
         matrices = entry.settings.pop("matrices", entry.role.matrices)
-        kind = "matrices" if algorithm == "muon" else entry.role.kind
-        name = _NAMES[algorithm, kind]
-        settings = {**base[algorithm], **({"weight_decay": 0.0} if kind == "vectors" else {}), **entry.settings}
-        if entry.settings:
-            name += "[" + ",".join(f"{k}={v!r}" for k, v in sorted(entry.settings.items())) + "]"
+        half = "muon" if is_matrix_rule(algorithm) else "adamw"
+        kind = "matrices" if half == "muon" else entry.role.kind
+        name = _NAMES[half, kind]
+        settings = {**base[half], **({"weight_decay": 0.0} if kind == "vectors" else {}), **entry.settings}
+        apart = [] if algorithm == half else [algorithm]
+        apart += [f"{k}={v!r}" for k, v in sorted(entry.settings.items())]
+        if apart:
+            name += "[" + ",".join(apart) + "]"
         group = groups.setdefault(name, {})
         if not group:
             group.update(params=[], param_names=[], name=name, algorithm=algorithm)
-            group.update({"matrices": []} if algorithm == "muon" else {}, reasons=[], **settings)
+            group.update({"matrices": []} if half == "muon" else {}, reasons=[], **settings)
         group["params"].append(entry.parameter)
         group["param_names"].append(entry.name)
         group["reasons"].append(_reason(entry, algorithm))
-        if algorithm == "muon":
+        if half == "muon":
             group["matrices"].append(as_matrices(matrices))
     filled = [group for group in groups.values() if group]
     further = {name: entry.name for entry in entries for name in entry.names[1:]}
-    if not any(group["algorithm"] == "muon" for group in filled) and not any(e.overridden_by for e in entries):
+    if not any(is_matrix_rule(group["algorithm"]) for group in filled) and not any(e.overridden_by for e in entries):
         warnings.warn(
             f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
             "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix",
@@ -350,13 +354,15 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     where = f"overrides[{key!r}]"
     if not isinstance(key, str):
         raise TypeError(explain_error(where, "a key that is no string", "one", "Write a name or a regular expression"))
+    base = ("muon", "adamw")
     said = {"algorithm": value} if isinstance(value, str) else value
     if not isinstance(said, Mapping):
         write = f'Write {{{key!r}: {{"lr": ...}}}}'
         raise TypeError(explain_error(where, repr(value), '"muon", "adamw" or a dict of settings', write))
-    if said.get("algorithm", "muon") not in ("muon", "adamw"):
-        found = f"the algorithm {said['algorithm']!r}"
-        raise ValueError(explain_error(where, found, '"muon" or "adamw"', f'Write {{{key!r}: "adamw"}}'))
+    if said.get("algorithm", "muon") not in RULES:
+        found, others = f"the algorithm {said['algorithm']!r}", ", ".join(f'"{n}"' for n in RULES if n not in base)
+        needed = f'"muon" or "adamw", or another rule: {others}'
+        raise ValueError(explain_error(where, found, needed, f'Write {{{key!r}: "adamw"}}'))
     for name in said:
         if not isinstance(name, str) or name in _RESERVED:
             needed = '"algorithm", "matrices" or settings such as "lr": the rest is split_params\'s own'

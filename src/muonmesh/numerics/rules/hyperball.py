@@ -32,7 +32,7 @@ class HyperballRule(MuonRule):
     lacking: ClassVar[str] = (
         "weights that are all zero, which have no norm to keep under hyperball; it takes a plain Muon step, and keeps "
         "the norm that this step has, however small its learning rate was. Needed: weights with a norm. Initialise "
-        'them, or write overrides={{"{name}": {{"algorithm": "muon"}}}}'
+        'them, or write overrides={{"{name}": "normuon"}}, or another rule that lets weights grow'
     )
 
     def keeps(self) -> Mapping[str, Kept]:
