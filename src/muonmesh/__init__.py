@@ -3,7 +3,7 @@
 from muonmesh.clip import ClipPolicy, GradNorms
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
-from muonmesh.groups import ParamGroups
+from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.layout import FlatParameter, FlatShards, Rates
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
@@ -37,6 +37,7 @@ __all__ = [
     "FlatShards",
     "GradNorms",
     "GradientSource",
+    "HeadPart",
     "HyperballRule",
     "LayoutError",
     "Method",

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, explain_error
-from muonmesh.groups import ParamGroups
+from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -590,10 +590,11 @@ def split_params(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
 ) -> ParamGroups:
     """`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
     try:
-        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         note_failure(error)
         raise
@@ -606,6 +607,7 @@ def from_model(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -636,6 +638,7 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
+        per_head: Which attention weights are one matrix for each head, likewise.
         rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
         momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
         nesterov: Whether to look ahead with the momentum.
@@ -663,7 +666,7 @@ def from_model(
             first step.
     """
     try:
-        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         if process_group != "local":
             note_failure(error)

@@ -6,7 +6,7 @@ import difflib
 import re
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups.fused import Matrices, global_shape
+from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
 from muonmesh.groups.sites import Role, Site, as_matrices, sites
 from muonmesh.names import canonical_name
@@ -176,6 +177,7 @@ def split_params(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
 ) -> ParamGroups:
     """Sort the trainable parameters of `model` into param groups for Muon and AdamW.
 
@@ -190,13 +192,16 @@ def split_params(
             searched for in the names (`re.search`). Exact names win over expressions, later expressions over earlier
             ones, setting by setting.
 
+        per_head: Whether attention weights are one matrix for each head, as the attention module counts them: True for
+            those of queries and keys, or some of "q", "k", "v", "o". A matrix and its scale are one head's then.
+
     Returns:
         The groups, Muon's first, each parameter in exactly one; `print(groups)` shows all of it.
 
     Raises:
         TypeError: `model` is no module, or settings or overrides are not of the types above.
         ValueError: an override matches nothing, or asks for what a parameter cannot be; nothing is trainable; a
-            weight was flattened by a wrapper, so its shape says nothing.
+            weight was flattened by a wrapper, so its shape says nothing; a projection does not consist of whole heads.
 
     Warns:
         UserWarning: among several ranks, where a head is a guess that a pipeline stage would get wrong.
@@ -206,7 +211,7 @@ def split_params(
     """
     _check_module(model)
     base = {"muon": _settings("muon", muon), "adamw": _settings("adamw", adamw)}
-    entries, frozen = _entries(model)
+    entries, frozen = _entries(model, parts_of(per_head), overrides)
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
@@ -293,7 +298,7 @@ def _settings(algorithm: str, given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def _entries(model: nn.Module) -> tuple[list[_Entry], dict[str, str]]:
+def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> tuple[list[_Entry], dict[str, str]]:
     """All trainable parameters once each, in the order of their first names, and the frozen ones."""
     outputs = output_layers(model)
     shared: dict[int, list[Site]] = {}
@@ -308,12 +313,28 @@ def _entries(model: nn.Module) -> tuple[list[_Entry], dict[str, str]]:
     if not shared:
         _refuse_untrained(model, frozen)
     entries = []
+    cut: set[str] = set()
+    said = False
     for group in shared.values():
         roles = [role(site, outputs) for site in group]
+        if heads and any(_says_matrices(overrides, site) for site in group):
+            said = True
+        elif heads:
+            found = [by_heads(site, own, heads) for site, own in zip(group, roles, strict=True)]
+            roles = [own for own, _ in found]
+            cut.update(part for _, some in found for part in some)
         roles.sort(key=lambda r: _PRECEDENCE.index(r.kind))
         differing = list(dict.fromkeys(r.matrices for r in roles)) if roles[0].algorithm == "muon" else []
         entries.append(_Entry(group[0].parameter, [site.name for site in group], roles[0], differing[1:]))
+    if not said:  # what is said may be the heads of a module that is not known
+        refuse_none(model, [part for part in heads if part not in cut])
     return entries, frozen
+
+
+def _says_matrices(overrides: Any, site: Site) -> bool:
+    """Whether an override by its exact name, or its module, says how a parameter splits."""
+    said = overrides.get(site.name) if isinstance(overrides, Mapping) else None
+    return (isinstance(said, Mapping) and "matrices" in said) or next(declarations(site), None) is not None
 
 
 def _refuse_untrained(model: nn.Module, frozen: Mapping[str, str]) -> None:
