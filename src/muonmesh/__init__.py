@@ -4,6 +4,7 @@ from muonmesh.clip import ClipPolicy, GradNorms
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
 from muonmesh.groups import HeadPart, ParamGroups
+from muonmesh.integrations.qk_clip import QKClip
 from muonmesh.layout import FlatParameter, FlatShards, Rates
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
@@ -49,6 +50,7 @@ __all__ = [
     "NorMuonRule",
     "ParamGroups",
     "PlanError",
+    "QKClip",
     "Rates",
     "Rule",
     "ScaleMode",

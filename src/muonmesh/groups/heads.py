@@ -63,8 +63,8 @@ def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role,
     """
     if role.algorithm != "muon" or len(site.shape) != 2:
         return role, ()
-    attribute, owner = _place(site)
-    named = next((names for pattern, names in _PARTS.items() if re.fullmatch(pattern, attribute)), ())
+    attribute, owner = place_of(site)
+    named = named_parts(attribute)
     wanted = tuple(part for part in get_args(HeadPart) if part in named and part in parts)
     if not wanted or not any("Attention" in name for name in class_names(owner)):
         return role, ()
@@ -96,10 +96,15 @@ def refuse_none(model: nn.Module, missing: Collection[str]) -> None:
         raise ValueError(explain_error(type(model).__name__, found, needed, write))
 
 
-def _place(site: Site) -> tuple[str, nn.Module]:
+def named_parts(attribute: str) -> tuple[str, ...]:
+    """Return the projections that a parameter of this name holds, in their order; none if the name is not known."""
+    return next((names for pattern, names in _PARTS.items() if re.fullmatch(pattern, attribute)), ())
+
+
+def place_of(site: Site) -> tuple[str, nn.Module]:
     """Return what an attention module would call the projection, and that module."""
-    if site.key != "weight" or len(site.owners) < 2:
-        return site.key, site.module
+    if site.key not in ("weight", "bias") or len(site.owners) < 2:
+        return site.key.replace("bias", "weight"), site.module
     return site.owners[0][0], site.owners[1][1]
 
 
@@ -118,51 +123,53 @@ def _cut(
     """
     dim = int(named == ("o",))
     if form == "whole" and len(named) == 1:
-        count, size = _heads(owner, named[0])
+        count, size = heads_of(owner, named[0])
         if count is None or size is None or count * size != length:
-            _refuse(site, owner, named[0], count, size, length)
+            refuse_heads(site, owner, named[0], count, size, length)
         return ("heads", count, dim)
     if form == "whole" and named == ("k", "v"):  # DeepSeek's, whose heads of k and v differ in size
-        count, _ = _heads(owner, "q")
+        count, _ = heads_of(owner, "q")
         key, value = getattr(owner, "qk_nope_head_dim", None), getattr(owner, "v_head_dim", None)
         if count is None or key is None or value is None or count * (key + value) != length:
-            _refuse(site, owner, "k, v", count, None if key is None or value is None else key + value, length)
+            refuse_heads(site, owner, "k, v", count, None if key is None or value is None else key + value, length)
         return ("rows", *(key, value) * count)
     if isinstance(form, tuple) and form[0] == "interleaved":
         runs = form[1] if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
-        _, size = _heads(owner, "k")
+        _, size = heads_of(owner, "k")
         size = min(runs) if size is None else size
         if any(run % size for run in runs) or length % size:
-            _refuse(site, owner, ", ".join(named), None, size, length)
+            refuse_heads(site, owner, ", ".join(named), None, size, length)
         return ("heads", length // size, 0)
     if isinstance(form, tuple) and form[0] == "rows" and len(form) == len(named) + 1:
         sizes: list[int] = []
         for part, rows in zip(named, form[1:], strict=True):
-            count, size = _heads(owner, part)
+            count, size = heads_of(owner, part)
             if part not in wanted:
                 sizes.append(rows)
             elif count is None or size is None or count * size != rows:
-                _refuse(site, owner, part, count, size, rows)
+                refuse_heads(site, owner, part, count, size, rows)
             else:
                 sizes += [size] * count
         return ("rows", *sizes)
-    _refuse(site, owner, ", ".join(named), None, None, length)
+    refuse_heads(site, owner, ", ".join(named), None, None, length)
 
 
-def _heads(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
+def heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
     """Return how many heads a projection has and how large each is; None for what the module does not say."""
-    queries = _said(owner, "num_attention_heads", "num_heads", "n_heads", "n_head", "num_attention_heads_per_partition")
-    grouped = _said(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
+    queries = said_by(
+        owner, "num_attention_heads", "num_heads", "n_heads", "n_head", "num_attention_heads_per_partition"
+    )
+    grouped = said_by(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
     count = queries if part in ("q", "o") else grouped or queries
-    value = _said(owner, "v_head_dim")
+    value = said_by(owner, "v_head_dim")
     names = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "hidden_size_per_attention_head")
-    size = value if part in ("v", "o") and value is not None else _said(owner, *names)
-    if size is None and queries is not None and (width := _said(owner, "embed_dim", "hidden_size")) is not None:
+    size = value if part in ("v", "o") and value is not None else said_by(owner, *names)
+    if size is None and queries is not None and (width := said_by(owner, "embed_dim", "hidden_size")) is not None:
         size = width // queries if width % queries == 0 else None
     return count, size
 
 
-def _said(owner: nn.Module, *names: str) -> int | None:
+def said_by(owner: nn.Module, *names: str) -> int | None:
     """Return what a module or its config says under the first of these names that it has."""
     for holder in (owner, getattr(owner, "config", None)):
         for name in names:
@@ -172,7 +179,8 @@ def _said(owner: nn.Module, *names: str) -> int | None:
     return None
 
 
-def _refuse(site: Site, owner: nn.Module, part: str, count: int | None, size: int | None, length: int) -> NoReturn:
+def refuse_heads(site: Site, owner: nn.Module, part: str, count: int | None, size: int | None, length: int) -> NoReturn:
+    """Raise because a projection does not consist of whole heads, for all that its module says."""
     of = "an unknown number" if count is None else f"{count}"
     each = "of unknown size" if size is None else f"of {size}"
     found = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {each}"
