@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, explain_error
-from muonmesh.groups import ParamGroups
+from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -48,6 +48,7 @@ from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import changed, check_members, connect, forget, plan
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
+from muonmesh.step.lacking import lacking_of
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Member, Planned, group_for
@@ -324,6 +325,9 @@ class Muon(torch.optim.Optimizer):
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:  # the device has counted meanwhile
             rounding.warn(stacklevel=3)
+        lacking, kept.lacking = kept.lacking, None
+        if lacking is not None:
+            lacking.warn(kept.lack, stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
@@ -343,11 +347,12 @@ class Muon(torch.optim.Optimizer):
         if kept.sums is not None:
             kept.sums = Sums()
         half = MuonStepTogether if kept.works_together(planned) else MuonStep
+        rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         work = half(
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
-            [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups],
+            rules,
             flags,
             kept.precision,
             device=planned.device,
@@ -359,6 +364,10 @@ class Muon(torch.optim.Optimizer):
         work.finish()
         keep_running_norms(clip, self.state, flags.stop)
         kept.torn = None
+        kept.lacking = lacking_of(planned, rules, work.lacking)
+        if kept.lacking is not None and kept.lacking.arrived is None:
+            kept.lacking.warn(kept.lack, stacklevel=3)
+            kept.lacking = None
         return loss
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
@@ -583,10 +592,11 @@ def split_params(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
 ) -> ParamGroups:
     """`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
     try:
-        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         note_failure(error)
         raise
@@ -599,6 +609,7 @@ def from_model(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -629,6 +640,7 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
+        per_head: Which attention weights are one matrix for each head, likewise.
         rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
         momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
         nesterov: Whether to look ahead with the momentum.
@@ -656,7 +668,7 @@ def from_model(
             first step.
     """
     try:
-        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         if process_group != "local":
             note_failure(error)

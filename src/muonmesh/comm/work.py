@@ -96,8 +96,14 @@ class Work(Protocol):
             into: int64 (sums, 2); zeros before.
         """
 
-    def take_sums(self, assignment: int, sums: Tensor) -> None:
-        """Take the sums over a matrix, fp64 (sums,), before any of it is written."""
+    def tell(self, assignment: int, into: Tensor) -> None:
+        """Write what is kept of a matrix as one number, if this rank owns it: fp64 (numbers,), zeros before.
+
+        In the order of `Plan.told`.
+        """
+
+    def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:
+        """Take the sums over a matrix, fp64 (sums,), and what its owner has told, before any of it is written."""
 
     def write(self, ends: Ends) -> None:
         """Apply to each leg's elements an update of the shape of its piece, any strides."""
@@ -149,7 +155,10 @@ class Idle:
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Add nothing."""
 
-    def take_sums(self, assignment: int, sums: Tensor) -> None:
+    def tell(self, assignment: int, into: Tensor) -> None:
+        """Nothing."""
+
+    def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:
         """Nothing."""
 
     def write(self, ends: Ends) -> None:

@@ -235,6 +235,11 @@ class Plan:
         counts = ((number, self.parameters[self.assignments[number].parameter].sums) for number in assignments)
         return {number: count for number, count in counts if count}
 
+    def told(self, assignment: int) -> tuple[str, ...]:
+        """Return the keys of what is kept of a matrix as one number, which its owner tells with the sums over it."""
+        companions = self.parameters[self.assignments[assignment].parameter].companions
+        return tuple(companion.key for companion in companions if companion.side == "matrix")
+
     @property
     def targets(self) -> list[Layout]:
         """Where each parameter lives."""

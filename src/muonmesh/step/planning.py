@@ -472,17 +472,17 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     shapes = {(matrix.rows, matrix.cols) for matrix in matrices}  # most parameters are many matrices of few shapes
     gram = {shape: method_of(group, *shape, dtype) == "gram" for shape in shapes}
     flops = {shape: cost(*shape, degrees=degrees, gram=gram[shape]) for shape in shapes}
-    shared = {
-        shape: gathered(*shape, degrees=degrees, gram=gram[shape])
-        if member.tensor.device.type == "cpu" and min(shape) >= DIVIDED_FROM_ROWS
-        else 0
-        for shape in shapes
-    }
+    shared = dict.fromkeys(shapes, 0)
+    if member.tensor.device.type == "cpu":
+        large = (shape for shape in shapes if min(shape) >= DIVIDED_FROM_ROWS)
+        shared |= {shape: gathered(*shape, degrees=degrees, gram=gram[shape]) for shape in large}
     settings = f"{group['ns_coefficients']}, {len(schedule)} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
     rule = RULES[group["algorithm"]]
     assert issubclass(rule, Rule)
+    if not rule.orthogonalizes:  # a pass or two over the elements
+        each, shared = tuple(2 * matrix.numel for matrix in matrices), dict.fromkeys(shapes, 0)
     if rule.changes_matrices():  # which the Gram exchange never has whole
         settings, segments = f"{settings}, {group['algorithm']}", 0
     if rule.asks_for_sums():  # which the Gram exchange does not take
