@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from muonmesh import orthogonalize
 from muonmesh.numerics.coefficients import Coefficients, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.normalize import load
 
 Spectrum = Literal["gaussian", "two decades", "four decades", "peaked", "rank deficient"]
 SPECTRA: tuple[Spectrum, ...] = ("gaussian", "two decades", "four decades", "peaked", "rank deficient")
@@ -296,6 +297,22 @@ def test_the_transposed_matrix_gives_the_transposed_result(
             wide = orthogonalize(x, dtype=dtype, method=method)
             assert bits(orthogonalize(x.mT, dtype=dtype, method=method).mT) == bits(wide)
             assert bits(orthogonalize(x.mT.contiguous(), dtype=dtype, method=method).mT) == bits(wide)
+
+
+def test_bits_of_small_matrices_do_not_depend_on_the_number_of_threads() -> None:
+    """A long single row would be added up by all threads, and odd sizes be multiplied by them in other parts."""
+    before = torch.get_num_threads()
+    for count, rows, cols in ((3, 1, 40_000), (2, 2, 33_000), (17, 10, 39), (3, 7, 28), (5, 64, 64)):
+        x = torch.randn(count, rows, cols, generator=torch.Generator().manual_seed(cols))
+        norms, results = set(), set()
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            together = load(x, torch.empty_like(x), together=True)
+            alone = [load(one[None], torch.empty_like(one[None]), together=True) for one in x]
+            norms |= {bits(together), bits(torch.cat(alone))}
+            results.add(bits(orthogonalize(x)))
+        torch.set_num_threads(before)
+        assert len(norms) == len(results) == 1, (count, rows, cols)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
