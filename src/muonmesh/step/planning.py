@@ -32,7 +32,7 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Elementwise, FlatParameter, Parameter, Piece, Plan, Rates, cost, make_plan, split_matrices
 from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.layout.plan import pieces
-from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, Precision, ProcessGroup
@@ -439,13 +439,13 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
-    schedule = coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
-    degrees = [len(polynomial) for polynomial in schedule]
+    steps = len(coefficient_schedule(group["ns_coefficients"], group["ns_steps"]))
+    degrees = degrees_of(group["ns_coefficients"], group["ns_steps"])
     flops = {  # most parameters are many matrices of few shapes
         shape: cost(*shape, degrees=degrees, gram=method_of(group, *shape, dtype) == "gram")
         for shape in {(matrix.rows, matrix.cols) for matrix in matrices}
     }
-    settings = f"{group['ns_coefficients']}, {len(schedule)} steps, {group['ns_method']}, {dtype}"
+    settings = f"{group['ns_coefficients']}, {steps} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
     rule = RULES[group["algorithm"]]
