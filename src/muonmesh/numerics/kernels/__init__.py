@@ -24,11 +24,11 @@ __all__ = ["DIVIDED_FROM_ROWS", "KernelName", "Matmuls", "Share", "select"]
 _BLOCKED_FROM_ROWS = 384
 DIVIDED_FROM_ROWS = _BLOCKED_FROM_ROWS
 """Rows from which on a team of ranks can multiply a matrix together."""
-# Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN but a loop of its own, which adds in
-# another order; larger bf16 products have the same bits alone and in a batch.
-_BATCHED_FROM_ROWS = 17
-# X of one batch together: large enough to keep every core busy, small enough for their caches.
-_CPU_BYTES_AT_ONCE = 3 << 19
+# Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN for bf16 but a slow loop of its own,
+# which adds in another order; larger bf16 products have the same bits alone and in a batch.
+_NARROW_FROM_ROWS = 17
+# X of one batch together: enough that Python does not show, little enough for a core's cache [measured].
+_CPU_BYTES_AT_ONCE = 3 << 18
 _DEVICE_BYTES_AT_ONCE = 1 << 30
 
 
@@ -44,7 +44,7 @@ def select(
     """Choose the products for matrices of one shape; the only function that looks at the hardware.
 
     On the CPU a matrix is multiplied in the same way whatever comes with it: in fp32 and fp64 alone, because the
-    bits of a batched product differ there, in bf16 with others of its shape.
+    bits of a batched product differ there, in bf16 with others of its shape, if it is small.
 
     Args:
         kernels: "auto", or the name of one implementation.
@@ -74,13 +74,10 @@ def select(
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
-    if dtype == torch.bfloat16 and not _multiplies_bf16():
-        return widened(BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=1))
-    if rows >= _BLOCKED_FROM_ROWS:
-        return BLOCKED
-    batched = dtype == torch.bfloat16 and rows >= _BATCHED_FROM_ROWS
-    at_once = max(1, _CPU_BYTES_AT_ONCE // matrix_bytes) if batched else 1
-    return dense(at_once=at_once)
+    at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
+    table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=at_once)
+    narrow = _multiplies_bf16() and rows >= _NARROW_FROM_ROWS
+    return widened(table) if dtype == torch.bfloat16 and not narrow else table
 
 
 @cache
