@@ -338,6 +338,7 @@ class Muon(torch.optim.Optimizer):
             planned, exchange, slots, flags = self._agree(settings, clip)
         self._tell(scaler, flags)
         kept.neglected.look((slot.name, slot.gradient) for slot in slots.here)
+        kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return loss
         if kept.sums is not None:
@@ -532,6 +533,14 @@ class Muon(torch.optim.Optimizer):
         """Return a line for each group; its lists of names, splits and reasons are in ``param_groups``."""
         lines = [f"    {line}\n" for line in summary(self.param_groups).splitlines()]
         return f"{type(self).__name__} (\n{''.join(lines)})"
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing on any rank, because of an overflow or of clipping; waits for a device.
+
+        The same on all ranks that share parameters, so schedules that wait for it stay alike.
+        """
+        return bool(self._kept.stopped)
 
     @property
     def communication_seconds(self) -> float:

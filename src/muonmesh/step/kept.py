@@ -62,6 +62,7 @@ class Kept:
         neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
+        stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
         torn: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
     """
@@ -85,6 +86,7 @@ class Kept:
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
     together: bool | None = None
+    stopped: bool | Tensor = False
     torn: str | None = None
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None
