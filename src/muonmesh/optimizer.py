@@ -337,7 +337,7 @@ class Muon(torch.optim.Optimizer):
             forget(kept)
             planned, exchange, slots, flags = self._agree(settings, clip)
         self._tell(scaler, flags)
-        kept.neglected.look((slot.name, slot.gradient) for slot in slots.here)
+        kept.neglected.look((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
         kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return loss
