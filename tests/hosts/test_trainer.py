@@ -7,32 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from muonmesh.integrations.transformers import MuonCallback, MuonFactory
-from tests.hosts.replay import Given, different, replayed, strengths, weights
+from tests.hosts.replay import Given, different, replayed, strengths
 from tests.hosts.tiny import MATRICES, Tokens, llama
+from tests.hosts.watch import Watch, losses
 from tests.hosts.world import accelerated, launched
 
 STEPS = 4
 SETTINGS: dict[str, Any] = {"compute_dtype": torch.float32, "momentum": 0.9}
 OF_ARGUMENTS = {"weight_decay": 0.3, "adamw_betas": (0.8, 0.99), "adamw_eps": 1e-7}
-
-
-class Watch(TrainerCallback):
-    """Keeps what each step was given, and the weights before and after it."""
-
-    def __init__(self) -> None:
-        self.given: list[Given] = []
-        self.weights: list[dict[str, torch.Tensor]] = []
-
-    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
-        self.weights.append(weights(model))
-
-    on_step_end = on_train_begin
-
-    def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        self.given.append(Given.to(optimizer))
 
 
 def arguments(folder: str, **more: Any) -> TrainingArguments:
@@ -87,10 +72,6 @@ def check(model: str, given: list[Given], seen: list[dict[str, torch.Tensor]], l
     told = [entry for entry in logs if "loss" in entry]
     assert [entry["learning_rate/adamw.head"] for entry in told] == [entry["learning_rate"] for entry in told]
     assert all(entry["muon/gradient_rms"] > 0 and entry["muon/update_rms"] > 0 for entry in told)
-
-
-def losses(logs: list[dict[str, float]]) -> list[float]:
-    return [entry["loss"] for entry in logs if "loss" in entry]
 
 
 def test_in_one_process(tmp_path: Path) -> None:
