@@ -55,7 +55,10 @@ def train_under_ddp(**how: Any) -> list[str]:
 
 @pytest.mark.parametrize("how", ["gradient_as_bucket_view", "static_graph"])
 def test_ddp_with_checkpointed_activations_has_the_bits_of_one_process(workers, how: str) -> None:
-    """With views into its buckets as gradients, which clipping scales in place, and with a graph that stays."""
+    """With views into its buckets as gradients, which begin anywhere in memory, and with a graph that stays.
+
+    The momentum is shared by the replicas: then each took its part of such a view from the start of the bucket.
+    """
     assert workers(2).run(train_under_ddp, **{how: True}) == [[], []]
 
 
