@@ -23,6 +23,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
+from muonmesh.comm.wrappers import group_of_wrapper
 from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import ParamGroups
 from muonmesh.groups import split_params as split_locally
@@ -98,7 +99,8 @@ class Muon(torch.optim.Optimizer):
         state_dtype: Dtype of the momentum, kept through ``load_state_dict``.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
-            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one.
+            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one. "auto":
+            the ranks of the DistributedDataParallel that holds them at the first step.
         layouts: Where plain local shards live, by name: ``(mesh, placements)`` in DTensor's vocabulary, with the
             global shape as a third entry where shards are uneven; a `FlatShards`; or a list of `FlatParameter` for a
             flat buffer of several parameters. A DTensor needs no entry.
@@ -193,7 +195,7 @@ class Muon(torch.optim.Optimizer):
             self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
-            if process_group in (None, "world") or isinstance(process_group, dist.ProcessGroup):
+            if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
                 note_failure(error)
             raise
         withdraw_failure()
@@ -447,7 +449,7 @@ class Muon(torch.optim.Optimizer):
                 by ``step``.
             PlanError: on the other ranks then.
         """
-        check_process_group(process_group)
+        check_process_group(process_group, ("world", "local"))
         kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
@@ -597,7 +599,7 @@ def split_params(
 
 
 def from_model(
-    model: nn.Module,
+    model: nn.Module = None,  # type: ignore[assignment]
     lr: float | Tensor = 3e-4,
     *,
     muon: Mapping[str, Any] | None = None,
@@ -648,7 +650,8 @@ def from_model(
         compute_dtype: Dtype of orthogonalisation and wire.
         state_dtype: Dtype of the momentum.
         master_dtype: Of masters of lower-precision parameters.
-        process_group: Who holds plain matrices: "world", "local" or a ProcessGroup.
+        process_group: Who holds plain matrices: "world", "local", "auto" or a ProcessGroup; None: those of the
+            DistributedDataParallel that ``model`` is, if it is one.
         layouts: Where plain local shards live, by name.
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
@@ -659,6 +662,11 @@ def from_model(
         ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
             first step.
     """
+    missing: object = model
+    if missing is None:  # a Trainer calls what it takes for a factory without arguments first
+        write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
+        write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
+        raise TypeError(explain_error("from_model", "no model", "the model", write))
     try:
         groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
     except Exception as error:
@@ -668,6 +676,8 @@ def from_model(
     for group in groups:
         if group["algorithm"] == "muon":
             group["algorithm"] = rule
+    if process_group is None:
+        process_group = group_of_wrapper(model)
     return Muon(
         groups,
         lr,

@@ -27,7 +27,7 @@ Algorithm = Literal["muon", "normuon", "adamuon", "adamw"]
 ExchangeMode = Literal["owner", "gram", "auto"] | Rates
 """Who computes a matrix: its owner; the ranks that hold it, by summing Gram matrices; or what is cheaper."""
 
-ProcessGroup = Literal["world", "local"] | dist.ProcessGroup | None
+ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
 
 LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
 """Stands for a ProcessGroup, which cannot be pickled, in an unpickled optimizer."""
@@ -164,17 +164,21 @@ def check_optimizer(
     _check(positive, "bucket_cap_mb", bucket_cap_mb, "a positive number")
 
 
-def check_process_group(process_group: object) -> None:
-    """Check what stands for a process group, here and in `Muon.clip_grad_norm_`; sends nothing.
+def check_process_group(process_group: object, words: Sequence[str] = ("world", "local", "auto")) -> None:
+    """Check what stands for a process group; sends nothing.
+
+    Args:
+        process_group: What was written.
+        words: The strings that stand for one: all in `Muon`, fewer in `Muon.clip_grad_norm_`.
 
     Raises:
         ValueError: it is nothing that stands for one, or a group that this rank is not in.
     """
-    needed = '"world", "local", a ProcessGroup or None'
+    needed = ", ".join(f'"{word}"' for word in words) + ", a ProcessGroup or None"
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the other ranks
         found = "a group without this rank"
         raise ValueError(explain_error("process_group", found, f"{needed}, with this rank in it"))
-    named = process_group is None or (isinstance(process_group, str) and process_group in ("world", "local"))
+    named = process_group is None or (isinstance(process_group, str) and process_group in words)
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
 

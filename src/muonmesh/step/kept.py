@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
@@ -42,7 +43,8 @@ class Kept:
 
     Attributes:
         precision: Dtypes.
-        process_group: Who holds plain tensors.
+        process_group: Who holds plain tensors, as it was said.
+        found_group: Who holds them by what wrappers say, if it was said to be "auto"; read when a plan is made.
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
@@ -85,6 +87,12 @@ class Kept:
     together: bool | None = None
     torn: str | None = None
     source: GradientSource = PARAMETER_GRAD
+    found_group: dist.ProcessGroup | None = None
+
+    @property
+    def holders(self) -> ProcessGroup:
+        """Who holds plain tensors: what was said, or what was found for "auto"."""
+        return self.found_group if self.process_group == "auto" else self.process_group
 
     def works_together(self, planned: Planned) -> bool:
         """Whether the pieces of many matrices are worked on together, and not one after the other in a cache."""
