@@ -183,7 +183,9 @@ def test_what_is_said_through_lightnings_wrapper_reaches_the_optimizer(tmp_path:
 
     with pytest.raises(ValueError, match=r"muon_clip: found \['max_norm'\]; .*gradient_clip_val="):
         train(tmp_path, module=Wrong(), callbacks=[])
-    with pytest.raises(ValueError, match=r"Trainer: found gradient_clip_algorithm='value'; .* \"norm\""):
+    with pytest.raises(
+        ValueError, match=r'Trainer: found gradient_clip_algorithm="value"; .* Write gradient_clip_algorithm="norm"'
+    ):
         train(tmp_path, module=Model(), callbacks=[], gradient_clip_algorithm="value")
 
 

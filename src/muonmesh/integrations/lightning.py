@@ -61,8 +61,8 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
         if unknown := sorted(set(self.muon_clip) - {"policy", "skip_above"}):
             write = "Write the norm as Trainer(gradient_clip_val=...)"
             raise ValueError(explain_error("muon_clip", f"{unknown}", "policy and skip_above alone", write))
-        if gradient_clip_algorithm not in (None, "norm"):
-            found, needed = f"gradient_clip_algorithm={str(gradient_clip_algorithm)!r}", "a norm to clip by"
+        if gradient_clip_algorithm not in (None, "norm"):  # an enumeration of strings
+            found, needed = 'gradient_clip_algorithm="value"', "a norm to clip by"
             raise ValueError(explain_error("Trainer", found, needed, 'Write gradient_clip_algorithm="norm"'))
         if gradient_clip_val or self.muon_clip:
             optimizer.clip_grad_norm_(gradient_clip_val or math.inf, **self.muon_clip)
