@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from muonmesh.cli.lock import RunLock
+from muonmesh.cli.plan import plan
 from muonmesh.cli.settings import (
     Dtype,
     OptimizerChoice,
@@ -22,7 +23,7 @@ from muonmesh.cli.settings import (
     load_settings,
     tensor_parallel_ranks,
 )
-from muonmesh.cli.terminal import Lasting, make_console
+from muonmesh.cli.terminal import complain, make_console
 
 if TYPE_CHECKING:
     from muonmesh.cli.corpus import Corpus
@@ -42,9 +43,7 @@ OUTPUT = "What to keep"
 MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
 
 
-@app.callback()
-def _muonmesh() -> None:
-    """Keep ``train`` a command of its own, though it is the only one."""
+app.command()(plan)
 
 
 @app.command()
@@ -229,10 +228,10 @@ def train(
             _prepare(run, settings, parameters, resuming=resuming)
             raise SystemExit(_run(run, settings))
     except ValueError as error:
-        raise SystemExit(_complain(str(error), code=2)) from error
+        raise SystemExit(complain("train", str(error), code=2)) from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        raise SystemExit(_complain(f"{where}{error.strerror or error}", code=2)) from error
+        raise SystemExit(complain("train", f"{where}{error.strerror or error}", code=2)) from error
 
 
 def _parallel(parallel: Parallel, engine: str, zero: int | None, given: set[str]) -> Parallel:
@@ -401,7 +400,7 @@ def _run(run: Path, settings: Settings) -> int:
     try:
         launch(run, ranks=settings.ranks)
     except RankFailed as error:
-        return _complain(str(error), code=1)
+        return complain("train", str(error), code=1)
     except (Interrupted, KeyboardInterrupt):
         stopped = True
     # A rank may also have been asked to stop on its own; then all of them did.
@@ -409,7 +408,7 @@ def _run(run: Path, settings: Settings) -> int:
     try:
         report = write_report(run, settings)
     except RunError as error:
-        return _complain(f"{error}. The training itself is whole", code=1)
+        return complain("train", f"{error}. The training itself is whole", code=1)
     console = make_console()
     if stopped:
         console.print(f"Stopped. Go on with: muonmesh train --resume {run}", soft_wrap=True)
@@ -448,8 +447,3 @@ def _has_bf16(device: str) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
-
-
-def _complain(message: str, *, code: int) -> int:
-    Lasting(sys.stderr).write(f"muonmesh train: {message}\n")
-    return code
