@@ -43,10 +43,11 @@ MOST_COUNTED = 10_000  # layers or experts; as many objects would be made before
 MOST = 2**31 - 1
 
 
-def model_config(model: str, *, vocab: int, seq: int) -> Any:
+def model_config(model: str, *, vocab: int, seq: int, end_of_text: int = END_OF_TEXT_ID, init: bool = False) -> Any:
     """The `transformers` configuration that ``--model`` names, for a vocabulary and a length of its own.
 
-    The vocabulary is the tokenizer's, whatever the configuration says.
+    The vocabulary is the tokenizer's, whatever the configuration says; with ``init``, whose weights are read too, the
+    tokenizer's has to fit into it.
 
     Raises:
         ValueError: as `configuration` does, or the model cannot read ``seq`` tokens.
@@ -56,8 +57,15 @@ def model_config(model: str, *, vocab: int, seq: int) -> Any:
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and longest < seq:
         raise RunError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
+    if init and vocab > text.vocab_size:
+        raise RunError(
+            f"--init {model}: has {text.vocab_size} entries of a vocabulary; the tokenizer has {vocab}. Choose a "
+            "--tokenizer that belongs to it"
+        )
+    if init:
+        return config
     text.vocab_size = vocab
-    text.bos_token_id = text.eos_token_id = END_OF_TEXT_ID  # those of another vocabulary may lie outside this one
+    text.bos_token_id = text.eos_token_id = end_of_text  # those of another vocabulary may lie outside this one
     text.pad_token_id = None  # nothing is padded, and a padding row of the embedding would never learn
     return config
 
