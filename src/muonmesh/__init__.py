@@ -5,6 +5,7 @@ from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
 from muonmesh.groups import ParamGroups
 from muonmesh.layout import FlatParameter, FlatShards, Rates
+from muonmesh.migration import PackageName, convert_settings
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
 from muonmesh.numerics.rules import AdaMuonRule, DecayMode, MuonRule, NorMuonRule, Rule, register_rule
@@ -31,12 +32,14 @@ __all__ = [
     "MuonMeshError",
     "MuonRule",
     "NorMuonRule",
+    "PackageName",
     "ParamGroups",
     "PlanError",
     "Rates",
     "Rule",
     "ScaleMode",
     "StateError",
+    "convert_settings",
     "from_model",
     "orthogonalize",
     "register_rule",

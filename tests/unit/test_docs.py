@@ -34,6 +34,7 @@ ONE_PROCESS = (
     "docs/groups.md",
     "docs/rules.md",
     "docs/performance.md",
+    "docs/migrating.md",
 )
 RANKS = ("docs/layouts.md", "docs/deepspeed.md")
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
@@ -131,6 +132,24 @@ def test_the_page_about_clipping() -> None:
 def test_the_page_about_performance() -> None:
     *_, names = run("docs/performance.md", {})
     assert names["run"].launches > 0
+
+
+def test_the_page_about_migrating() -> None:
+    """Each recipe makes an optimizer with the settings that the page speaks of; `test_migration` shows its steps."""
+    written = run("docs/migrating.md", {"model": Net()}, {}, {}, {}, {}, {}, {}, {})
+
+    def found(names: dict[str, Any]) -> tuple[Any, ...]:
+        group = names["optimizer"].param_groups[0]
+        return group["lr"], group["scale_mode"], group["weight_decay"]
+
+    assert found(next(written)) == (0.02, "original", 0.0)
+    assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
+    assert found(names := next(written)) == (0.02, "original", 0.1)
+    assert names["optimizer"].param_groups[1]["lr"] == 3e-4
+    assert [group["lr"] for group in next(written)["optimizer"].param_groups] == [0.05, 0.22, 0.6]
+    assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
+    assert (next(written)["settings"]["lr"], next(written)["settings"]["scale_mode"]) == (0.02, "spectral")
+    assert found(next(written)) == (0.02, "original", 0.1)
 
 
 def test_the_page_about_rules() -> None:
