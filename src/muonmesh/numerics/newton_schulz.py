@@ -272,9 +272,14 @@ class _Iteration:
         self.x = matrices if overwrite and self._serves(matrices) else self._long(0, count)
         self._next = out if self._serves(out) else self._long(1, count)
         self._a, self._b, self._c, self._d, self._e = (buffer[:count] for buffer in self._square)
-        self._norm = load(matrices, self.x, together=together)
-        self._inverse = self._norm.reciprocal()
-        self._inverse_square = self._inverse.square() if together else self._norm.square().reciprocal()
+        if self._matmuls.normalize is not None and matrices.dtype == self.x.dtype:
+            if self.x is not matrices:
+                self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
+            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
+        else:
+            norm = load(matrices, self.x, together=together)
+            self._inverse = norm.reciprocal()
+            self._inverse_square = self._inverse.square() if together else norm.square().reciprocal()
         if aol:
             rescale_rows(self.x, self._gram())
         # X alternates between the two buffers; an odd number of segments ends in the second.
@@ -320,12 +325,16 @@ class _Iteration:
         pa = matmuls.product(z, a, a, p0, spare)
         if last:
             pap = symmetric_part(matmuls.full(z, pa, pa, p0, self._a), self._d, self._e)
-            w = self._without_constant(q, pap, spare, self._d)
+        else:
+            pap = matmuls.product(z, pa, pa, p0, self._a)
+        w = self._without_constant(q, pap, spare, self._d)
+        if matmuls.join is not None:
+            self._apply(*matmuls.join(z, w, p0, q0, self._a if last else self._e, symmetric=not last))
+            return
+        if last:
             factor = matmuls.full(w, z, z, 0.0, self._a)
             factor = add_scaled(factor, z, q0, w, p0, self._e)
         else:
-            pap = matmuls.product(z, pa, pa, p0, self._a)
-            w = self._without_constant(q, pap, spare, self._d)
             both = torch.lerp(z, w, p0 / (p0 + q0), out=self._a)
             factor = matmuls.product(w, z, both, p0 + q0, self._e)
 

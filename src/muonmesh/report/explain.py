@@ -156,7 +156,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     for bucket in range(len(plan.buckets)):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
-        collectives += plan.gathers(bucket) + plan.scatters(bucket)
+        collectives += plan.gathers(bucket) + plan.rounds(bucket)
         moving = [number for number in plan.buckets[bucket] if plan.moves(number)]
         collectives += 2 * bool(plan.summed(moving))  # the largest exponents, and the integers
         sent += _moved(gather.held, rank) + _moved(scatter.owned, rank)
