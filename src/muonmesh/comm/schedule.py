@@ -60,7 +60,7 @@ class There:
         reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
         way: What moves; None if nothing travels.
         arriving: From the receive buffer into the matrices.
-        matrices: What this rank owns, equal ones together: (b, rows, cols) each.
+        matrices: What this rank orthogonalises, equal ones together: (b, rows, cols) each.
     """
 
     moving: tuple[int, ...]
@@ -75,7 +75,9 @@ class Back:
     """One bucket at its owners, as this rank sees it: what is computed, and what stays here of the results.
 
     Attributes:
-        batches: What this rank orthogonalises: see `Work.orthogonalize`.
+        batches: What this rank orthogonalises alone: see `Work.orthogonalize`.
+        teamed: What it orthogonalises with others, in an order that is the same on all ranks: see
+            `Work.orthogonalize_together`.
         local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
             travel.
         summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
@@ -85,6 +87,7 @@ class Back:
     """
 
     batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
+    teamed: tuple[tuple[Tensor, Tensor, int], ...]
     local: tuple[tuple[Local, ...], ...]
     summed: Mapping[int, int]
     staying: Ends
@@ -234,8 +237,12 @@ class _Draft:
             for held, owned in zip(_cut(scatter.held, rounds), _cut(scatter.owned, rounds), strict=True)
         ]
         self._summed = plan.summed(moving)
-        owned = [number for number in moving if plan.assignments[number].owner == rank]
-        self._batches = _alike(plan, owned)
+        mine = [number for number in moving if rank in plan.assignments[number].team]
+        teamed = [number for number in mine if len(plan.assignments[number].team) > 1]
+        alone = _alike(plan, [number for number in mine if number not in teamed])
+        # Members of a team that are in another one too go through both in the order of the bucket, as everyone does.
+        self._batches = [*((number,) for number in teamed), *alone]
+        self._teamed = len(teamed)
         self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
 
     def numels(self, roles: Sequence[str]) -> dict[str, int]:
@@ -267,7 +274,8 @@ class _Draft:
         of = _by_assignment(self._batches, results)
         staying = tuple((leg, place(leg.piece, of[leg.assignment])) for leg in self._kept_back)
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
-        return Back(batches, self.local, self._summed, staying, self.rounds, results)
+        teamed = tuple((x, out, number) for x, out, (number,) in batches[: self._teamed])
+        return Back(batches[self._teamed :], teamed, self.local, self._summed, staying, self.rounds, results)
 
     def round(self, number: int, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Round:
         """Return a round of the way back, with its views of the memory."""

@@ -57,6 +57,7 @@ class Updated(NamedTuple):
         scale: Update scale of the whole matrix.
         rounded: Weights of lower precision that the master is rounded to; None where there is no master.
         sums: What the rule's summands add up to over the whole matrix, 0-d fp64 each; empty if it asks for none.
+        told: What the rule keeps as "matrix", 0-d fp64 each, where there are sums.
         copies: How many ranks store these elements.
     """
 
@@ -67,6 +68,7 @@ class Updated(NamedTuple):
     scale: float
     rounded: Tensor | None
     sums: tuple[Tensor, ...]
+    told: Mapping[str, Tensor]
     copies: int
 
 
@@ -166,10 +168,11 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
         _apply_plain(rest, factors)
         pieces = rest  # the kernel has rounded the masters of the others
     else:
-        for weights, update, state, matrix, scale, _, sums, copies in pieces:
+        for weights, update, state, matrix, scale, _, sums, kept, copies in pieces:
             own: list[Tensor] = []
             told = own if measured else None
-            parts.apply(rule, weights, update, state, scale=scale, active=active[matrix], sums=sums, squares=told)
+            on = active[matrix]
+            parts.apply(rule, weights, update, state, scale=scale, active=on, sums=sums, told=kept, squares=told)
             if squares is not None:
                 squares += [square / copies for square in own]
     masters = [piece.weights for piece in pieces if piece.rounded is not None]
