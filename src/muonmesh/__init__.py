@@ -5,7 +5,7 @@ from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.integrations.qk_clip import QKClip
-from muonmesh.layout import FlatParameter, FlatShards, Rates
+from muonmesh.layout import FlatParameter, FlatShards, Rates, Teams
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
 from muonmesh.numerics.rules import (
@@ -57,6 +57,7 @@ __all__ = [
     "ScionRowNormRule",
     "ScionSignRule",
     "StateError",
+    "Teams",
     "from_model",
     "orthogonalize",
     "register_rule",

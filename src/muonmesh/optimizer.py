@@ -22,6 +22,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
+from muonmesh.comm.wrappers import group_of_wrapper
 from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
@@ -97,13 +98,16 @@ class Muon(torch.optim.Optimizer):
         state_dtype: Dtype of the momentum, kept through ``load_state_dict``.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
-            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one.
+            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one. "auto":
+            the ranks of the DistributedDataParallel that holds them at the first step.
         layouts: Where plain local shards live, by name: ``(mesh, placements)`` in DTensor's vocabulary, with the
             global shape as a third entry where shards are uneven; a `FlatShards`; or a list of `FlatParameter` for a
             flat buffer of several parameters. A DTensor needs no entry.
         shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
             replicas, as DTensors: less memory, the same bits.
-        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "gram": for a
+        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "teams", or
+            `Teams`: likewise, and with the same bits, but a matrix that would make its owner the last to finish is
+            orthogonalised by several ranks together; on CPUs, from 384 rows on. "gram": for a
             matrix that is cut along its long dim only, the ranks sum the small X Xᵀ instead and each applies the
             result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
             whichever takes less time.
@@ -188,7 +192,7 @@ class Muon(torch.optim.Optimizer):
             self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
-            if process_group in (None, "world") or isinstance(process_group, dist.ProcessGroup):
+            if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
                 note_failure(error)
             raise
         withdraw_failure()
@@ -339,7 +343,8 @@ class Muon(torch.optim.Optimizer):
             forget(kept)
             planned, exchange, slots, flags = self._agree(settings, clip)
         self._tell(scaler, flags)
-        kept.neglected.look((slot.name, slot.gradient) for slot in slots.here)
+        kept.neglected.look((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
+        kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return loss
         if kept.sums is not None:
@@ -450,7 +455,7 @@ class Muon(torch.optim.Optimizer):
                 by ``step``.
             PlanError: on the other ranks then.
         """
-        check_process_group(process_group)
+        check_process_group(process_group, ("world", "local"))
         kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
@@ -541,6 +546,14 @@ class Muon(torch.optim.Optimizer):
         return f"{type(self).__name__} (\n{''.join(lines)})"
 
     @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing on any rank, because of an overflow or of clipping; waits for a device.
+
+        The same on all ranks that share parameters, so schedules that wait for it stay alike.
+        """
+        return bool(self._kept.stopped)
+
+    @property
     def communication_seconds(self) -> float:
         """Host seconds that the last step spent waiting for other ranks; on CUDA streams wait, not the host."""
         return self.counts.seconds_waiting
@@ -601,7 +614,7 @@ def split_params(
 
 
 def from_model(
-    model: nn.Module,
+    model: nn.Module = None,  # type: ignore[assignment]
     lr: float | Tensor = 3e-4,
     *,
     muon: Mapping[str, Any] | None = None,
@@ -654,7 +667,8 @@ def from_model(
         compute_dtype: Dtype of orthogonalisation and wire.
         state_dtype: Dtype of the momentum.
         master_dtype: Of masters of lower-precision parameters.
-        process_group: Who holds plain matrices: "world", "local" or a ProcessGroup.
+        process_group: Who holds plain matrices: "world", "local", "auto" or a ProcessGroup; None: those of the
+            DistributedDataParallel that ``model`` is, if it is one.
         layouts: Where plain local shards live, by name.
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
@@ -665,6 +679,11 @@ def from_model(
         ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
             first step.
     """
+    missing: object = model
+    if missing is None:  # a Trainer calls what it takes for a factory without arguments first
+        write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
+        write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
+        raise TypeError(explain_error("from_model", "no model", "the model", write))
     try:
         groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
@@ -674,6 +693,8 @@ def from_model(
     for group in groups:
         if group["algorithm"] == "muon":
             group["algorithm"] = rule
+    if process_group is None:
+        process_group = group_of_wrapper(model)
     return Muon(
         groups,
         lr,

@@ -312,7 +312,10 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("raise", "rank 1: ValueError: the third layer is on fire"), ("kill", "rank 1: ended by SIGKILL")],
+    [
+        ("raise", "rank 1: ValueError: the third layer is on fire"),
+        pytest.param("kill", "rank 1: ended by SIGKILL", marks=pytest.mark.soak),
+    ],
 )
 def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "how").write_text(how)
@@ -515,6 +518,7 @@ def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_trains_under_deepspeed(runs: Path, text: Path) -> None:
     run = runs / "deepspeed"
     options = ("--engine", "deepspeed", "--zero", 3, "--ranks", 2, "--model", "nano", "--batch", 4, "--seq", 32)

@@ -146,7 +146,7 @@ def test_norms_are_formatted_as_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("coefficients", "steps"),
-    [*((name, 10 if name == "deepseekv4" else 5) for name in COEFFICIENT_SETS), (MINE, 3), ([JORDAN] * 7, 7)],
+    [*((name, {"deepseekv4": 10, "qdwh": 1}.get(name, 5)) for name in COEFFICIENT_SETS), (MINE, 3), ([JORDAN] * 7, 7)],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_without_steps_a_set_runs_what_it_is_made_for(coefficients: Any, steps: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonmesh.layout import Piece
 from muonmesh.layout.plan import Leg
+from muonmesh.numerics.kernels import Share
 
 Ends = tuple[tuple[Leg, Tensor], ...]
 """Legs whose storage is on this rank, each with the view that it is read into, or written from."""
@@ -53,6 +54,12 @@ class Work(Protocol):
         """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and their assignments.
 
         Those of one batch share their settings.
+        """
+
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+        """Orthogonalise one matrix x (1, rows, cols) into ``out`` with a team; all its members call this.
+
+        What is done to the result beside that, which only the owner returns, only the ``owner`` does.
         """
 
     def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
@@ -123,6 +130,10 @@ class Idle:
         """Send back zeros."""
         for _, out, _ in batches:
             out.zero_()
+
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+        """Never: there are teams on CPUs only, where no rank begins to move before all have agreed."""
+        raise AssertionError(f"assignment {assignment} of a team, on a rank that stands aside")
 
     def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
         """Change nothing."""

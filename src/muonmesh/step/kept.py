@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
@@ -43,7 +44,8 @@ class Kept:
 
     Attributes:
         precision: Dtypes.
-        process_group: Who holds plain tensors.
+        process_group: Who holds plain tensors, as it was said.
+        found_group: Who holds them by what wrappers say, if it was said to be "auto"; read when a plan is made.
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
@@ -63,6 +65,7 @@ class Kept:
         neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
+        stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
         torn: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
     """
@@ -88,8 +91,15 @@ class Kept:
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
     together: bool | None = None
+    stopped: bool | Tensor = False
     torn: str | None = None
     source: GradientSource = PARAMETER_GRAD
+    found_group: dist.ProcessGroup | None = None
+
+    @property
+    def holders(self) -> ProcessGroup:
+        """Who holds plain tensors: what was said, or what was found for "auto"."""
+        return self.found_group if self.process_group == "auto" else self.process_group
 
     def works_together(self, planned: Planned) -> bool:
         """Whether the pieces of many matrices are worked on together, and not one after the other in a cache."""

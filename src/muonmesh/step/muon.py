@@ -15,7 +15,7 @@ from muonmesh.comm.views import contiguous, place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg
-from muonmesh.numerics.kernels import select
+from muonmesh.numerics.kernels import Share, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
 from muonmesh.numerics.rules import Rule, parts
@@ -243,6 +243,10 @@ class MuonStep:
                 tasks.append((flops * len(assignments[some]), task))
         self._run(tasks)
 
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+        """Orthogonalise one matrix with a team."""
+        self._orthogonalize(x, out, [assignment], team=team, whole=owner)
+
     def _at_once(self, count: int, shape: tuple[int, int]) -> int:
         """Return how many of ``count`` equal matrices are orthogonalised by one task."""
         rows, cols = sorted(shape)
@@ -265,7 +269,15 @@ class MuonStep:
             for task in ordered:
                 task()
 
-    def _orthogonalize(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
+    def _orthogonalize(
+        self,
+        batch: Tensor,
+        out: Tensor,
+        assignments: Sequence[int],
+        *,
+        team: Share | None = None,
+        whole: bool = True,
+    ) -> None:
         rule = self._rule(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
@@ -280,10 +292,11 @@ class MuonStep:
                 dtype=self._precision.compute,
                 out=out,
                 overwrite=True,
+                share=team,
             )
         else:
             out.copy_(batch)
-        if rule.changes_matrices():
+        if whole and rule.changes_matrices():
             for assignment, matrix in zip(assignments, out.unbind(), strict=True):
                 own, size = self._rule(assignment), self._plan.assignments[assignment].matrix
                 parts.change_whole(own, matrix, self._carried.get(assignment, {}), rows=size.rows, cols=size.cols)

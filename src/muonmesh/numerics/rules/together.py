@@ -102,6 +102,11 @@ class Factors:
         """What the update is multiplied by before it is added, fp64 (n,): 0 for a matrix that is left alone."""
         return torch.where(self.active, self.scales * -self.rule.lr, torch.zeros_like(self.scales))
 
+    @cached_property
+    def size(self) -> Tensor:
+        """What the update is multiplied by before it is subtracted, fp32 (n,)."""
+        return -self.applied(torch.float32)[1]
+
     def applied(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return what weights and updates are multiplied by, each (n,), rounded to a dtype: 1 and 0 if left alone."""
         if dtype not in self._rounded:
@@ -284,25 +289,24 @@ def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
                 [piece.gradient for piece in some],
                 [_momentum(piece) for piece in some],
                 [piece.into for piece in some if piece.into is not None],
-                _of_each([piece.matrix for piece in some], factors.active)[0][:, 0],
+                factors.active,
                 momentum=rule.momentum,
                 nesterov=rule.nesterov,
+                entries=[piece.matrix for piece in some],
             )
 
 
 def _apply_fused(pieces: Sequence[Updated], factors: Factors) -> None:
-    keep, change = factors.applied(torch.float32)
     for some in ([p for p in pieces if p.rounded is not None], [p for p in pieces if p.rounded is None]):
         if some:
-            numbers = [piece.matrix for piece in some]
-            active, kept, changed = (factor[:, 0] for factor in _of_each(numbers, factors.active, keep, change))
             fused.apply(
                 [piece.weights if piece.rounded is None else piece.rounded for piece in some],
                 [piece.weights for piece in some if piece.rounded is not None],
                 [piece.update for piece in some],
-                active,
-                keep=kept,
-                size=-changed,
+                factors.active,
+                keep=factors.applied(torch.float32)[0],
+                size=factors.size,
+                entries=[piece.matrix for piece in some],
             )
 
 
