@@ -6,6 +6,7 @@ from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.integrations.qk_clip import QKClip
 from muonmesh.layout import FlatParameter, FlatShards, Rates, Teams
+from muonmesh.migration import PackageName, convert_settings
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
 from muonmesh.numerics.rules import (
@@ -48,6 +49,7 @@ __all__ = [
     "MuonPlusRule",
     "MuonRule",
     "NorMuonRule",
+    "PackageName",
     "ParamGroups",
     "PlanError",
     "QKClip",
@@ -58,6 +60,7 @@ __all__ = [
     "ScionSignRule",
     "StateError",
     "Teams",
+    "convert_settings",
     "from_model",
     "orthogonalize",
     "register_rule",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -44,6 +45,7 @@ from muonmesh.settings import (
     check_groups,
     check_optimizer,
     check_process_group,
+    refuse_partitioner,
 )
 from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import changed, check_members, connect, forget, plan
@@ -183,6 +185,10 @@ class Muon(torch.optim.Optimizer):
             if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
                 needed = "ordered collections, the same order on every rank"
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
+                frame = frame.f_back
+            refuse_partitioner(frame.f_locals.get("self"))
             precision = Precision(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(

@@ -195,6 +195,23 @@ def check_process_group(process_group: object, words: Sequence[str] = ("world", 
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
 
+def refuse_partitioner(maker: object) -> None:
+    """Refuse to be made by torch's ``ZeroRedundancyOptimizer``, which gives each rank other parameters.
+
+    Args:
+        maker: The object whose method makes the optimizer, if one does.
+
+    Raises:
+        TypeError: it is such an optimizer. Norms would be those of a rank's own parameters, and each rank would have
+            to wait for the owner of the others' matrices.
+    """
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(maker).__mro__):
+        needed = "all parameters on every rank, since ranks share the work by themselves"
+        write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without ZeroRedundancyOptimizer: '
+        write += "each rank then orthogonalises and stores its share"
+        raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
+
+
 def algorithm_of(group: Mapping[str, Any]) -> str:
     """Return a group's algorithm: its key, or the alias ``use_muon``, or "muon".
 

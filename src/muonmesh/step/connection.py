@@ -14,7 +14,7 @@ import torch.distributed as dist
 from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
-from muonmesh.comm.storage import mesh_groups, world_size
+from muonmesh.comm.storage import mesh_groups, refuse_flattened, world_size
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import split_matrices
@@ -157,6 +157,8 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
             needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
             raise ValueError(explain_error(name, found, needed, write))
         check_dtype(name, tensor.dtype, kept.precision.master, group)
+        if name not in kept.layouts:
+            refuse_flattened(name, tensor)
     if group["algorithm"] == "adamw":
         return
     specs = group.get("matrices")

@@ -423,11 +423,12 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     """
     rank = this_rank()
     kept = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
+    first = local.storage_offset()  # of a gradient that is a view into a bucket of DDP's or FSDP2's
     for target in _layout(place).blocks(rank):
         for block in _layout(storage).blocks(rank):
             shared = overlap(block, target)  # of two storages: the momentum's stands where a matrix stands elsewhere
             if shared is not None:
-                part = local.as_strided(shared.shape, shared.storage_strides, shared.storage_start)
+                part = local.as_strided(shared.shape, shared.storage_strides, first + shared.storage_start)
                 kept.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
     return kept
 
