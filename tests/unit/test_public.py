@@ -31,7 +31,16 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def test_what_annotations_and_values_need_can_be_imported() -> None:
     for name in ("GradNorms", "ParamGroups", "Explanation", "GradientSource"):
         assert inspect.isclass(getattr(mm, name))
-    for name in ("ClipPolicy", "ScaleMode", "Algorithm", "ExchangeMode", "CoefficientName", "Method", "DecayMode"):
+    for name in (
+        "ClipPolicy",
+        "ScaleMode",
+        "Algorithm",
+        "ExchangeMode",
+        "CoefficientName",
+        "Method",
+        "DecayMode",
+        "HeadPart",
+    ):
         assert typing.get_args(getattr(mm, name))
     assert set(mm.__all__) <= set(dir(mm))
     assert mm.__all__ == sorted(mm.__all__)
@@ -50,7 +59,7 @@ def test_from_model_has_the_arguments_of_muon_with_their_defaults() -> None:
     ours = dict(inspect.signature(mm.from_model).parameters)
     theirs = dict(inspect.signature(mm.Muon).parameters)
     del theirs["params"]
-    for own in ("model", "muon", "adamw", "overrides", "rule"):
+    for own in ("model", "muon", "adamw", "overrides", "per_head", "rule"):
         del ours[own]
     assert list(ours.values()) == list(theirs.values())  # names, kinds, defaults, annotations, order
 
@@ -80,7 +89,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)
-    assert given.keys() == signature.parameters.keys() - {"model", "muon", "adamw", "overrides", "rule"}
+    assert given.keys() == signature.parameters.keys() - {"model", "muon", "adamw", "overrides", "per_head", "rule"}
     assert not [name for name in given if given[name] == signature.parameters[name].default]
     optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), **given)
     kept = {

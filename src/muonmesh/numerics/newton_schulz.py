@@ -23,7 +23,7 @@ from muonmesh.numerics.coefficients import (
     coefficient_set,
 )
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.kernels import KernelName, Matmuls, select
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, Share, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
 from muonmesh.numerics.precision import exact_fp32
@@ -57,6 +57,7 @@ def orthogonalize(
     kernels: KernelName = "auto",
     out: Tensor | None = None,
     overwrite: bool = False,
+    share: Share | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -75,6 +76,8 @@ def orthogonalize(
         kernels: Implementation of the matrix products.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
+        share: This rank's part in a team. Every member calls with the same matrix, divides the products with the
+            others, and gets the whole result, with the bits of one rank.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
@@ -95,7 +98,10 @@ def orthogonalize(
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
     prepared = coefficient_set(coefficients)
-    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols)
+    if share is not None and (x.device.type != "cpu" or rows < DIVIDED_FROM_ROWS):
+        found, needed = f"a matrix of {rows} rows on {x.device.type}", f"{DIVIDED_FROM_ROWS} rows or more on a CPU"
+        raise ValueError(explain_error("share", found, needed, "Leave the matrix to one rank"))
+    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, share=share)
 
     matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
