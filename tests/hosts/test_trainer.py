@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from transformers import Trainer, TrainingArguments
 
 from muonmesh.integrations.transformers import MuonCallback, MuonFactory
@@ -82,10 +83,37 @@ def test_in_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_on_two_ranks(workers: Any, tmp_path: Path, how: str) -> None:
-    first, second = workers(2).run(train, str(tmp_path), how, timeout=300.0)
+    first, second = workers(2).run(train, str(tmp_path), how, timeout=90.0)
     assert first[0] == {"ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM"}[how]
     check(*first)
     assert different(first[2][-1], second[2][-1]) == []
-    resumed = workers(2).run(train, str(tmp_path), how, resume=True, timeout=300.0)
+    resumed = workers(2).run(train, str(tmp_path), how, resume=True, timeout=90.0)
     assert losses(resumed[0][3])[-2:] == losses(first[3])[-2:]
     assert different(resumed[0][2][-1], first[2][-1]) == []
+
+
+def train_zero(folder: str, stage: int, resume: bool = False) -> dict[str, torch.Tensor]:
+    """Without clipping, so that the gradients are the same bits as DDP's; stage 0 is DDP."""
+    # Stage 3 has a linear layer of its own, whose gradients round otherwise.
+    zero = {"stage": stage, "memory_efficient_linear": False}
+    config: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
+    config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
+    more: dict[str, Any] = {"use_cpu": False, "deepspeed": config} if stage else {}
+    with launched(), accelerated(stage > 0):
+        args = arguments(folder, max_grad_norm=0.0, **more)
+        factory = MuonFactory, {"args": args, **SETTINGS}
+        trainer = Trainer(llama(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=factory)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+        named = trainer.model.named_parameters()
+        if not stage:
+            return {name: p.detach().clone() for name, p in named}
+        assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_is_ddp(workers: Any, tmp_path: Path, stage: int) -> None:
+    (expected, _) = workers(2).run(train_zero, str(tmp_path / "ddp"), 0, timeout=90.0)
+    folder = str(tmp_path / "zero")
+    assert different(workers(2).run(train_zero, folder, stage, timeout=90.0)[0], expected) == []
+    assert different(workers(2).run(train_zero, folder, stage, resume=True, timeout=90.0)[0], expected) == []
