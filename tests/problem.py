@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,6 +165,20 @@ def result(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
         for key, value in optimizer.state[parameter].items():
             tensors[f"{name}.{key}"] = whole(value)
     return tensors
+
+
+@functools.cache
+def alone(
+    count: int,
+    given: Callable[[int], dict[str, Tensor | None]] = gradients,
+    prepare: Callable[[mm.Muon], None] | None = None,
+    param_dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """Parameters and state after ``count`` steps in one process, on this very rank: once for all layouts."""
+    values = {name: value.to(param_dtype) for name, value in initial().items()}
+    *_, (model, optimizer) = steps("local", count, values, given, prepare, **settings)
+    return result(model, optimizer)
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

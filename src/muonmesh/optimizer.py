@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.comm.wrappers import group_of_wrapper
 from muonmesh.errors import StateError, explain_error
-from muonmesh.groups import ParamGroups
+from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -44,11 +45,13 @@ from muonmesh.settings import (
     check_groups,
     check_optimizer,
     check_process_group,
+    refuse_partitioner,
 )
 from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import changed, check_members, connect, forget, plan
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
+from muonmesh.step.lacking import lacking_of
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Member, Planned, group_for
@@ -104,7 +107,9 @@ class Muon(torch.optim.Optimizer):
             flat buffer of several parameters. A DTensor needs no entry.
         shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
             replicas, as DTensors: less memory, the same bits.
-        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "gram": for a
+        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "teams", or
+            `Teams`: likewise, and with the same bits, but a matrix that would make its owner the last to finish is
+            orthogonalised by several ranks together; on CPUs, from 384 rows on. "gram": for a
             matrix that is cut along its long dim only, the ranks sum the small X Xᵀ instead and each applies the
             result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
             whichever takes less time.
@@ -180,6 +185,10 @@ class Muon(torch.optim.Optimizer):
             if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
                 needed = "ordered collections, the same order on every rank"
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
+                frame = frame.f_back
+            refuse_partitioner(frame.f_locals.get("self"))
             precision = Precision(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
@@ -324,6 +333,9 @@ class Muon(torch.optim.Optimizer):
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:  # the device has counted meanwhile
             rounding.warn(stacklevel=3)
+        lacking, kept.lacking = kept.lacking, None
+        if lacking is not None:
+            lacking.warn(kept.lack, stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
@@ -344,11 +356,12 @@ class Muon(torch.optim.Optimizer):
         if kept.sums is not None:
             kept.sums = Sums()
         half = MuonStepTogether if kept.works_together(planned) else MuonStep
+        rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         work = half(
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
-            [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups],
+            rules,
             flags,
             kept.precision,
             device=planned.device,
@@ -360,6 +373,10 @@ class Muon(torch.optim.Optimizer):
         work.finish()
         keep_running_norms(clip, self.state, flags.stop)
         kept.torn = None
+        kept.lacking = lacking_of(planned, rules, work.lacking)
+        if kept.lacking is not None and kept.lacking.arrived is None:
+            kept.lacking.warn(kept.lack, stacklevel=3)
+            kept.lacking = None
         return loss
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
@@ -592,10 +609,11 @@ def split_params(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
 ) -> ParamGroups:
     """`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
     try:
-        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         note_failure(error)
         raise
@@ -608,6 +626,7 @@ def from_model(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -638,6 +657,7 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
+        per_head: Which attention weights are one matrix for each head, likewise.
         rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
         momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
         nesterov: Whether to look ahead with the momentum.
@@ -671,7 +691,7 @@ def from_model(
         write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
         raise TypeError(explain_error("from_model", "no model", "the model", write))
     try:
-        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         if process_group != "local":
             note_failure(error)

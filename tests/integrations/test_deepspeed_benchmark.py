@@ -29,6 +29,7 @@ def measured(file: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_all_engines_make_the_same_update(tmp_path: Path) -> None:
     figures, _ = measured(tmp_path / "deepspeed.json", "--stages", "2", "--contenders", "gram", "fp32")
     assert list(figures) == ["SGD", "muonmesh", "DeepSpeed gram", "muonmesh fp32"]

@@ -44,7 +44,7 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
-NEW = ("hsdp", "tp", "fsdp+tp", "zero1", "zero2", "zero3")
+NEW = ("hsdp", "fsdp+tp", "zero3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp", "zero1", "zero2")))
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +215,10 @@ def seconds_waited_for_rank_0() -> float:
 @pytest.mark.parametrize(
     ("parallel", "other"),
     [
-        ("tp", "hsdp"),
-        pytest.param("fsdp+tp", "ddp", marks=pytest.mark.soak),
+        ("fsdp+tp", "ddp"),
+        pytest.param("tp", "hsdp", marks=pytest.mark.soak),
         pytest.param("zero2", "fsdp", marks=pytest.mark.soak),
-        ("zero3", "zero1"),
+        pytest.param("zero3", "zero1", marks=pytest.mark.soak),
     ],
 )
 def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(
@@ -273,7 +273,7 @@ def test_ranks_and_micro_steps_share_a_step_without_changing_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["tp", "fsdp+tp"])
+@pytest.mark.parametrize("parallel", [pytest.param("tp", marks=pytest.mark.soak), "fsdp+tp"])
 def test_bf16_reaches_the_projections(
     parallel: Parallel, finished: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path]
 ) -> None:

@@ -97,6 +97,7 @@ LongRun = tuple[Path, subprocess.Popen[str], list[int]]
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_closed_terminal_stops_a_run_with_a_checkpoint(folder: Path) -> None:
     """A real one: its line is drawn until it is gone, and then nothing can be written to it."""
     run = folder / "closed"
@@ -147,6 +148,7 @@ def test_a_run_is_locked_and_its_ranks_end_with_a_launcher_that_is_killed(long_r
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(folder: Path) -> None:
     run = folder / "diverging"
     options = ("--steps", 40, "--warmup", 0, "--checkpoint-every", 1, "--lr", "1e30", "--clip", 0)
@@ -197,7 +199,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(small_disk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [0, 60_000])
+@pytest.mark.parametrize("size", [pytest.param(0, marks=pytest.mark.soak), 60_000])
 def test_a_disk_that_is_full_from_the_start_is_one_sentence(size: int, folder: Path, tmp_path: Path) -> None:
     """Whatever file is the first that does not fit: the text, the settings, the room for errors."""
 

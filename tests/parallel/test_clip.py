@@ -45,6 +45,16 @@ HOLD: dict[str, tuple[int, ...]] = {  # way of holding: on how many ranks
     "flat of tensor parallel": (4,),
 }
 CASES = [(ranks, way) for way, some in HOLD.items() for ranks in some]
+# Norms and bits of every way are compared in `make soak`; one of each kind of cut in `make test`.
+QUICK = [
+    (4, "ddp"),
+    (2, "fsdp"),
+    (4, "shard1"),
+    (4, "fsdp over colwise"),
+    (4, "experts"),
+    (4, "flat of tensor parallel"),
+]
+BITS = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.soak) for case in CASES]
 
 
 def held(way: str) -> layouts.Held:
@@ -143,7 +153,7 @@ def alone() -> list[Any]:
     return all_policies("local")
 
 
-@pytest.mark.parametrize(("ranks", "way"), CASES)
+@pytest.mark.parametrize(("ranks", "way"), BITS)
 def test_every_policy_has_the_bits_of_one_process(workers, alone, ranks: int, way: str) -> None:
     for outcome in workers(ranks).run(all_policies, way):
         for (norms, result), (alone_norms, expected) in zip(outcome, alone, strict=True):
@@ -288,7 +298,7 @@ def load_running(way: str, path: str) -> dict[str, Tensor]:
     return {name: value for name, value in result.items() if "." in name}
 
 
-@pytest.mark.parametrize(("ranks", "way"), [(2, "shard1"), (4, "hsdp"), (2, "ddp")])
+@pytest.mark.parametrize(("ranks", "way"), [pytest.param(2, "shard1", marks=pytest.mark.soak), (4, "hsdp"), (2, "ddp")])
 def test_running_norms_are_saved_and_resharded(workers, tmp_path: Path, ranks: int, way: str) -> None:
     workers(4).run(save_running, str(tmp_path))
     _, result = trained("local", "per_matrix", WARM_UP + 4, spiky)
@@ -336,8 +346,11 @@ def skipping_all(way: str, policies: Sequence[str]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "way", "policies"),
-    [(2, "fsdp", POLICIES), (4, "shard1", ["separate"]), (4, "flat", ["per_matrix"])],
-    ids=["fsdp", "shard1", "flat"],
+    [
+        pytest.param(2, "fsdp", POLICIES, id="fsdp", marks=pytest.mark.soak),
+        pytest.param(4, "shard1", ["separate"], id="shard1"),
+        pytest.param(4, "flat", ["per_matrix"], id="flat"),
+    ],
 )
 def test_a_skipped_step_leaves_every_bit_and_only_that_step(
     workers, ranks: int, way: str, policies: Sequence[str]

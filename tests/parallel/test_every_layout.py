@@ -33,11 +33,10 @@ def outcome(held: layouts.Held, steps: int, settings: dict[str, Any]) -> tuple[d
 
 def alone(steps: int, settings: dict[str, Any]) -> dict[str, Tensor]:
     settings = {key: value for key, value in settings.items() if key != "shard_state"}
-    *_, (model, optimizer) = problem.steps("local", steps, problem.initial(), **settings)
-    return problem.result(model, optimizer)
+    return problem.alone(steps, **settings)
 
 
-def compared(held: layouts.Held, settings: dict[str, Any], steps: int = 4) -> tuple[list[str], Any, Any]:
+def compared(held: layouts.Held, settings: dict[str, Any], steps: int = 3) -> tuple[list[str], Any, Any]:
     result, optimizer = outcome(held, steps, settings)
     differing = problem.differing(result, alone(steps, settings))
     told, did = optimizer.explain(), optimizer.counts
@@ -110,7 +109,7 @@ def with_shared_state(layout: str, settings: dict[str, Any]) -> tuple[list[str],
         optimizer = mm.Muon(
             problem.groups(model), process_group=group, shard_state=True, **problem.SETTINGS, **settings
         )
-        for step in range(4):
+        for step in range(3):
             for name, gradient in problem.gradients(step).items():
                 model.get_parameter(name).grad = gradient.clone()
             optimizer.step()
@@ -119,7 +118,7 @@ def with_shared_state(layout: str, settings: dict[str, Any]) -> tuple[list[str],
         sizes, place = {**layouts.MESHES, **EIGHT}[layout]
         mesh = mesh_of(sizes)
         held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh, lambda _, shape: place(len(shape)))
-        result, optimizer = outcome(held, 4, {"shard_state": True, **settings})
+        result, optimizer = outcome(held, 3, {"shard_state": True, **settings})
     stored = whole = 0.0
     for name, value in result.items():
         if name.endswith(".momentum_buffer"):
@@ -127,7 +126,7 @@ def with_shared_state(layout: str, settings: dict[str, Any]) -> tuple[list[str],
     for state in optimizer.state.values():
         if "momentum_buffer" in state:
             stored += local_of(state["momentum_buffer"]).numel()
-    return problem.differing(result, alone(4, settings)), stored, whole
+    return problem.differing(result, alone(3, settings)), stored, whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -33,11 +33,14 @@ HELD = [
     ("mixtral", "fsdp x ep"),
     ("mixtral", "fsdp over dim 1 x ep"),
 ]
+# Those whose every part another one has too: in `make soak`.
+AGAIN = [("llama", "hsdp"), ("llama", "fsdp x plain tp"), ("mixtral", "fsdp"), ("mixtral", "hsdp")]
 Tensors = dict[str, Tensor]
 
 
 def each(held: list[tuple[str, str]]) -> Any:
-    return pytest.mark.parametrize(("family", "layout"), held, ids=[", ".join(pair) for pair in held])
+    cases = [pytest.param(*pair, id=", ".join(pair), marks=[pytest.mark.soak] * (pair in AGAIN)) for pair in held]
+    return pytest.mark.parametrize(("family", "layout"), cases)
 
 
 def optimizer_of(model: nn.Module, process_group: str | None, dtype: torch.dtype = torch.float32) -> mm.Muon:

@@ -31,15 +31,14 @@ def test_names_hash_differently_on_two_ranks(workers) -> None:
 
 
 def run(
-    layout: str, dtype: torch.dtype, count: int = 5, param_dtype: torch.dtype = torch.float32, **settings: Any
+    layout: str, dtype: torch.dtype, count: int = 3, param_dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[list[str], dict[str, Tensor]]:
     """Step in a layout and alone on this very rank; return what differs, and the result."""
     values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
-    results = []
-    for held in (layout, "local"):
-        *_, (model, optimizer) = problem.steps(held, count, values, compute_dtype=dtype, **settings)
-        results.append(problem.result(model, optimizer))
-    return problem.differing(*results), results[0]
+    *_, (model, optimizer) = problem.steps(layout, count, values, compute_dtype=dtype, **settings)
+    result = problem.result(model, optimizer)
+    alone = problem.alone(count, param_dtype=param_dtype, compute_dtype=dtype, **settings)
+    return problem.differing(result, alone), result
 
 
 def told(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -68,11 +67,11 @@ def as_on_a_device(optimizer: mm.Muon) -> None:
 def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tuple[list[str], float]:
     """Step as on a device, in a layout and alone; return what differs, and how far it is from a step on a CPU."""
     values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
-    results = []
-    for held, prepare in ((layout, as_on_a_device), ("local", as_on_a_device), ("local", None)):
-        *_, (model, optimizer) = problem.steps(held, 4, values, prepare=prepare, **settings)
-        results.append(problem.result(model, optimizer))
-    together, alone, cpu = results
+    *_, (model, optimizer) = problem.steps(layout, 3, values, prepare=as_on_a_device, **settings)
+    together = problem.result(model, optimizer)
+    alone, cpu = (
+        problem.alone(3, prepare=prepare, param_dtype=param_dtype, **settings) for prepare in (as_on_a_device, None)
+    )
     far = [
         float((alone[name].double() - cpu[name].double()).norm() / (1e-30 + cpu[name].double().norm())) for name in cpu
     ]
@@ -115,8 +114,7 @@ def test_what_a_device_runs_is_bit_for_bit_with_settings(workers, settings: dict
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
 def test_one_process_without_distributed_has_the_same_bits(workers, layout: str) -> None:
-    *_, (model, optimizer) = problem.steps("local", 5, problem.initial(), compute_dtype=torch.float32)
-    alone = problem.result(model, optimizer)
+    alone = problem.alone(3, compute_dtype=torch.float32)
     for _, result in workers(2).run(run, layout, torch.float32):
         assert problem.differing(result, alone) == []
 

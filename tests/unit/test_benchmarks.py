@@ -158,6 +158,7 @@ def test_the_clip_stall_command_writes_its_figures_and_its_picture(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_python_of_a_step_is_what_is_no_arithmetic(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
     file = tmp_path / "python_time.json"
     options = ["--cases", "legs", "--rounds", "1", "--against", str(REPOSITORY), "--json", str(file)]

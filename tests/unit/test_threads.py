@@ -56,8 +56,12 @@ def trained(seed: int, counts: Sequence[int]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "plans",
-    [([2] * 60, [3] * 60), ([2, 3] * 30, [3, 2] * 30), ([2] * 60, [2] * 60), ([1, 2, 3, 4] * 15, [4, 2] * 30)],
-    ids=["2 and 3", "each changes", "both 2", "many"],
+    [
+        pytest.param(([2] * 60, [3] * 60), id="2 and 3", marks=pytest.mark.soak),
+        pytest.param(([2, 3] * 30, [3, 2] * 30), id="each changes"),
+        pytest.param(([2] * 60, [2] * 60), id="both 2", marks=pytest.mark.soak),
+        pytest.param(([1, 2, 3, 4] * 15, [4, 2] * 30), id="many", marks=pytest.mark.soak),
+    ],
 )
 def test_optimizers_in_two_threads_get_the_bits_of_one_after_the_other(plans: tuple[list[int], list[int]]) -> None:
     alone = [in_threads(lambda seed=seed, plan=plan: trained(seed, plan))[0] for seed, plan in enumerate(plans)]

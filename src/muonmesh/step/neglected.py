@@ -53,9 +53,10 @@ class Neglected:
             self._told.update(late)
             it, does = ("it", "does") if len(late) == 1 else ("them", "do")
             others = "others had one" if some else "nothing else had one either"
+            replaced = "" if some else "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
             warnings.warn(
                 f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and {does} not "
-                f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups",
+                f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups{replaced}",
                 stacklevel=5,
             )
         if self.frozen and self._steps % PATIENCE == 0:
