@@ -94,9 +94,7 @@ def test_on_two_ranks(workers: Any, tmp_path: Path, how: str) -> None:
 
 def train_zero(folder: str, stage: int, resume: bool = False) -> dict[str, torch.Tensor]:
     """Without clipping, so that the gradients are the same bits as DDP's; stage 0 is DDP."""
-    # Stage 3 has a linear layer of its own, whose gradients round otherwise.
-    zero = {"stage": stage, "memory_efficient_linear": False}
-    config: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
     config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
     more: dict[str, Any] = {"use_cpu": False, "deepspeed": config} if stage else {}
     with launched(), accelerated(stage > 0):
@@ -111,9 +109,9 @@ def train_zero(folder: str, stage: int, resume: bool = False) -> dict[str, torch
         return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeed_is_ddp(workers: Any, tmp_path: Path, stage: int) -> None:
+def test_deepspeed_is_ddp(workers: Any, tmp_path: Path) -> None:
+    """At stage 1, whose gradients are the same bits; `test_accelerate` has the other stages."""
     (expected, _) = workers(2).run(train_zero, str(tmp_path / "ddp"), 0, timeout=90.0)
     folder = str(tmp_path / "zero")
-    assert different(workers(2).run(train_zero, folder, stage, timeout=90.0)[0], expected) == []
-    assert different(workers(2).run(train_zero, folder, stage, resume=True, timeout=90.0)[0], expected) == []
+    assert different(workers(2).run(train_zero, folder, 1, timeout=90.0)[0], expected) == []
+    assert different(workers(2).run(train_zero, folder, 1, resume=True, timeout=90.0)[0], expected) == []
