@@ -39,6 +39,7 @@ ONE_PROCESS = (
     "docs/migrating.md",
 )
 RANKS = ("docs/layouts.md", "docs/deepspeed.md")
+HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
 
@@ -104,7 +105,7 @@ def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None
 
 def test_every_page_with_snippets_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "```python" in path.read_text()}
-    assert pages == {*ONE_PROCESS, *RANKS, *MEGATRON}
+    assert pages == {*ONE_PROCESS, *RANKS, *HOSTS, *MEGATRON}
 
 
 class Net(nn.Module):
