@@ -1,8 +1,9 @@
 """torchtitan 0.3 on a CPU: its trainer with its debug Llama made tiny, on tokens that nobody has to download.
 
 What is not torchtitan's: `Device` in place of CUDA, of which it asks names and memory; `causal` in place of flex
-attention, which has no backward on a CPU; a tokenizer of bytes and random tokens in place of files; the backend
-"partial_dtensor", since "spmd_types" fails on torch 2.13 for AdamW too. Import torchtitan through this module.
+attention, which has no backward on a CPU; `summed`, since gloo has no sum with a factor; a tokenizer of bytes and random
+tokens in place of files; the backend "partial_dtensor", since "spmd_types" fails on torch 2.13 for AdamW too. Import
+torchtitan through this module.
 """
 # ruff: noqa: E402, I001
 
@@ -16,10 +17,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
-__all__ = ["MuonContainer", "Recorder", "Trainer", "config", "torchtitan_role"]
+__all__ = ["MuonContainer", "Recorder", "Trainer", "apply_overrides", "config", "deepseek_v3", "gpt_oss", "llama3"]
 
 
 class Device(types.SimpleNamespace):
@@ -52,12 +54,14 @@ with mock.patch.object(torch, "compile", lambda function, **_: function):  # of 
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.metrics import BaseLogger
-from torchtitan.config.override import parse_cli_imports
+from torchtitan.config.override import apply_overrides, parse_cli_imports
 from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.distributed import fsdp
+from torchtitan.models import deepseek_v3, gpt_oss, llama3
 from torchtitan.models.llama3 import config_registry
 from torchtitan.trainer import Trainer
 
-from muonmesh.integrations.torchtitan import MuonContainer, torchtitan_role
+from muonmesh.integrations.torchtitan import MuonContainer
 
 VOCABULARY = 64
 
@@ -70,6 +74,18 @@ def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: 
 
 FlexAttention._compiled_flex_attn = staticmethod(causal)
 torch.distributed.set_timeout = lambda *_: None  # which torch 2.13 does not have yet
+_undivided = fsdp.disable_fsdp_gradient_division
+
+
+def summed(model: nn.Module) -> None:
+    """Add gradients up as torchtitan asks FSDP2 to, by a sum: gloo has no sum with a factor."""
+    _undivided(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+fsdp.disable_fsdp_gradient_division = summed
 
 
 class Recorder(BaseLogger):
