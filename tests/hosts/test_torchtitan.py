@@ -18,7 +18,7 @@ from tests.hosts.world import launched
 from tests.reference import split
 
 LR = 0.01
-MUON = f'muonmesh.integrations.torchtitan.muon={{"lr": {LR}, "ns_steps": 4}}'
+MUON = f'muonmesh.integrations.torchtitan.muon={{"lr": {LR}, "compute_dtype": "float32"}}'
 METRICS = "muonmesh.integrations.torchtitan.metrics"
 
 
@@ -58,9 +58,9 @@ def both(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
             parameter.data = before[name].clone()
         return fresh
 
-    first = replayed(model(), given[:1], ns_steps=4)
+    first = replayed(model(), given[:1], compute_dtype=torch.float32)
     return {
-        "plain loop": different(after, replayed(model(), given, ns_steps=4)),
+        "plain loop": different(after, replayed(model(), given, compute_dtype=torch.float32)),
         "resumed": resumed,
         "weakest": min(
             v for n, v in strengths(before, first, LR / 2).items() if n.startswith("layers") and "norm" not in n
@@ -79,7 +79,7 @@ def check(found: dict[str, Any]) -> None:
     losses, again = ([row["loss_metrics/global_avg_loss"] for row in found[key]] for key in ("rows", "again"))
     assert len(again) == 3
     assert losses[3:] == again
-    assert found["weakest"] > 0.02  # in units of the rate, of gradients of low rank: a max_norm of 1e-6 stalls nothing
+    assert found["weakest"] > 0.1  # of AdamW's RMS: a max_norm of 1e-6 stalls nothing
     rates = [row["lr/Muon/0"] for row in found["rows"]]
     assert rates[:2] == [LR / 2, LR]
     assert rates[-1] < rates[2]

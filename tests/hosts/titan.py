@@ -1,9 +1,9 @@
 """torchtitan 0.3 on a CPU: its trainer with its debug Llama made tiny, on tokens that nobody has to download.
 
 What is not torchtitan's: `Device` in place of CUDA, of which it asks names and memory; `causal` in place of flex
-attention, which has no backward on a CPU; `summed`, since gloo has no sum with a factor; a tokenizer of bytes and random
-tokens in place of files; the backend "partial_dtensor", since "spmd_types" fails on torch 2.13 for AdamW too. Import
-torchtitan through this module.
+attention, which has no backward on a CPU; `summed`, since gloo has no sum with a factor; a tokenizer of bytes and
+random tokens in place of files; the backend "partial_dtensor", since "spmd_types" fails on torch 2.13 for AdamW too.
+Import torchtitan through this module.
 """
 # ruff: noqa: E402, I001
 
@@ -63,7 +63,7 @@ from torchtitan.trainer import Trainer
 
 from muonmesh.integrations.torchtitan import MuonContainer
 
-VOCABULARY = 64
+VOCABULARY, WIDTH = 64, 32
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, enable_gqa: bool, **_: Any) -> tuple[Tensor, None]:
@@ -167,7 +167,11 @@ def config(folder: Path, overrides: list[str], load_step: int = -1, **parallelis
     """Return torchtitan's own configuration of its debug Llama, with two layers, short sequences and a checkpoint."""
     made = config_registry.llama3_debugmodel()
     model = made.model_spec.model
-    model.layers = model.layers[:2]
+    rope = replace(model.layers[0].attention.rope, dim=WIDTH // 4, max_seq_len=64)
+    sizes = {"n_layers": 2, "dim": WIDTH, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
+    model.layers = llama3._build_llama3_layers(**sizes, rope=rope, attn_backend="flex")
+    model.dim = model.norm.normalized_shape = WIDTH
+    model.tok_embeddings.embedding_dim = model.lm_head.in_features = WIDTH
     model.vocab_size = model.lm_head.out_features = model.tok_embeddings.num_embeddings = VOCABULARY
     made.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
     made.tokenizer, made.dataloader = Bytes.Config(), Tokens.Config()

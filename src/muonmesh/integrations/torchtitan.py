@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
@@ -22,6 +23,8 @@ from muonmesh.groups.classifiers import register
 from muonmesh.groups.fused import class_names
 from muonmesh.integrations.settings import check_settings
 from muonmesh.optimizer import Muon, from_model
+
+_DTYPES = ("compute_dtype", "state_dtype", "master_dtype")
 
 
 class MuonContainer(OptimizersContainer):  # type: ignore[misc]  # torchtitan is not checked with us
@@ -79,7 +82,8 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
 
     Args:
         config: What it replaces; which parameters its optimizers would have had and their rates are not read.
-        settings: Arguments of `muonmesh.from_model`, by name; ``lr`` is needed, since AdamW's own is dropped.
+        settings: Arguments of `muonmesh.from_model`, by name; ``lr`` is needed, since AdamW's own is dropped. A dtype
+            may be its name, such as "float32", since a command line has no other way to say it.
 
     Raises:
         TypeError: a setting is unknown, or ``lr`` is missing.
@@ -88,6 +92,9 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
     if "lr" not in settings:
         write = "Write 'muonmesh.integrations.torchtitan.muon={\"lr\": 8e-4}'"
         raise TypeError(explain_error("muonmesh.integrations.torchtitan.muon", "no lr", "a learning rate", write))
+    for key, value in settings.items():
+        if key in _DTYPES and isinstance(value, str):
+            settings[key] = getattr(torch, value, value)  # a wrong name is told by the optimizer
     return MuonContainer.Config(settings=settings)
 
 
