@@ -92,15 +92,14 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
     if "lr" not in settings:
         write = "Write 'muonmesh.integrations.torchtitan.muon={\"lr\": 8e-4}'"
         raise TypeError(explain_error("muonmesh.integrations.torchtitan.muon", "no lr", "a learning rate", write))
-    for key, value in settings.items():
-        if key in _DTYPES and isinstance(value, str):
-            settings[key] = getattr(torch, value, value)  # a wrong name is told by the optimizer
     return MuonContainer.Config(settings=settings)
 
 
 def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
     """Return the optimizer of one part of a model, as it is after parallelism has been applied."""
-    known = settings.get("overrides") or {}
+    # A wrong name stays what it is, and the optimizer tells of it.
+    dtypes = {key: getattr(torch, str(settings[key]), settings[key]) for key in _DTYPES if key in settings}
+    settings, known = {**settings, **dtypes}, settings.get("overrides") or {}
     return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
 
 
