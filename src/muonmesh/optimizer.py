@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.comm.wrappers import group_of_wrapper
 from muonmesh.errors import StateError, explain_error
-from muonmesh.groups import ParamGroups
+from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -51,6 +51,7 @@ from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import changed, check_members, connect, forget, plan
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
+from muonmesh.step.lacking import lacking_of
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Member, Planned, group_for
@@ -106,7 +107,9 @@ class Muon(torch.optim.Optimizer):
             flat buffer of several parameters. A DTensor needs no entry.
         shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
             replicas, as DTensors: less memory, the same bits.
-        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "gram": for a
+        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "teams", or
+            `Teams`: likewise, and with the same bits, but a matrix that would make its owner the last to finish is
+            orthogonalised by several ranks together; on CPUs, from 384 rows on. "gram": for a
             matrix that is cut along its long dim only, the ranks sum the small X Xᵀ instead and each applies the
             result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
             whichever takes less time.
@@ -330,6 +333,9 @@ class Muon(torch.optim.Optimizer):
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:  # the device has counted meanwhile
             rounding.warn(stacklevel=3)
+        lacking, kept.lacking = kept.lacking, None
+        if lacking is not None:
+            lacking.warn(kept.lack, stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
@@ -343,17 +349,19 @@ class Muon(torch.optim.Optimizer):
             forget(kept)
             planned, exchange, slots, flags = self._agree(settings, clip)
         self._tell(scaler, flags)
-        kept.neglected.look((slot.name, slot.gradient) for slot in slots.here)
+        kept.neglected.look((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
+        kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return loss
         if kept.sums is not None:
             kept.sums = Sums()
         half = MuonStepTogether if kept.works_together(planned) else MuonStep
+        rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         work = half(
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
-            [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups],
+            rules,
             flags,
             kept.precision,
             device=planned.device,
@@ -365,6 +373,10 @@ class Muon(torch.optim.Optimizer):
         work.finish()
         keep_running_norms(clip, self.state, flags.stop)
         kept.torn = None
+        kept.lacking = lacking_of(planned, rules, work.lacking)
+        if kept.lacking is not None and kept.lacking.arrived is None:
+            kept.lacking.warn(kept.lack, stacklevel=3)
+            kept.lacking = None
         return loss
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
@@ -540,6 +552,14 @@ class Muon(torch.optim.Optimizer):
         return f"{type(self).__name__} (\n{''.join(lines)})"
 
     @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing on any rank, because of an overflow or of clipping; waits for a device.
+
+        The same on all ranks that share parameters, so schedules that wait for it stay alike.
+        """
+        return bool(self._kept.stopped)
+
+    @property
     def communication_seconds(self) -> float:
         """Host seconds that the last step spent waiting for other ranks; on CUDA streams wait, not the host."""
         return self.counts.seconds_waiting
@@ -589,10 +609,11 @@ def split_params(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
 ) -> ParamGroups:
     """`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
     try:
-        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         note_failure(error)
         raise
@@ -605,6 +626,7 @@ def from_model(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -635,6 +657,7 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
+        per_head: Which attention weights are one matrix for each head, likewise.
         rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
         momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
         nesterov: Whether to look ahead with the momentum.
@@ -668,7 +691,7 @@ def from_model(
         write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
         raise TypeError(explain_error("from_model", "no model", "the model", write))
     try:
-        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         if process_group != "local":
             note_failure(error)

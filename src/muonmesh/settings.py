@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.errors import about, explain_error
-from muonmesh.layout import Rates
+from muonmesh.layout import Rates, Teams
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_matrix_rule, rule_of
@@ -24,7 +24,7 @@ from muonmesh.numerics.scale import ScaleMode
 Algorithm = Literal["muon", "normuon", "adamuon", "adamw"]
 """What comes with muonmesh; `muonmesh.register_rule` adds others."""
 
-ExchangeMode = Literal["owner", "gram", "auto"] | Rates
+ExchangeMode = Literal["owner", "teams", "gram", "auto"] | Rates | Teams
 """Who computes a matrix: its owner; the ranks that hold it, by summing Gram matrices; or what is cheaper."""
 
 ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
@@ -151,8 +151,11 @@ def check_optimizer(
     needed = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
     _check(layouts is None or isinstance(layouts, Mapping), "layouts", layouts, needed)
     _check(isinstance(shard_state, bool), "shard_state", shard_state, "True or False")
-    known = isinstance(exchange, Rates) or exchange in ("owner", "gram", "auto")
-    _check(known, "exchange", exchange, '"owner", "gram", "auto" or Rates(...)')
+    known = isinstance(exchange, (Rates, Teams)) or exchange in ("owner", "teams", "gram", "auto")
+    _check(known, "exchange", exchange, '"owner", "teams", "gram", "auto", Rates(...) or Teams(...)')
+    if isinstance(exchange, Teams):
+        power = isinstance(exchange.most, int) and exchange.most > 0 and exchange.most.bit_count() == 1
+        _check(power, "exchange=Teams(most=...)", exchange.most, "a power of two")
     found, needed = compute_dtype, f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
     _check(found in COMPUTE_DTYPES, "compute_dtype", found, needed)
     found, needed = state_dtype, f"{NEEDED_HELD}. Write state_dtype=torch.float32"

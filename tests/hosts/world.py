@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import deepspeed
 import torch.distributed as dist
+from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
@@ -29,6 +31,28 @@ def launched(**more: str) -> Iterator[None]:
         _forget()
         os.environ.clear()
         os.environ |= before
+
+
+@contextmanager
+def accelerated(wanted: bool) -> Iterator[None]:
+    """Let Accelerate take the CPU for an accelerator whose collectives are gloo's.
+
+    Accelerate 1.15 knows FSDP and DeepSpeed on accelerators only; on a CPU it trains DDP, without a word. This shim is
+    all that is not real: what it calls the process's device and backend. (DeepSpeed is kept from compiling an operation
+    for its own reductions on a CPU; gloo's are used.)
+    """
+    if not wanted:
+        yield
+        return
+    honest, variable = PartialState._prepare_backend, "ACCELERATE_TORCH_DEVICE"
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    os.environ[variable] = "cpu"
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        yield
+    finally:
+        PartialState._prepare_backend = honest
+        os.environ.pop(variable, None)
 
 
 def _forget() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.errors import LayoutError, explain_error
+
+Living = TypeVar("Living")
 
 
 def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup | None:
@@ -23,12 +25,21 @@ def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup |
     return "world" if group is dist.group.WORLD else group  # "world" can be pickled
 
 
+def living(kind: type[Living]) -> list[Living]:
+    """Return the objects of a class that this process has now.
+
+    They are found among all objects that Python can collect, which takes about a tenth of a second for a million of
+    them. After ``gc.freeze()`` those made before are not found.
+    """
+    # Not isinstance: that asks some objects for their __class__, and deprecated ones warn then.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
 def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | None:
     """Return the ranks among which the wrappers that now exist in this process average the gradients of parameters.
 
     A host wraps the model itself, wherever it keeps the wrapper, and often after the optimizer was made. So the living
-    wrappers are asked which parameters they hold. They are found among all objects that Python can collect, which takes
-    about a tenth of a second for a million of them; it is done once a plan. (After ``gc.freeze()`` they are not found.)
+    wrappers are asked which parameters they hold, once a plan.
 
     Args:
         tensors: Parameters by name.
@@ -41,11 +52,10 @@ def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | No
             of two of them have groups of different ranks.
     """
     found: dict[int, dist.ProcessGroup] = {}
-    for each in gc.get_objects():
-        # Not isinstance: that asks some objects for their __class__, and deprecated ones warn then.
-        if issubclass(type(each), DistributedDataParallel):
-            left_out = each.parameters_to_ignore
-            found |= {id(p): each.process_group for name, p in each.module.named_parameters() if name not in left_out}
+    for wrapper in living(DistributedDataParallel):
+        left_out = wrapper.parameters_to_ignore
+        averaged = (p for name, p in wrapper.module.named_parameters() if name not in left_out)
+        found |= {id(parameter): wrapper.process_group for parameter in averaged}
     held = {name: found[id(tensor)] for name, tensor in tensors.items() if id(tensor) in found}
     if not held:
         return None

@@ -82,6 +82,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         dtype=kept.precision.compute,
         carried=kept.precision.carried,
         device=planned.device,
+        teams=_groups_of_teams(planned, candidates),
         meshes=lambda number: mesh_groups([m.storage for m in members[number : number + 1] if m is not None]),
     )
     kept.connected = planned
@@ -92,6 +93,19 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
             kept.rounding.warn(stacklevel=4)
             kept.rounding = None
     return planned, planned.exchange
+
+
+def _groups_of_teams(
+    planned: Planned, candidates: Sequence[dist.ProcessGroup]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return a process group for each team of several ranks that this rank is in; all members make it together."""
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for assignment in planned.plan.assignments:
+        if len(assignment.team) > 1 and planned.rank in assignment.team and assignment.team not in found:
+            group = group_of(tuple(sorted(assignment.team)), candidates)
+            assert group is not None
+            found[assignment.team] = group
+    return found
 
 
 def changed(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planned, Exchange] | None:
