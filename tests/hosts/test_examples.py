@@ -15,7 +15,15 @@ from tests.hosts.world import launched
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize(("name", "said"), [("trainer", "learning_rate/muon"), ("trl_sft", "muon/update_rms")])
+SAID = [
+    ("trainer", "learning_rate/muon"),
+    ("trl_sft", "muon/update_rms"),
+    ("lightning_module", "muon/update_to_weight"),
+    ("fabric_loop", "update to weight 0."),
+]
+
+
+@pytest.mark.parametrize(("name", "said"), SAID)
 def test_a_script_trains(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -24,7 +32,8 @@ def test_a_script_trains(
     monkeypatch.chdir(tmp_path)
     with launched():
         runpy.run_path(str(script), run_name="__main__")
-    assert said in capsys.readouterr().out
+    logged = "".join(path.read_text() for path in tmp_path.rglob("metrics.csv"))  # Lightning's
+    assert said in capsys.readouterr().out + logged
 
 
 def test_a_script_under_accelerates_launcher(tmp_path: Path) -> None:
