@@ -6,7 +6,7 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-megatron test-hosts soak check fuzz test-gpu bench clean
+.PHONY: help setup train test test-megatron test-hosts soak check fuzz test-gpu bench package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU"
@@ -16,6 +16,8 @@ help:
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
 	@echo "make test-gpu    the tests and the benchmark that need CUDA"
+	@echo "make package     builds wheel and sdist, checks them and installs them in a clean environment"
+	@echo "make docs        builds the site of the documentation into site/ and checks its links"
 	@echo "make bench       one optimizer step against its peers"
 
 setup: $(VENV)/.ready
@@ -77,5 +79,27 @@ test-gpu: setup
 bench: setup
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
+# What would be uploaded, in an environment that has neither torch nor the project. Nothing is uploaded.
+PACKAGE := .venv-package
+$(PACKAGE)/.ready: constraints.txt
+	$(PYTHON) -m venv $(PACKAGE)
+	$(PACKAGE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine pytest
+	touch $@
+
+package: $(PACKAGE)/.ready
+	$(PACKAGE)/bin/python -m pytest --noconftest tests/package $(ARGS)
+
+# The site, built from the pages and the docstrings without importing the package; links are checked, and that nothing
+# is loaded from elsewhere when a page is read.
+DOCS := .venv-docs
+$(DOCS)/.ready: constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-docs.txt
+	touch $@
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --clean
+	$(DOCS)/bin/python docs/site/check.py site
+
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(HOSTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(MEGATRON) $(HOSTS) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

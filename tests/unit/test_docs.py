@@ -34,6 +34,7 @@ ONE_PROCESS = (
     "docs/groups.md",
     "docs/rules.md",
     "docs/performance.md",
+    "docs/migrating.md",
 )
 RANKS = ("docs/layouts.md", "docs/deepspeed.md")
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
@@ -55,6 +56,45 @@ def test_links_between_documents_lead_somewhere() -> None:
         if not target.startswith("http") and not (path.parent / target).exists()
     ]
     assert broken == []
+
+
+# ------------------------------------------------------------------ the site, which `make docs` builds
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if not page.startswith("decisions/")} - listed == set()  # its hook adds decisions
+
+
+def test_every_public_name_has_a_place_in_the_reference() -> None:
+    written = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    assert set(mm.__all__) - set(re.findall(r"^::: muonmesh\.(\w+)$", written, re.MULTILINE)) == set()
+
+
+def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None:
+    fine = '<link rel="stylesheet" href="a.css"><a href="#here" id="here"></a><a href="https://x.org">x</a>'
+    (tmp_path / "a.css").write_text("p { background: url(b.png) }")
+    page = tmp_path / "index.html"
+
+    def found() -> list[str]:
+        script = ROOT / "docs" / "site" / "check.py"
+        done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+        assert done.returncode == (0 if "nothing is loaded" in done.stdout else 1)
+        return [] if done.returncode == 0 else done.stdout.splitlines()
+
+    page.write_text(fine)
+    assert found() == []
+    (tmp_path / "a.css").write_text("@import 'https://fonts.example/f.css';")
+    wrong = '<script src="//cdn.example/x.js"></script><img src="gone.png"><a href="no.html"></a><a href="#no"></a>'
+    page.write_text(fine + wrong)
+    assert [line.split(": ")[1].split(",")[0] for line in found()] == [
+        "loads //cdn.example/x.js from elsewhere",
+        "loads gone.png",
+        "links to no.html",
+        "links to #no",
+        "loads https://fonts.example/f.css",
+    ]
 
 
 # ------------------------------------------------------------------ snippets
@@ -131,6 +171,24 @@ def test_the_page_about_clipping() -> None:
 def test_the_page_about_performance() -> None:
     *_, names = run("docs/performance.md", {})
     assert names["run"].launches > 0
+
+
+def test_the_page_about_migrating() -> None:
+    """Each recipe makes an optimizer with the settings that the page speaks of; `test_migration` shows its steps."""
+    written = run("docs/migrating.md", {"model": Net()}, {}, {}, {}, {}, {}, {}, {})
+
+    def found(names: dict[str, Any]) -> tuple[Any, ...]:
+        group = names["optimizer"].param_groups[0]
+        return group["lr"], group["scale_mode"], group["weight_decay"]
+
+    assert found(next(written)) == (0.02, "original", 0.0)
+    assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
+    assert found(names := next(written)) == (0.02, "original", 0.1)
+    assert names["optimizer"].param_groups[1]["lr"] == 3e-4
+    assert [group["lr"] for group in next(written)["optimizer"].param_groups] == [0.05, 0.22, 0.6]
+    assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
+    assert (next(written)["settings"]["lr"], next(written)["settings"]["scale_mode"]) == (0.02, "spectral")
+    assert found(next(written)) == (0.02, "original", 0.1)
 
 
 def test_the_page_about_rules() -> None:

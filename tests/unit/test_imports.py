@@ -20,7 +20,7 @@ LEVELS = (
     ("cli", "testing"),
     ("integrations",),
     ("optimizer",),
-    ("checkpoint", "clip", "report"),
+    ("checkpoint", "clip", "migration", "report"),
     ("step",),
     ("comm", "groups", "settings"),
     ("numerics", "layout", "names"),

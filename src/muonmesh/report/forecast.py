@@ -12,9 +12,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muonmesh.layout import Elementwise, Layout, Matrix, MatrixSpec, Parameter, Plan, cost, make_plan, split_matrices
+from muonmesh.layout import (
+    Elementwise,
+    Layout,
+    Matrix,
+    MatrixSpec,
+    Parameter,
+    Plan,
+    cost,
+    gathered,
+    make_plan,
+    split_matrices,
+)
 from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.report.rates import Rates
 from muonmesh.report.traffic import Traffic, traffic
@@ -197,13 +209,19 @@ def muon_parameter(name: str, layout: Layout, spec: MatrixSpec) -> Parameter:
     """Return a parameter as the planner sees it with Muon's defaults, its momentum stored where it lives itself."""
     matrices = split_matrices(name, layout.shape, spec)
     costs = {size: flops_of(*size) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
-    work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
-    return Parameter(name, layout, layout, matrices, work, f"{COEFFICIENTS}, {STEPS} steps, auto")
+    products = {size: gathered_of(*size) if min(size) >= DIVIDED_FROM_ROWS else 0 for size in costs}
+    work, shared = (tuple(of[matrix.rows, matrix.cols] for matrix in matrices) for of in (costs, products))
+    return Parameter(name, layout, layout, matrices, work, f"{COEFFICIENTS}, {STEPS} steps, auto", gathered=shared)
 
 
 def flops_of(rows: int, cols: int) -> int:
     """Return the FLOPs of one orthogonalisation with Muon's defaults: Polar Express, 5 steps, bf16."""
     return cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
+
+
+def gathered_of(rows: int, cols: int) -> int:
+    """Return the elements of the products of one orthogonalisation, which a team would gather."""
+    return gathered(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
 
 
 @dataclass(frozen=True)

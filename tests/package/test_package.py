@@ -1,0 +1,124 @@
+"""What would be uploaded: it is built, its metadata are in order, and it works where nothing else of the project is.
+
+`make package` runs this in an environment that has neither torch nor the project. Nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# A matrix and a vector, stepped once; nothing but the package and torch is needed.
+STEP = """
+import importlib.metadata, pathlib, sys
+import torch, muonmesh as mm
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+optimizer = mm.from_model(model, lr=0.01)
+before = model[1].weight.detach().clone()
+model(torch.ones(2, 8)).sum().backward()
+optimizer.step()
+assert not torch.equal(before, model[1].weight)
+folder = pathlib.Path(mm.__file__).parent
+assert folder.is_relative_to(sys.prefix), folder
+assert (folder / "py.typed").exists()
+print(importlib.metadata.version("muonmesh"))
+"""
+
+
+def call(*command: object, cwd: Path | None = None) -> str:
+    """Run a command without what this process has on its path; returns what it printed."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def refused(*command: object, cwd: Path) -> str:
+    """Run a command that ends with the status of wrong usage; returns what it says."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel and the sdist; the wheel is built from the sdist, as `python -m build` does it."""
+    folder = tmp_path_factory.mktemp("dist")
+    call(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+    return {"wheel": next(folder.glob("*.whl")), "sdist": next(folder.glob("*.tar.gz"))}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has pip alone."""
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder, with_pip=True)
+    return folder / "bin" / "python"
+
+
+def test_the_index_would_take_it(built: dict[str, Path]) -> None:
+    assert "PASSED" in call(sys.executable, "-m", "twine", "check", "--strict", *built.values())
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_metadata_say_what_it_is(built: dict[str, Path]) -> None:
+    found = metadata(built["wheel"])
+    assert (found["Name"], found["Version"]) == ("muonmesh", PROJECT["version"])
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Requires-Python"] == ">=3.11"
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert "Typing :: Typed" in found.get_all("Classifier")
+    required = [entry for entry in found.get_all("Requires-Dist") if "extra ==" not in entry]
+    assert required == ["torch>=2.11"]
+
+
+def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = ROOT / "src"
+    assert names == {
+        str(path.relative_to(sources))
+        for path in (sources / "muonmesh").rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+
+
+def test_the_sdist_holds_licence_and_sources(built: dict[str, Path]) -> None:
+    with tarfile.open(built["sdist"]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "src/muonmesh/__init__.py", "src/muonmesh/py.typed"} <= names
+
+
+def test_the_changelog_has_a_section_of_this_version() -> None:
+    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    version = PROJECT["version"]
+    assert sections[0] == ("Unreleased" if ".dev" in version else version)
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_it_steps_in_a_clean_environment(built: dict[str, Path], clean: Path, tmp_path: Path, kind: str) -> None:
+    pip = [clean, "-m", "pip", "--disable-pip-version-check"]
+    call(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", built[kind])
+    assert "No broken requirements" in call(*pip, "check")
+    assert call(clean, "-c", STEP, cwd=tmp_path).strip() == PROJECT["version"]
+    assert "pip install 'muonmesh[train]'" in refused(clean.parent / "muonmesh", "train", cwd=tmp_path)
+    call(*pip, "uninstall", "--quiet", "--yes", "muonmesh")

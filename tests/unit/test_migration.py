@@ -1,0 +1,321 @@
+"""convert_settings: our step with the settings it returns is the other package's step.
+
+The other packages' steps are restated in fp64 in `tests/peers.py`; torch's own run here too, those of the others in
+`tests/hosts/test_migrating.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muonmesh as mm
+from tests import peers
+
+SHAPES = ((12, 20), (20, 12))
+EXACT = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def moved_apart(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
+    """The distance of two ends, relative to the way from the start."""
+    return float((ours - theirs).norm() / (theirs - start).norm())
+
+
+def walk(step: peers.Step, settings: dict[str, Any], shape: tuple[int, int], algorithm: str = "muon") -> float:
+    """How far our three steps end from theirs; the gradients are those of no particular scale."""
+    start = random(*shape)
+    weight, theirs, state = nn.Parameter(start.clone()), start.clone(), {}
+    optimizer = mm.Muon([{"params": [weight], "algorithm": algorithm, **settings}], **EXACT)
+    for seed in (1, 2, 3):
+        weight.grad = random(*shape, seed=seed)
+        theirs = step(theirs, weight.grad, state)
+        optimizer.step()
+    return moved_apart(weight.detach(), theirs, start)
+
+
+MUON: list[tuple[Any, Any, dict[str, Any]]] = [
+    # Each setting has a value that is neither side's default in one of the rows.
+    (peers.torch_muon, "torch", {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}),
+    (
+        peers.torch_muon,
+        "torch",
+        {
+            "lr": 0.01,
+            "weight_decay": 0.4,
+            "momentum": 0.8,
+            "nesterov": False,
+            "ns_coefficients": (2.0, -1.5, 0.5),
+            "ns_steps": 3,
+            "adjust_lr_fn": "match_rms_adamw",
+        },
+    ),
+    (peers.keller_jordan, "keller_jordan", {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9}),
+    (peers.keller_jordan, "deepspeed", {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9}),
+    (
+        peers.dion,
+        "dion",
+        {
+            "lr": 0.01,
+            "mu": 0.9,
+            "weight_decay": 0.3,
+            "nesterov": False,
+            "adjust_lr": "spectral_norm",
+            "cautious_wd": False,
+            "use_polar_express": True,
+        },
+    ),
+    (
+        peers.dion,
+        "dion",
+        {
+            "lr": 0.02,
+            "mu": 0.95,
+            "weight_decay": 0.4,
+            "nesterov": True,
+            "adjust_lr": "rms_norm",
+            "cautious_wd": True,
+            "use_polar_express": False,
+        },
+    ),
+    (
+        peers.emerging_optimizers,
+        "emerging_optimizers",
+        {
+            "lr": 0.01,
+            "momentum": 0.9,
+            "weight_decay": 0.3,
+            "nesterov": False,
+            "coefficient_type": "quintic",
+            "num_ns_steps": 6,
+            "scale_mode": "spectral",
+            "extra_scale_factor": 0.2,
+        },
+    ),
+    (
+        peers.emerging_optimizers,
+        "emerging_optimizers",
+        {
+            "lr": 0.01,
+            "momentum": 0.95,
+            "weight_decay": 0.1,
+            "nesterov": True,
+            "coefficient_type": "simple",
+            "num_ns_steps": 5,
+            "scale_mode": "unit_rms_norm",
+            "extra_scale_factor": 1.0,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("theirs", "name", "settings"), MUON, ids=[f"{row[1]}{i}" for i, row in enumerate(MUON)])
+def test_our_steps_are_theirs(theirs: Any, name: Any, settings: dict[str, Any]) -> None:
+    converted = mm.convert_settings(name, **settings)
+    converted.pop("adamw", None)
+    for shape in SHAPES:
+        assert walk(theirs(**settings), converted, shape) < 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("strategy", "cautious"), [("polar_express", True), ("newton_schulz", False)])
+def test_muonium_multiplies_the_decay_by_the_shape_too(shape: tuple[int, int], strategy: str, cautious: bool) -> None:
+    settings = {
+        "lr": 0.02,
+        "wd": 0.4,
+        "momentum": 0.9,
+        "nesterov": cautious,
+        "ns_steps": 4,
+        "orthogonalization_strategy": strategy,
+        "use_cautious_wd": cautious,
+    }
+    group = {"params": [nn.Parameter(random(*shape))]}
+    converted = mm.convert_settings("muonium", group, **settings)
+    converted.pop("adamw", None)
+    assert walk(peers.muonium(**settings), converted, shape) < 1e-5
+
+
+def test_a_muonium_group_of_several_shapes_has_no_one_decay() -> None:
+    mixed = {"params": [nn.Parameter(random(*shape)) for shape in SHAPES]}
+    with pytest.raises(ValueError, match=r"weight decay .* shape.*; needed .*\. Convert the matrices of each shape"):
+        mm.convert_settings("muonium", mixed, wd=0.1)
+    assert mm.convert_settings("muonium", mixed, wd=0.0)["weight_decay"] == 0
+
+
+def test_momentum_that_is_a_sum_goes_the_same_way() -> None:
+    """dion and muonium add gradients up, we average them: only what is stored differs, by 1 − μ."""
+    g, sum_state, mean_state = random(4, 6), {}, {}
+    for momentum, nesterov in ((0.9, True), (0.5, False)):
+        added, averaged = (
+            peers.total(g, sum_state, momentum, nesterov),
+            peers.average(g, mean_state, momentum, nesterov),
+        )
+        assert torch.allclose(added * (1 - momentum), averaged)
+        sum_state, mean_state = {}, {}
+
+
+def test_muonium_s_adamw_decays_in_full_where_its_muon_is_cautious() -> None:
+    settings = mm.convert_settings("muonium", wd=0.1)
+    optimizer = mm.from_model(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5)), **settings)
+    found = {group["name"]: group["decay_mode"] for group in optimizer.param_groups}
+    assert found == {
+        "muon": "cautious",
+        "adamw.embeddings": "full",
+        "adamw.head": "full",
+        "adamw.vectors": "full",
+    }
+
+
+# ------------------------------------------------------------------ torch itself
+
+
+def test_torch_s_own_muon_and_adamw_together() -> None:
+    """In bf16, in which torch's Muon always computes: two iterations of five products differ by about a percent."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 24), nn.Linear(24, 40, bias=False), nn.Linear(40, 24), nn.Linear(24, 10))
+    theirs = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    embedding, first, second, bias, head, head_bias = theirs
+    muon = torch.optim.Muon([first, second], lr=0.03, momentum=0.9, nesterov=False, weight_decay=0.4)
+    decayed, vectors = {"params": [embedding, head], "weight_decay": 0.2}, {"params": [bias, head_bias]}
+    adamw = torch.optim.AdamW([decayed, vectors], lr=0.002, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.0)
+    settings = mm.convert_settings(muon, adamw)
+    ours = mm.from_model(model, **settings)
+    for seed in (1, 2, 3):
+        for mine, other in zip(model.parameters(), theirs, strict=True):
+            mine.grad = random(*mine.shape, seed=seed).float()
+            other.grad = mine.grad.clone()
+        for optimizer in (ours, muon, adamw):
+            optimizer.step()
+    apart = [moved_apart(m.detach(), t.detach(), s) for m, t, s in zip(model.parameters(), theirs, start, strict=True)]
+    assert [value < 0.03 for value in apart] == [True] * 6
+    assert [apart[i] for i in (0, 3, 4, 5)] == [0.0] * 4  # AdamW's half is torch's own, bit for bit
+
+
+def test_from_adamw_its_half_is_the_same_and_matrices_step_as_far() -> None:
+    """AdamW's updates have an RMS of about 0.2 to 0.4 of the learning rate once moments have settled (2502.16982)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 24), nn.Linear(24, 40, bias=False), nn.Linear(40, 10))
+    table, matrix = model[0].weight, model[1].weight
+    theirs = [nn.Parameter(table.detach().clone()), nn.Parameter(matrix.detach().clone())]
+    adamw = torch.optim.AdamW(theirs, lr=0.002, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.3)
+    ours = mm.from_model(model, **mm.convert_settings(adamw))
+    for seed in range(40):
+        table.grad, matrix.grad = random(10, 24, seed=seed).float(), random(40, 24, seed=seed + 100).float()
+        theirs[0].grad, theirs[1].grad = table.grad.clone(), matrix.grad.clone()
+        before = [matrix.detach().clone(), theirs[1].detach().clone()]
+        ours.step()
+        adamw.step()
+    assert torch.equal(table, theirs[0])
+    steps = [after.detach() - old * (1 - 0.002 * 0.3) for after, old in zip((matrix, theirs[1]), before, strict=True)]
+    rms = [float(step.square().mean().sqrt()) / 0.002 for step in steps]
+    assert rms[0] == pytest.approx(0.2 * math.sqrt(24 / 24), rel=0.05)  # 24 singular values of about 1 in 40 × 24
+    assert 0.5 < rms[1] / rms[0] < 2
+
+
+# ------------------------------------------------------------------ what it returns
+
+
+def test_a_configuration_speaks_of_both_halves() -> None:
+    config = {"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-9}
+    settings = mm.convert_settings("deepspeed", **config)
+    assert (settings["lr"], settings["momentum"], settings["adamw"]["lr"]) == (0.02, 0.9, 1e-3)
+    ours = mm.from_model(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5)), **settings)
+    found = {group["name"]: (group["lr"], group["weight_decay"]) for group in ours.param_groups}
+    assert found["muon"] == (0.02, 0.1)
+    assert found["adamw.embeddings"] == (1e-3, 0.1)
+    assert found["adamw.vectors"] == (1e-3, 0.0)
+    assert ours.param_groups[1]["adamw_betas"] == (0.9, 0.98)
+
+
+def test_megatron_s_configuration() -> None:
+    settings = mm.convert_settings(
+        "megatron", lr=1e-3, weight_decay=0.1, adam_beta2=0.98, muon_extra_scale_factor=0.2, muon_momentum=0.9
+    )
+    same = mm.convert_settings(
+        "emerging_optimizers", lr=1e-3, weight_decay=0.1, extra_scale_factor=0.2, momentum=0.9, nesterov=False
+    )
+    rest = settings.pop("adamw")
+    assert settings == same
+    assert rest == {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "decay_mode": "full",
+        "adamw_betas": (0.9, 0.98),
+        "adamw_eps": 1e-8,
+    }
+
+
+def test_a_scheduler_s_first_rate_is_the_one_that_counts() -> None:
+    adamw = torch.optim.AdamW([nn.Parameter(random(4, 6))], lr=torch.tensor(0.25))
+    torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: step / 100)  # warm-up: the rate is 0 now
+    assert mm.convert_settings(adamw)["lr"] == 0.25
+
+
+def test_groups_of_vectors_that_do_not_decay_are_as_ours() -> None:
+    matrix, bias = nn.Parameter(random(4, 6)), nn.Parameter(random(6))
+    adamw = torch.optim.AdamW([{"params": [matrix]}, {"params": [bias], "weight_decay": 0.0}], weight_decay=0.3)
+    assert mm.convert_settings(adamw)["weight_decay"] == 0.3
+
+
+def test_each_group_of_many_is_converted_by_itself() -> None:
+    """KellerJordan's own example has a rate for head, embedding and scalars each."""
+    matrix, head, table = (nn.Parameter(random(*shape)) for shape in ((6, 6), (4, 6), (4, 6)))
+    theirs = [
+        {"params": [head], "lr": 0.22, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
+        {"params": [table], "lr": 0.6, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
+        {"params": [matrix], "lr": 0.05, "momentum": 0.95, "use_muon": True},
+    ]
+    with pytest.raises(ValueError, match=r"lr.*0\.22.*0\.6.*; needed .*\. Convert each group by itself"):
+        mm.convert_settings("keller_jordan", *theirs)
+    groups = [
+        {
+            "params": group["params"],
+            "algorithm": "muon" if group["use_muon"] else "adamw",
+            **mm.convert_settings("keller_jordan", group),
+        }
+        for group in theirs
+    ]
+    ours = mm.Muon(groups)
+    assert [group["lr"] for group in ours.param_groups] == [0.22, 0.6, 0.05]
+    assert [group["weight_decay"] for group in ours.param_groups] == [0, 0, 0]
+    assert ours.param_groups[0]["adamw_eps"] == 1e-10
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("torch", {"momentun": 0.9}, "'momentun'"),
+    ("adamw", {"amsgrad": True}, "amsgrad"),
+    ("adamw", {"maximize": True}, "maximize"),
+    ("dion", {"algorithm": "lion"}, "lion"),
+    ("dion", {"use_gram_newton_schulz": True}, "use_gram_newton_schulz"),
+    ("dion", {"split_sizes": (4, 4)}, "split_sizes"),
+    ("muonium", {"algorithm": "normuon"}, "normuon"),
+    ("emerging_optimizers", {"weight_decay_method": "l2"}, "weight_decay_method"),
+    ("emerging_optimizers", {"coefficient_type": "aol"}, "coefficient_type"),
+    ("torch", {"adjust_lr_fn": "new"}, "adjust_lr_fn"),
+    ("lion", {}, "'lion'"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "said"), REFUSED, ids=[f"{row[0]}{i}" for i, row in enumerate(REFUSED)])
+def test_what_has_no_counterpart_is_refused(name: Any, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=rf"{said}.*; needed "):
+        mm.convert_settings(name, **settings)
+
+
+def test_optimizers_that_do_not_say_how_they_step_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"SGD.*; needed .*\. Write convert_settings\("):
+        mm.convert_settings(torch.optim.SGD([nn.Parameter(random(4, 6))], lr=0.1))
+    adam = torch.optim.Adam([nn.Parameter(random(4, 6))], weight_decay=0.1)
+    with pytest.raises(ValueError, match="decoupled"):
+        mm.convert_settings(adam)
+    muon = torch.optim.Muon([nn.Parameter(random(4, 6))])
+    with pytest.raises(ValueError, match="settings beside an optimizer"):
+        mm.convert_settings(muon, lr=0.1)
