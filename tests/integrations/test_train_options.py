@@ -36,7 +36,7 @@ TINY += ("--ranks", 1, "--parallel", "ddp", "--dtype", "fp32", "--optimizer", "m
 
 
 def train(*options: object) -> str:
-    result = subprocess.run([*COMMAND, *map(str, options)], capture_output=True, text=True, check=False, timeout=400)
+    result = subprocess.run([*COMMAND, *map(str, options)], capture_output=True, text=True, check=False, timeout=1500)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
