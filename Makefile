@@ -53,7 +53,7 @@ $(HOSTS)/.ready: pyproject.toml constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-hosts.txt -e '.[hosts,deepspeed,triton]' pytest
+		-c constraints-hosts.txt -e '.[hosts,train,data,tensorboard,wandb,deepspeed,triton]' pytest
 	touch $@
 
 test-hosts: $(HOSTS)/.ready
