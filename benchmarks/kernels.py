@@ -148,15 +148,15 @@ MATRICES = {
 def pairs() -> dict[str, Callable[[int | None], Launch]]:
     """The elementwise kernels by name, with fp32 weights and momentum, bf16 on the wire."""
     wide, narrow = [torch.empty(64, 64)], [torch.empty(64, 64, dtype=torch.bfloat16)]
-    active, number = torch.empty(1, dtype=torch.bool), torch.empty(1)
+    active, number, entries = torch.empty(1, dtype=torch.bool), torch.empty(1), [0]
 
     def first(launches: Iterator[Launch]) -> Launch:
         return next(launches)
 
     return {
-        "fold": lambda _: first(fused._folding(wide, wide, narrow, active, 0.95, True)),
-        "apply": lambda _: first(fused._applying(wide, [], narrow, active, number, number)),
-        "apply, masters": lambda _: first(fused._applying(narrow, wide, narrow, active, number, number)),
+        "fold": lambda _: first(fused._folding(wide, wide, narrow, entries, active, 0.95, True)),
+        "apply": lambda _: first(fused._applying(wide, [], narrow, entries, active, number, number)),
+        "apply, masters": lambda _: first(fused._applying(narrow, wide, narrow, entries, active, number, number)),
     }
 
 

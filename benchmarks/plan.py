@@ -8,7 +8,8 @@ those that FSDP2, tensor and expert parallelism give. Seconds are those of one r
 the plan with its proof of cover, its digest, and this rank's routes and holdings. MB is the peak of what Python
 allocated meanwhile (tracemalloc, in a second fresh process, since it slows everything down). Imbalance is FLOPs of the
 busiest rank over the mean; beside it the least that any plan could have. "At home": matrices whose owner holds them
-whole, which need no gathering.
+whole, which need no gathering. "With teams": the same figure, by modelled time, where up to eight ranks may
+orthogonalise a matrix together (`muonmesh.Teams`), at the rates of `NODE`; nothing of it was measured on such machines.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ from muonmesh.layout import (
     Piece,
     Placement,
     Plan,
+    Rates,
     Replicate,
     Shard,
     StridedShard,
+    Teams,
     cost,
+    gathered,
     make_plan,
     split_matrices,
 )
 from muonmesh.layout.plan import Routes, pieces
 from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 
 MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -54,6 +59,7 @@ MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.deeps
 
 SECONDS, MEGABYTES = 5.0, 500.0  # of one rank, at most
 BUCKET_ELEMENTS = 16 * 2**20 // 2  # Muon's default bucket_cap_mb, in bf16
+NODE = Rates(flops=4e14, bytes=4e11)  # bf16 products of an H100, and what NVLink moves; assumed, not measured
 DEGREES = tuple(len(step) for step in coefficient_schedule("polar_express", 5))
 
 
@@ -151,7 +157,15 @@ def read(case: Case, weights: Sequence[tuple[str, tuple[int, ...], Any]]) -> lis
         costs = {size: flops(*size) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
         layout = case.layout(name, shape)
         work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
-        parameters.append(Parameter(name, layout, layout, matrices, work, "polar_express, 5 steps, auto"))
+        shared = {
+            size: gathered(*size, degrees=DEGREES, gram=resolve_method(*size) == "gram")
+            if min(size) >= DIVIDED_FROM_ROWS
+            else 0
+            for size in costs
+        }
+        products = tuple(shared[matrix.rows, matrix.cols] for matrix in matrices)
+        settings = "polar_express, 5 steps, auto"
+        parameters.append(Parameter(name, layout, layout, matrices, work, settings, gathered=products))
     return parameters
 
 
@@ -214,6 +228,18 @@ def imbalance(plan: Plan) -> float:
     return max(plan.loads.values()) * len(plan.ranks) / sum(plan.loads.values())
 
 
+def with_teams(parameters: Sequence[Parameter], teams: Teams) -> tuple[float, float, float]:
+    """What teams make of it, by modelled time: busiest over mean, and the busiest's and the mean's seconds."""
+    plan = make_plan(parameters, bucket_elements=BUCKET_ELEMENTS, teams=teams, itemsize=2)
+    loads = dict.fromkeys(plan.ranks, 0)
+    for assignment in plan.assignments:
+        products = plan.parameters[assignment.parameter].gathered[assignment.matrix.index]
+        for rank in assignment.team:
+            loads[rank] += teams.load(assignment.flops, products, 2, len(assignment.team))
+    most, mean = max(loads.values()), sum(loads.values()) / len(loads)
+    return most / mean, most / teams.rates.flops, mean / teams.rates.flops
+
+
 def at_home(plan: Plan) -> float:
     """The share of matrices whose owner holds them whole."""
     found = 0
@@ -234,6 +260,8 @@ class Figures:
         legs: Pieces that this rank sends, receives or keeps, there and back.
         matrices, per_rank, buckets: Of the whole plan; matrices per rank are the mean.
         imbalance, least_imbalance, at_home: See the functions of these names.
+        with_teams: Busiest over mean by modelled time with teams of up to eight ranks.
+        seconds_alone, seconds_with_teams: Modelled, of the busiest rank's products, without and with them.
     """
 
     seconds: float
@@ -247,6 +275,9 @@ class Figures:
     imbalance: float
     least_imbalance: float
     at_home: float
+    with_teams: float
+    seconds_alone: float
+    seconds_with_teams: float
 
     @property
     def problems(self) -> list[str]:
@@ -267,7 +298,8 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
     if traced:
         tracemalloc.start()
     started = time.perf_counter()
-    plan = make_plan(read(case, weights), bucket_elements=BUCKET_ELEMENTS)
+    parameters = read(case, weights)
+    plan = make_plan(parameters, bucket_elements=BUCKET_ELEMENTS)
     assert plan.digest
     seconds = time.perf_counter() - started
     rank = busiest(plan) if rank is None else rank
@@ -276,6 +308,7 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
     seconds += time.perf_counter() - started
     megabytes = tracemalloc.get_traced_memory()[1] / 1e6 if traced else 0.0
     tracemalloc.stop()
+    balance, seconds_with_teams, _ = with_teams(parameters, Teams(8, NODE))
     return Figures(
         seconds,
         megabytes,
@@ -288,6 +321,9 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
         imbalance(plan),
         least_imbalance(plan),
         at_home(plan),
+        balance,
+        max(plan.loads.values()) / NODE.flops,
+        seconds_with_teams,
     )
 
 
@@ -305,7 +341,18 @@ def print_table(results: dict[str, Figures]) -> None:
 
     table = Table(title="One rank's planning", title_justify="left")
     table.add_column("", no_wrap=True)
-    header = ("ranks", "seconds", "MB", "matrices", "per rank", "buckets", "imbalance", "best possible", "at home")
+    header = (
+        "ranks",
+        "seconds",
+        "MB",
+        "matrices",
+        "per rank",
+        "buckets",
+        "imbalance",
+        "best possible",
+        "at home",
+        "with teams",
+    )
     for column in header:
         table.add_column(column, justify="right")
     for name, found in results.items():
@@ -320,6 +367,7 @@ def print_table(results: dict[str, Figures]) -> None:
             f"{found.imbalance:.3f}",
             f"{found.least_imbalance:.3f}",
             f"{found.at_home:.0%}",
+            f"{found.with_teams:.3f}",
         )
     Console().print(table)
 

@@ -79,12 +79,20 @@ def muon(
     cautious: bool = False,
     normuon: dict[str, Any] | None = None,
     adamuon: dict[str, Any] | None = None,
+    hyperball: bool = False,
+    muoneq: str | None = None,
+    muon_plus: str | None = None,
+    scion: tuple[str, str] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One Muon step of one parameter. A matrix without a non-zero gradient keeps weights and momentum.
 
     `cautious` decays only where update and weight agree in sign: x ← x − η(u + λ·1[u·x ≥ 0]·x) (arXiv 2510.12402).
     `normuon` is {"beta2", "eps", "longer"} for NorMuon (arXiv 2510.05491, as its authors' code rescales).
     `adamuon` is {"beta2", "eps"} for AdaMuon (arXiv 2507.11005, algorithm 1), whose update has an RMS of 0.2 · lr.
+    `hyperball` is MuonH (arXiv 2606.16899): W ← R·N(W − η·R·N(U)); a plain step where W is zero.
+    `muoneq` is "rows", "cols" or "both" (arXiv 2603.28254, R, C and RC). `muon_plus` is "row" and "col" joined by "_"
+    (arXiv 2602.21545), scaled back to ‖O‖_F = √min(m, n). `scion` is ("sign" or "rows", "head" or "embedding") for the
+    other layers of Scion (arXiv 2502.07529), whose update has Scion's norm 1.
     """
     spec = matrices if matrices is not None else {2: "whole", 3: "stack"}[p.ndim]
     p, m = p.clone(), state.get("momentum", torch.zeros_like(p)).clone()
@@ -92,6 +100,7 @@ def muon(
         return p, state
     moments = [m.clone() for m in state.get("moments", [])]  # of NorMuon, for each matrix
     second = state.get("second", torch.zeros_like(p)).clone()  # of AdaMuon
+    radii = list(state.get("radii", []))  # of Hyperball, for each matrix
     for number, at in enumerate(split(torch.arange(p.numel()).reshape(p.shape), spec)):  # flat indices of one matrix
         if normuon is not None and len(moments) <= number:
             tall = not normuon["longer"] or at.shape[0] >= at.shape[1]
@@ -102,7 +111,22 @@ def muon(
         buf[at] = momentum * buf[at] + (1 - momentum) * grad
         direction = (1 - momentum) * grad + momentum * buf[at] if nesterov else buf[at]
         scale = SCALES[scale_mode](*at.shape) * extra_scale_factor
+        if len(radii) <= number:
+            radii.append(torch.tensor(0.0, dtype=torch.float64))
+        if muoneq is not None:
+            rows, cols = direction.norm(dim=1, keepdim=True), direction.norm(dim=0, keepdim=True)
+            direction = direction / (1.0 if muoneq == "cols" else rows) / (1.0 if muoneq == "rows" else cols)
         update = polar(direction if adamuon is None else direction.sign(), coefficients)
+        if muon_plus is not None:
+            for side in muon_plus.split("_"):
+                update = update / update.norm(dim=1 if side == "row" else 0, keepdim=True)
+            update = update * math.sqrt(min(update.shape)) / update.norm()
+        if scion is not None:
+            kind, layer = scion
+            update = direction.sign() if kind == "sign" else direction / direction.norm(dim=1, keepdim=True)
+            n = at.shape[1]
+            norms = {"sign": {"head": 1 / n, "embedding": 1.0}, "rows": {"head": n**-0.5, "embedding": n**0.5}}
+            scale = norms[kind][layer] * extra_scale_factor
         if normuon is not None:
             mean = (update**2).mean(dim=1 if moments[number].shape[1] == 1 else 0, keepdim=True)
             moments[number] = normuon["beta2"] * moments[number] + (1 - normuon["beta2"]) * mean
@@ -112,9 +136,15 @@ def muon(
             second.view(-1)[at] = adamuon["beta2"] * second.view(-1)[at] + (1 - adamuon["beta2"]) * update**2
             even = update / (second.view(-1)[at].sqrt() + adamuon["eps"])
             update, scale = even * (math.sqrt(even.numel()) / even.norm()), 0.2
+        if hyperball and w[at].norm() > 0:
+            radii[number] = radii[number] if radii[number] > 0 else w[at].norm()
+            moved = w[at] - lr * extra_scale_factor * radii[number] * update / update.norm()
+            w[at] = radii[number] * moved / moved.norm()
+            continue
         decays = (update * w[at] >= 0).double() if cautious else 1.0
         w[at] = w[at] * (1 - lr * weight_decay * decays) - lr * scale * update
-    return p, {"momentum": m, "second": second} | ({"moments": moments} if normuon is not None else {})
+    kept = {"momentum": m, "second": second, "radii": radii}
+    return p, kept | ({"moments": moments} if normuon is not None else {})
 
 
 def adamw(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
+from muonmesh.comm.wrappers import group_of_wrapper
 from muonmesh.errors import StateError, explain_error
-from muonmesh.groups import ParamGroups
+from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -43,11 +45,13 @@ from muonmesh.settings import (
     check_groups,
     check_optimizer,
     check_process_group,
+    refuse_partitioner,
 )
 from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import changed, check_members, connect, forget, plan
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
+from muonmesh.step.lacking import lacking_of
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Member, Planned, group_for
@@ -96,13 +100,16 @@ class Muon(torch.optim.Optimizer):
         state_dtype: Dtype of the momentum, kept through ``load_state_dict``.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
-            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one.
+            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one. "auto":
+            the ranks of the DistributedDataParallel that holds them at the first step.
         layouts: Where plain local shards live, by name: ``(mesh, placements)`` in DTensor's vocabulary, with the
             global shape as a third entry where shards are uneven; a `FlatShards`; or a list of `FlatParameter` for a
             flat buffer of several parameters. A DTensor needs no entry.
         shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
             replicas, as DTensors: less memory, the same bits.
-        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "gram": for a
+        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "teams", or
+            `Teams`: likewise, and with the same bits, but a matrix that would make its owner the last to finish is
+            orthogonalised by several ranks together; on CPUs, from 384 rows on. "gram": for a
             matrix that is cut along its long dim only, the ranks sum the small X Xᵀ instead and each applies the
             result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
             whichever takes less time.
@@ -178,6 +185,10 @@ class Muon(torch.optim.Optimizer):
             if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
                 needed = "ordered collections, the same order on every rank"
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
+                frame = frame.f_back
+            refuse_partitioner(frame.f_locals.get("self"))
             precision = Precision(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
@@ -187,7 +198,7 @@ class Muon(torch.optim.Optimizer):
             self._kept.neglected = Neglected(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
-            if process_group in (None, "world") or isinstance(process_group, dist.ProcessGroup):
+            if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
                 note_failure(error)
             raise
         withdraw_failure()
@@ -322,6 +333,9 @@ class Muon(torch.optim.Optimizer):
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:  # the device has counted meanwhile
             rounding.warn(stacklevel=3)
+        lacking, kept.lacking = kept.lacking, None
+        if lacking is not None:
+            lacking.warn(kept.lack, stacklevel=3)
         settings = check_groups(groups)
         if (before := changed(groups, kept, settings.error)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
@@ -335,17 +349,19 @@ class Muon(torch.optim.Optimizer):
             forget(kept)
             planned, exchange, slots, flags = self._agree(settings, clip)
         self._tell(scaler, flags)
-        kept.neglected.look((slot.name, slot.gradient) for slot in slots.here)
+        kept.neglected.look((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
+        kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return loss
         if kept.sums is not None:
             kept.sums = Sums()
         half = MuonStepTogether if kept.works_together(planned) else MuonStep
+        rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         work = half(
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
-            [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups],
+            rules,
             flags,
             kept.precision,
             device=planned.device,
@@ -357,6 +373,10 @@ class Muon(torch.optim.Optimizer):
         work.finish()
         keep_running_norms(clip, self.state, flags.stop)
         kept.torn = None
+        kept.lacking = lacking_of(planned, rules, work.lacking)
+        if kept.lacking is not None and kept.lacking.arrived is None:
+            kept.lacking.warn(kept.lack, stacklevel=3)
+            kept.lacking = None
         return loss
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
@@ -441,7 +461,7 @@ class Muon(torch.optim.Optimizer):
                 by ``step``.
             PlanError: on the other ranks then.
         """
-        check_process_group(process_group)
+        check_process_group(process_group, ("world", "local"))
         kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
@@ -532,6 +552,14 @@ class Muon(torch.optim.Optimizer):
         return f"{type(self).__name__} (\n{''.join(lines)})"
 
     @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing on any rank, because of an overflow or of clipping; waits for a device.
+
+        The same on all ranks that share parameters, so schedules that wait for it stay alike.
+        """
+        return bool(self._kept.stopped)
+
+    @property
     def communication_seconds(self) -> float:
         """Host seconds that the last step spent waiting for other ranks; on CUDA streams wait, not the host."""
         return self.counts.seconds_waiting
@@ -581,22 +609,24 @@ def split_params(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
 ) -> ParamGroups:
     """`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
     try:
-        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         note_failure(error)
         raise
 
 
 def from_model(
-    model: nn.Module,
+    model: nn.Module = None,  # type: ignore[assignment]
     lr: float | Tensor = 3e-4,
     *,
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -627,6 +657,7 @@ def from_model(
         muon: Settings of Muon's groups alone, as `split_params` takes them.
         adamw: Settings of AdamW's groups alone, likewise.
         overrides: Which parameters are treated otherwise, likewise.
+        per_head: Which attention weights are one matrix for each head, likewise.
         rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
         momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
         nesterov: Whether to look ahead with the momentum.
@@ -642,7 +673,8 @@ def from_model(
         compute_dtype: Dtype of orthogonalisation and wire.
         state_dtype: Dtype of the momentum.
         master_dtype: Of masters of lower-precision parameters.
-        process_group: Who holds plain matrices: "world", "local" or a ProcessGroup.
+        process_group: Who holds plain matrices: "world", "local", "auto" or a ProcessGroup; None: those of the
+            DistributedDataParallel that ``model`` is, if it is one.
         layouts: Where plain local shards live, by name.
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
@@ -653,8 +685,13 @@ def from_model(
         ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
             first step.
     """
+    missing: object = model
+    if missing is None:  # a Trainer calls what it takes for a factory without arguments first
+        write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
+        write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
+        raise TypeError(explain_error("from_model", "no model", "the model", write))
     try:
-        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides)
+        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
         if process_group != "local":
             note_failure(error)
@@ -662,6 +699,8 @@ def from_model(
     for group in groups:
         if group["algorithm"] == "muon":
             group["algorithm"] = rule
+    if process_group is None:
+        process_group = group_of_wrapper(model)
     return Muon(
         groups,
         lr,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.errors import about, explain_error
-from muonmesh.layout import Rates
+from muonmesh.layout import Rates, Teams
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_matrix_rule, rule_of
@@ -24,10 +24,10 @@ from muonmesh.numerics.scale import ScaleMode
 Algorithm = Literal["muon", "normuon", "adamuon", "adamw"]
 """What comes with muonmesh; `muonmesh.register_rule` adds others."""
 
-ExchangeMode = Literal["owner", "gram", "auto"] | Rates
+ExchangeMode = Literal["owner", "teams", "gram", "auto"] | Rates | Teams
 """Who computes a matrix: its owner; the ranks that hold it, by summing Gram matrices; or what is cheaper."""
 
-ProcessGroup = Literal["world", "local"] | dist.ProcessGroup | None
+ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
 
 LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
 """Stands for a ProcessGroup, which cannot be pickled, in an unpickled optimizer."""
@@ -151,8 +151,11 @@ def check_optimizer(
     needed = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
     _check(layouts is None or isinstance(layouts, Mapping), "layouts", layouts, needed)
     _check(isinstance(shard_state, bool), "shard_state", shard_state, "True or False")
-    known = isinstance(exchange, Rates) or exchange in ("owner", "gram", "auto")
-    _check(known, "exchange", exchange, '"owner", "gram", "auto" or Rates(...)')
+    known = isinstance(exchange, (Rates, Teams)) or exchange in ("owner", "teams", "gram", "auto")
+    _check(known, "exchange", exchange, '"owner", "teams", "gram", "auto", Rates(...) or Teams(...)')
+    if isinstance(exchange, Teams):
+        power = isinstance(exchange.most, int) and exchange.most > 0 and exchange.most.bit_count() == 1
+        _check(power, "exchange=Teams(most=...)", exchange.most, "a power of two")
     found, needed = compute_dtype, f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
     _check(found in COMPUTE_DTYPES, "compute_dtype", found, needed)
     found, needed = state_dtype, f"{NEEDED_HELD}. Write state_dtype=torch.float32"
@@ -164,18 +167,39 @@ def check_optimizer(
     _check(positive, "bucket_cap_mb", bucket_cap_mb, "a positive number")
 
 
-def check_process_group(process_group: object) -> None:
-    """Check what stands for a process group, here and in `Muon.clip_grad_norm_`; sends nothing.
+def check_process_group(process_group: object, words: Sequence[str] = ("world", "local", "auto")) -> None:
+    """Check what stands for a process group; sends nothing.
+
+    Args:
+        process_group: What was written.
+        words: The strings that stand for one: all in `Muon`, fewer in `Muon.clip_grad_norm_`.
 
     Raises:
         ValueError: it is nothing that stands for one, or a group that this rank is not in.
     """
-    needed = '"world", "local", a ProcessGroup or None'
+    needed = ", ".join(f'"{word}"' for word in words) + ", a ProcessGroup or None"
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the other ranks
         found = "a group without this rank"
         raise ValueError(explain_error("process_group", found, f"{needed}, with this rank in it"))
-    named = process_group is None or (isinstance(process_group, str) and process_group in ("world", "local"))
+    named = process_group is None or (isinstance(process_group, str) and process_group in words)
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
+
+
+def refuse_partitioner(maker: object) -> None:
+    """Refuse to be made by torch's ``ZeroRedundancyOptimizer``, which gives each rank other parameters.
+
+    Args:
+        maker: The object whose method makes the optimizer, if one does.
+
+    Raises:
+        TypeError: it is such an optimizer. Norms would be those of a rank's own parameters, and each rank would have
+            to wait for the owner of the others' matrices.
+    """
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(maker).__mro__):
+        needed = "all parameters on every rank, since ranks share the work by themselves"
+        write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without ZeroRedundancyOptimizer: '
+        write += "each rank then orthogonalises and stores its share"
+        raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
 
 
 def algorithm_of(group: Mapping[str, Any]) -> str:

@@ -83,21 +83,25 @@ def test_a_thousand_small_matrices_take_few_launches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "placements", "launches"),
+    ("mesh", "placements", "layers", "launches"),
     [
-        ({"shard": 64}, (Shard(0),), 300),
-        ({"shard": 2048}, (Shard(0),), 200),
-        ({"shard": 8, "tp": 8}, (Shard(0), Shard(1)), 300),
-        ({"replicate": 32, "shard": 64}, (Replicate(), Shard(0)), 300),
+        ({"shard": 64}, (Shard(0),), 8, 300),
+        ({"shard": 2048}, (Shard(0),), 8, 200),
+        ({"shard": 8, "tp": 8}, (Shard(0), Shard(1)), 8, 300),
+        ({"replicate": 32, "shard": 64}, (Replicate(), Shard(0)), 8, 250),
+        ({"replicate": 64}, (Replicate(),), 2, 350),
     ],
-    ids=["fsdp-64", "fsdp-2048", "fsdp-8-tp-8", "hsdp-32x64"],
+    ids=["fsdp-64", "fsdp-2048", "fsdp-8-tp-8", "hsdp-32x64", "ddp-64"],
 )
-def test_a_quarter_of_llama_8b_on_many_ranks(
-    mesh: dict[str, int], placements: tuple[Placement, ...], launches: int
+def test_layers_of_llama_8b_on_many_ranks(
+    mesh: dict[str, int], placements: tuple[Placement, ...], layers: int, launches: int
 ) -> None:
+    """Memory is that of a few of the largest matrices, however many replicas there are."""
     world = math.prod(mesh.values())
-    run = dry_run(bag(*LLAMA * 8), matrices_only, world=world, mesh=mesh, placements=on(*placements), steps=1)
+    model = bag(*LLAMA * layers)
+    run = dry_run(model, matrices_only, world=world, mesh=mesh, placements=on(*placements), steps=1)
     assert run.launches <= launches
+    assert run.peak_bytes <= 5 * 2 * 14336 * 4096
     assert run.kept_bytes == 0
 
 

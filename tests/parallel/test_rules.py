@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,19 @@ RULES: dict[str, dict[str, Any]] = {
     "rows": {"algorithm": "normuon"},
     "cautious": {"decay_mode": "cautious", "weight_decay": 3.0},
     "both": {"algorithm": "normuon", "decay_mode": "cautious", "weight_decay": 3.0},
+    "hyperball": {"algorithm": "hyperball"},
     "adamuon": {"algorithm": "adamuon", "adamuon_beta2": 0.8, "decay_mode": "cautious", "weight_decay": 3.0},
 }
 EXAMPLES = int(os.environ.get("FUZZ", "2000")) // 50
-"""Generated layouts a rule; `make fuzz N=` sets it."""
+"""Generated layouts a rule in `make soak`; `make fuzz N=` sets it."""
+FEW = max(1, EXAMPLES // 4)
+"""In `make test`, where a rule steps through the layouts below too."""
+
+
+def cases(*tried: tuple[Any, ...], of: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Cases of `make test`, and all others of a kind for `make soak`."""
+    others = [case for case in of if case not in tried]
+    return [pytest.param(*case) for case in tried] + [pytest.param(*case, marks=pytest.mark.soak) for case in others]
 
 
 def ruled(groups: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
@@ -60,15 +71,20 @@ def stepped(groups: list[dict[str, Any]], give: Any, rule: str, settings: dict[s
 
 
 def alone(rule: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Weights and state of one process, by name."""
+    """Weights and state of one process, by name; a rank computes them once for all of its tests."""
+    layout = ("shard_state", "exchange", "bucket_cap_mb")
+    return _alone(rule, tuple((key, value) for key, value in settings.items() if key not in layout))
+
+
+@functools.cache
+def _alone(rule: str, settings: tuple[tuple[str, Any], ...]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     model = problem.Bag(problem.initial())
 
     def give(gradients: dict[str, Tensor]) -> None:
         for name, gradient in gradients.items():
             model.get_parameter(name).grad = gradient
 
-    settings = {key: value for key, value in settings.items() if key != "shard_state"}
-    optimizer = stepped(problem.groups(model), give, rule, {**settings, "process_group": "local"})
+    optimizer = stepped(problem.groups(model), give, rule, {**dict(settings), "process_group": "local"})
     state = {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
     return {name: p.detach() for name, p in model.named_parameters()}, state
 
@@ -143,22 +159,41 @@ def check(outcomes: Sequence[tuple[list[str], bool]]) -> None:
     assert outcomes == [([], True)] * len(outcomes)
 
 
-@pytest.mark.parametrize("rule", ["normuon", "both", "adamuon"])
-@pytest.mark.parametrize("layout", problem.LAYOUTS)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "rule"),
+    cases(
+        (4, "ddp", "both"),
+        (4, "fsdp", "both"),
+        (4, "shard1", "both"),
+        (4, "fsdp", "adamuon"),
+        (4, "shard-last", "adamuon"),
+        of=itertools.product((2, 4), problem.LAYOUTS, ("normuon", "both", "adamuon")),
+    ),
+)
 def test_bit_for_bit(workers, ranks: int, layout: str, rule: str) -> None:
     check(workers(ranks).run(in_a_module, layout, rule, FP32))
 
 
-@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    cases(
+        ("shard1", "normuon"),
+        ("fsdp", "adamuon"),
+        of=itertools.product(("ddp", "fsdp", "shard1"), ("normuon", "adamuon")),
+    ),
+)
 def test_bit_for_bit_in_bf16(workers, layout: str, rule: str) -> None:
     check(workers(4).run(in_a_module, layout, rule, {"bucket_cap_mb": 0.005}))
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "shard1"])
-@pytest.mark.parametrize("dtype", ["compute_dtype", "state_dtype"])
-@pytest.mark.parametrize("rule", ["rows", "adamuon"])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "rule"),
+    cases(
+        ("shard1", "compute_dtype", "rows"),
+        ("fsdp", "state_dtype", "adamuon"),
+        of=itertools.product(("fsdp", "shard1"), ("compute_dtype", "state_dtype"), ("rows", "adamuon")),
+    ),
+)
 def test_bit_for_bit_in_fp64(workers, layout: str, dtype: str, rule: str) -> None:
     check(workers(2).run(in_a_module, layout, rule, {**FP32, dtype: torch.float64}))
 
@@ -167,25 +202,39 @@ def test_bit_for_bit_with_moments_in_bf16(workers) -> None:
     check(workers(2).run(in_a_module, "shard-last", "adamuon", {**FP32, "state_dtype": torch.bfloat16}))
 
 
-def test_cautious_decay_is_bit_for_bit_too(workers) -> None:
-    for layout in ("ddp", "fsdp", "shard-last"):
-        check(workers(4).run(in_a_module, layout, "cautious", {}))
+@pytest.mark.parametrize("layout", ["fsdp", *(pytest.param(x, marks=pytest.mark.soak) for x in ("ddp", "shard-last"))])
+def test_cautious_decay_is_bit_for_bit_too(workers, layout: str) -> None:
+    check(workers(4).run(in_a_module, layout, "cautious", {}))
 
 
-@pytest.mark.parametrize("how", ["dtensor", "declared"])
-@pytest.mark.parametrize("name", layouts.MESHES)
-def test_bit_for_bit_on_any_mesh(workers, name: str, how: str) -> None:
-    check(workers(4).run(on_mesh, name, how, "both", FP32))
+@pytest.mark.parametrize(
+    ("name", "how", "rule"),
+    cases(
+        ("hsdp, shard 1", "dtensor", "both"),
+        ("fsdp over colwise", "declared", "both"),
+        ("strided alone", "dtensor", "both"),
+        ("experts", "dtensor", "both"),
+        ("replicate inside", "declared", "adamuon"),
+        ("fsdp over colwise", "dtensor", "adamuon"),
+        ("four axes", "dtensor", "adamuon"),
+        of=itertools.product(layouts.MESHES, ("dtensor", "declared"), ("both", "adamuon")),
+    ),
+)
+def test_bit_for_bit_on_any_mesh(workers, name: str, how: str, rule: str) -> None:
+    """Of AdaMuon it fails if a sum is taken over a shard, or if copies of an element count."""
+    check(workers(4).run(on_mesh, name, how, rule, FP32))
 
 
-@pytest.mark.parametrize("name", layouts.MESHES)
-def test_sums_are_bit_for_bit_on_any_mesh(workers, name: str) -> None:
-    """Fails if a sum is taken over a shard, or if copies of an element count."""
-    check(workers(4).run(on_mesh, name, "dtensor", "adamuon", FP32))
-
-
-@pytest.mark.parametrize("name", ["hsdp", "hsdp, shard 1", "replicate inside", "all replicated", "three axes"])
-@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    cases(
+        ("hsdp, shard 1", "normuon"),
+        ("three axes", "adamuon"),
+        of=itertools.product(
+            ("hsdp", "hsdp, shard 1", "replicate inside", "all replicated", "three axes"), ("normuon", "adamuon")
+        ),
+    ),
+)
 def test_bit_for_bit_where_replicas_share_the_state(workers, name: str, rule: str) -> None:
     check(workers(4).run(on_mesh, name, "dtensor", rule, {**FP32, "shard_state": True}))
 
@@ -194,17 +243,19 @@ def test_bit_for_bit_where_ddp_shares_the_state(workers) -> None:
     check(workers(4).run(in_a_module, "ddp", "both", {**FP32, "shard_state": True}))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
-def test_bit_for_bit_in_flat_buffers(workers, ranks: int, seed: int, rule: str) -> None:
-    check(workers(ranks).run(flat, 1, seed, rule, FP32))
-
-
-@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
-def test_bit_for_bit_in_flat_buffers_of_tensor_parallel_shards(workers, rule: str) -> None:
-    for seed in range(2):
-        check(workers(4).run(flat, 2, seed, rule, FP32))
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "seed", "rule"),
+    cases(
+        (4, 1, 0, "normuon"),
+        (4, 2, 0, "normuon"),
+        (4, 2, 1, "adamuon"),
+        (4, 1, 1, "hyperball"),
+        of=itertools.product((2, 4), (1, 2), range(2), ("normuon", "adamuon")),
+    ),
+)
+def test_bit_for_bit_in_flat_buffers(workers, ranks: int, parallel: int, seed: int, rule: str) -> None:
+    """Of whole parameters, or of their tensor-parallel shards."""
+    check(workers(ranks).run(flat, parallel, seed, rule, FP32))
 
 
 def gathered(name: str, shared: bool, rule: str) -> list[str]:
@@ -221,8 +272,14 @@ def gathered(name: str, shared: bool, rule: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["fsdp over colwise", "strided alone", "hsdp, shard 1"])
-@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    cases(
+        ("fsdp over colwise", "normuon"),
+        ("hsdp, shard 1", "adamuon"),
+        of=itertools.product(("fsdp over colwise", "strided alone", "hsdp, shard 1"), ("normuon", "adamuon")),
+    ),
+)
 def test_what_is_kept_is_a_dtensor_like_any_other(workers, name: str, rule: str) -> None:
     assert workers(4).run(gathered, name, name.startswith("hsdp"), rule) == [[]] * 4
 
@@ -246,9 +303,16 @@ def zeroed(layout: str, waits: bool, rule: str) -> list[str]:
     return problem.differing(*[problem.result(*both) for both in optimizers])
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-@pytest.mark.parametrize("rule", ["both", "adamuon"])
+@pytest.mark.parametrize(
+    ("layout", "waits", "rule"),
+    cases(
+        ("fsdp", True, "both"),
+        ("shard1", False, "both"),
+        ("fsdp", False, "adamuon"),
+        ("shard1", False, "hyperball"),
+        of=itertools.product(("ddp", "fsdp", "shard1"), (True, False), ("both", "adamuon")),
+    ),
+)
 def test_matrices_that_are_left_alone_keep_everything(workers, layout: str, waits: bool, rule: str) -> None:
     """Without waiting, as on CUDA, every write is masked by the flags on the device."""
     assert workers(2).run(zeroed, layout, waits, rule) == [[], []]
@@ -297,23 +361,27 @@ def load(layout: str, path: str, flat: bool, rule: str) -> list[str]:
     return differing(optimizer, rule, FP32)
 
 
-@pytest.mark.parametrize("rule", ["normuon", "adamuon"])
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+RESHARDINGS = {
+    "4-to-2": ((4, "fsdp"), (2, "fsdp")),
+    "other-dim": ((2, "fsdp"), (4, "shard1")),
+    "shared-to-fsdp": ((4, "ddp-shared"), (2, "fsdp")),
+    "to-ddp": ((4, "shard-last"), (2, "ddp")),
+}
+
+
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((4, "fsdp"), (2, "fsdp")),
-        ((2, "fsdp"), (4, "shard1")),
-        ((4, "ddp-shared"), (2, "fsdp")),
-        ((4, "shard-last"), (2, "ddp")),
-    ],
-    ids=["4-to-2", "other-dim", "shared-to-fsdp", "to-ddp"],
+    ("how", "flat", "rule"),
+    cases(
+        ("other-dim", False, "normuon"),
+        ("shared-to-fsdp", True, "adamuon"),
+        ("4-to-2", False, "hyperball"),
+        of=itertools.product(RESHARDINGS, (False, True), ("normuon", "adamuon", "hyperball")),
+    ),
 )
-def test_resharding_continues_bit_for_bit(
-    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool, rule: str
-) -> None:
-    workers(before[0]).run(save, before[1], str(tmp_path), flat, rule)
-    for wrong in workers(after[0]).run(load, after[1], str(tmp_path), flat, rule):
+def test_resharding_continues_bit_for_bit(workers, tmp_path: Path, how: str, flat: bool, rule: str) -> None:
+    (ranks, layout), (later, other) = RESHARDINGS[how]
+    workers(ranks).run(save, layout, str(tmp_path), flat, rule)
+    for wrong in workers(later).run(load, other, str(tmp_path), flat, rule):
         assert wrong == []
 
 
@@ -328,7 +396,7 @@ def reloaded(layout: str) -> list[str]:
     return differing(other, "normuon", FP32)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "shard1", "ddp-shared"])
+@pytest.mark.parametrize("layout", ["shard1", "ddp-shared", pytest.param("ddp", marks=pytest.mark.soak)])
 def test_a_state_dict_brings_it_back(workers, layout: str) -> None:
     assert workers(2).run(reloaded, layout) == [[], []]
 
@@ -425,8 +493,8 @@ def on_the_page() -> None:
     """The rule that docs/rules.md shows."""
     for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}, {}):
         pass
-    prove_rule("even-rows", examples=EXAMPLES, seed=1, settings={"row_beta": 0.5})
-    prove_rule("as-large-as-the-weights", examples=EXAMPLES, seed=2)
+    prove_rule("even-rows", examples=FEW, seed=1, settings={"row_beta": 0.5})
+    prove_rule("as-large-as-the-weights", examples=FEW, seed=2)
 
 
 def test_the_rule_of_the_page_is_proved(workers) -> None:
@@ -470,15 +538,27 @@ class CountsTwice(Sphere):
         return super().summands(weights, update, size, state)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
-@pytest.mark.parametrize("rule", ["muon", "normuon", "adamuon", "test-all-kinds", "test-sphere"])
-def test_a_rule_is_proved_on_generated_layouts(workers, ranks: int, rule: str) -> None:
-    workers(ranks).run(prove_rule, rule, examples=EXAMPLES)
+CAUTIOUS = {"decay_mode": "cautious", "weight_decay": 3.0}
+PROVED: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "normuon": {**CAUTIOUS, "normuon_side": "longer"},
+    "adamuon": CAUTIOUS,
+    "hyperball": {},
+    "muoneq": {},
+    "muon_plus": {},
+    "scion_sign": {"scion_layer": "embedding"},
+    "scion_row_norm": {"scale_mode": "unit_rms_norm"},
+    "test-all-kinds": {},
+    "test-sphere": {},
+}
 
 
-def test_cautious_decay_is_proved_on_generated_layouts(workers) -> None:
-    settings = {"decay_mode": "cautious", "weight_decay": 3.0, "normuon_side": "longer"}
-    workers(4).run(prove_rule, "normuon", examples=EXAMPLES, settings=settings)
+@pytest.mark.parametrize(
+    ("ranks", "rule", "examples"),
+    cases(*((4, rule, FEW) for rule in PROVED), of=((ranks, rule, EXAMPLES) for ranks in (2, 4) for rule in PROVED)),
+)
+def test_a_rule_is_proved_on_generated_layouts(workers, ranks: int, rule: str, examples: int) -> None:
+    workers(ranks).run(prove_rule, rule, examples=examples, settings=PROVED[rule])
 
 
 @pytest.mark.parametrize(

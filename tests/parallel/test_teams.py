@@ -1,16 +1,33 @@
-"""Teams of several ranks in what `explain` tells; nothing plans them yet, so the plan is made here."""
+"""Teams of several ranks on one matrix: they have the bits of one rank, and `explain` tells of them."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
 from muonmesh.layout import make_plan
+from muonmesh.numerics.kernels import blocked
 from muonmesh.report.explain import explain
 from muonmesh.step.connection import plan
+from tests import problem
+
+# Rows that nothing divides, more and fewer columns; what no team can take; several in one parameter.
+SHAPES: dict[str, tuple[tuple[int, int], object]] = {
+    "wide": ((401, 530), "whole"),
+    "tall": ((900, 390), "whole"),
+    "square": ((512, 512), "whole"),
+    "pair": ((840, 512), ("rows", 420, 420)),
+    "small": ((40, 30), "whole"),
+}
+ALWAYS = mm.Teams(most=4, rates=mm.Rates(flops=1.0, bytes=1e18))
+"""Gathering costs nothing."""
 
 
 def explained(asked: dict[tuple[int, int], tuple[int, ...]]) -> tuple[str, int, dict[int, int], list[dict[int, int]]]:
@@ -39,3 +56,60 @@ def test_a_team_of_one_is_told_as_an_owner(workers) -> None:
     for text, *_ in workers(2).run(explained, asked):
         assert "rank 0: 2, rank 1: 1" in text
         assert "ranks" not in text.replace("ranks 1", "")
+
+
+# ------------------------------------------------------------------ steps
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, (shape, _) in SHAPES.items()}
+
+
+def stepped(held: dict[str, nn.Parameter], dtype: torch.dtype, **settings: object) -> mm.Muon:
+    group = {"params": list(held.items()), "matrices": [spec for _, spec in SHAPES.values()], "algorithm": "muon"}
+    optimizer = mm.Muon([group], lr=0.1, compute_dtype=dtype, bucket_cap_mb=1.0, **settings)
+    for step in range(2):
+        for name, gradient in values(1 + step).items():
+            held[name].grad = problem.placed_like(held[name], gradient)
+        optimizer.step()
+    return optimizer
+
+
+def together(placements: list[Placement], dtype: torch.dtype, rows: int, rule: str) -> tuple[list[str], list[int], int]:
+    """Step with teams and alone; return what differs, the sizes of the teams and how many products were gathered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "ROWS", rows)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        shared = {
+            name: nn.Parameter(distribute_tensor(value, mesh, placements, src_data_rank=None))
+            for name, value in values(0).items()
+        }
+        optimizer = stepped(shared, dtype, exchange=ALWAYS, ns_coefficients=rule)
+        alone = {name: nn.Parameter(value) for name, value in values(0).items()}
+        stepped(alone, dtype, process_group="local", ns_coefficients=rule)
+    assert optimizer._kept.planned is not None
+    sizes = [len(assignment.team) for assignment in optimizer._kept.planned.plan.assignments]
+    differing = problem.differing(
+        {n: problem.whole(p) for n, p in shared.items()}, {n: p.data for n, p in alone.items()}
+    )
+    return differing, sizes, optimizer.counts.products_gathered
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("ranks", "placement", "rows"),
+    [(2, Shard(0), 128), (4, Shard(1), 128), (4, Replicate(), 64)],
+    ids=["two ranks", "four ranks", "replicas"],
+)
+def test_a_team_has_the_bits_of_one_rank(
+    workers, ranks: int, placement: Placement, rows: int, dtype: torch.dtype
+) -> None:
+    outcomes = workers(ranks).run(together, [placement], dtype, rows, "polar_express")
+    gathered = 0
+    for differing, sizes, count in outcomes:
+        assert differing == []
+        assert max(sizes) == ranks
+        assert sizes[-1] == 1, "a small matrix has one owner"
+        gathered += count
+    assert gathered >= 15 * ranks

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
@@ -189,17 +190,41 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(768, 768, torch.bfloat16) is BLOCKED
     assert chosen(768, 3072, torch.float32) is BLOCKED
     assert kernels.select("torch", device=CPU, dtype=torch.bfloat16, rows=768, cols=768) is BLOCKED
-    small = chosen(128, 128, torch.bfloat16)
-    assert small.at_once >= 32
-    assert not small.together
-    # fp32 and fp64 products, and bf16 products small enough for torch's own loop, have other bits in a batch.
+    for bf16 in (True, False):
+        monkeypatch.setattr(kernels, "_multiplies_bf16", lambda bf16=bf16: bf16)
+        for rows in (8, 16, 17, 64, 128):
+            small = chosen(rows, rows, torch.bfloat16)
+            assert small.at_once >= 20
+            assert small.together
+    # fp32 and fp64 products have other bits in a batch.
     assert chosen(128, 128, torch.float32).at_once == 1
     assert chosen(128, 128, torch.float64).at_once == 1
-    assert chosen(16, 4096, torch.bfloat16).at_once == 1
     # Elsewhere than on a CPU same-shaped matrices go together.
     meta = chosen(1024, 4096, torch.bfloat16, torch.device("meta"))
     assert meta.at_once > 50
     assert meta.together
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16-instructions", "none"])
+def test_a_batch_of_small_matrices_takes_as_many_calls_as_one(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python is what small matrices wait for, so nothing may be called for each of them."""
+    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: bf16)
+
+    class Calls(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def calls(batch: int, rows: int) -> int:
+        x = torch.randn(batch, rows, rows)
+        with Calls() as counted:
+            orthogonalize(x)
+        return counted.count
+
+    for rows in (8, 16) if bf16 else (8, 16, 64):  # bf16 products take long without the instructions
+        assert calls(20, rows) <= calls(2, rows)
 
 
 def test_select_refuses_unknown_kernels() -> None:

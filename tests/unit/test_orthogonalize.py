@@ -23,11 +23,16 @@ from torch import Tensor, nn
 from muonmesh import orthogonalize
 from muonmesh.numerics.coefficients import Coefficients, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.normalize import load
 
 Spectrum = Literal["gaussian", "two decades", "four decades", "peaked", "rank deficient"]
 SPECTRA: tuple[Spectrum, ...] = ("gaussian", "two decades", "four decades", "peaked", "rank deficient")
 # Each published set with the number of steps it was made for.
-MADE_FOR = {"simple": 5, "quintic": 5, "polar_express": 5, "cans": 5, "deepseekv4": 10, "aol": 4}
+MADE_FOR = {"simple": 5, "quintic": 5, "polar_express": 5, "cans": 5, "deepseekv4": 10, "aol": 4, "qdwh": 1}
+# QDWH's step for singular values from 1e-3 on, as its authors give it: x (a + b·x²) / (1 + c·x²).
+_ROOT = (4 * (1 - 1e-6) / 1e-12) ** (1 / 3)
+QDWH_A = (1 + _ROOT) ** 0.5 + (8 - 4 * _ROOT + 8 * (2 - 1e-6) / (1e-6 * (1 + _ROOT) ** 0.5)) ** 0.5 / 2
+QDWH_B = (QDWH_A - 1) ** 2 / 4
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # The steps differ in length; degree 9 among them.
 MIXED = [(1.5, -0.5), (2.0, -1.5, 0.5), (2.1875, -2.1875, 1.3125, -0.3125), (2.4609, -3.2813, 2.9531, -1.4063, 0.2734)]
@@ -69,6 +74,9 @@ def oracle(x: Tensor, coefficients: Coefficients, steps: int) -> Tensor:
     else:
         norm = float(x.norm())
     u, s, vh = svd(x / norm)
+    if coefficients == "qdwh":
+        s = s / (1.005 * (s**4).sum() ** 0.25)
+        s = s * (QDWH_A + QDWH_B * s**2) / (1 + (QDWH_A + QDWH_B - 1) * s**2)
     for polynomial in coefficient_schedule(coefficients, steps):
         s = sum((c * s ** (2 * k + 1) for k, c in enumerate(polynomial)), torch.zeros_like(s))
     return (u * s) @ vh
@@ -109,6 +117,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize(("rows", "cols"), [(60, 150), (150, 60), (80, 80), (400, 500)])
 def test_against_svd(rows: int, cols: int, method: Any, coefficients: Any, spectrum: Spectrum) -> None:
+    if (method, coefficients) == ("gram", "qdwh"):
+        with pytest.raises(ValueError, match="method: found 'gram' with 'qdwh'; needed a set without a rational step"):
+            orthogonalize(torch.eye(rows, cols), coefficients="qdwh", method="gram")
+        return
     steps = MADE_FOR[coefficients]
     x = matrix(rows, cols, spectrum).bfloat16().double()  # exact in every compute dtype
     expected = oracle(x, coefficients, steps)
@@ -183,6 +195,44 @@ def test_aol_keeps_the_sign_of_a_dominating_direction(spike: float) -> None:
     assert 4.0098 * s[0] - 7.0585 * s[0] ** 3 + 2.4635 * s[0] ** 5 < 0
 
 
+# --- QDWH -------------------------------------------------------------------------------------------------------
+
+
+def test_qdwh_is_nearer_to_the_polar_factor(momentum: dict[str, Tensor]) -> None:
+    """What it is offered for; figures for more spectra are in docs/internals/iterations.md."""
+    matrices = {name: matrix(200, 300, name) for name in ("gaussian", "two decades", "four decades")} | momentum
+    for name, x in matrices.items():
+        x = x.bfloat16()
+        u, _, vh = svd(x.double())
+        found, usual = (error(orthogonalize(x, coefficients=c), u @ vh) for c in ("qdwh", "polar_express"))
+        assert found < 0.8 * usual, name
+
+
+@pytest.mark.parametrize("rows", [48, pytest.param(200, marks=pytest.mark.soak)])
+def test_qdwh_lets_no_singular_value_grow(rows: int) -> None:
+    """The bound of the largest singular value is all that keeps the polynomial within what it was made for."""
+    for seed in range(12):
+        for cols in (rows, 3 * rows):
+            u, _, vh = torch.linalg.svd(matrix(rows, cols, "gaussian", seed), full_matrices=False)
+            along = torch.linspace(0, 1, rows, dtype=torch.float64)
+            for s in (10 ** (-along * (seed + 1)), (along > 0.1 * seed) + 1e-4, (along <= along[1]) + 10.0**-seed):
+                x = ((u * s) @ vh).bfloat16()
+                largest = torch.linalg.matrix_norm(orthogonalize(x, coefficients="qdwh").double(), 2)
+                assert float(largest) < 1.09, (seed, cols)
+
+
+def test_qdwh_has_the_same_bits_on_one_thread_and_on_two() -> None:
+    before = torch.get_num_threads()
+    for shape, dtype in (((390, 410), torch.bfloat16), ((3, 61, 200), torch.bfloat16)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        found = set()
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.add(bits(orthogonalize(x, coefficients="qdwh", dtype=dtype)))
+        torch.set_num_threads(before)
+        assert len(found) == 1
+
+
 # --- scale ------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +273,8 @@ def test_a_power_of_two_changes_no_bit(method: Any, input_dtype: torch.dtype, dt
 @pytest.mark.parametrize("coefficients", [*MADE_FOR, MIXED])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dtype) -> None:
+    if coefficients == "qdwh":
+        method = "auto"
     for shape in ((12, 30), (30, 12), (400, 400)):
         result = orthogonalize(torch.zeros(shape), coefficients=coefficients, method=method, dtype=dtype)
         assert torch.equal(result, torch.zeros(shape))
@@ -230,7 +282,7 @@ def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("coefficients", ["polar_express", "aol", MIXED])
+@pytest.mark.parametrize("coefficients", ["polar_express", "aol", "qdwh", MIXED])
 def test_a_non_finite_matrix_stays_alone(coefficients: Any, bad: float, dtype: torch.dtype) -> None:
     for rows, cols in ((24, 40), (384, 400)):
         x = torch.stack([matrix(rows, cols, "gaussian", seed) for seed in range(3)]).float()
@@ -264,8 +316,8 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
 ) -> None:
     rows, cols = sorted(shape)
     count = data.draw(st.integers(2, 40 if rows * cols < 10_000 else 3))
-    coefficients = data.draw(st.sampled_from(["polar_express", "aol", tuple(MIXED)]))
-    method = data.draw(st.sampled_from(["auto", "gram"]))
+    coefficients = data.draw(st.sampled_from(["polar_express", "aol", "qdwh", tuple(MIXED)]))
+    method = "auto" if coefficients == "qdwh" else data.draw(st.sampled_from(["auto", "gram"]))
     input_dtype = data.draw(st.sampled_from([dtype, torch.float32]))
     x = torch.randn(count, rows, cols, generator=torch.Generator().manual_seed(seed)).to(input_dtype)
 
@@ -296,6 +348,22 @@ def test_the_transposed_matrix_gives_the_transposed_result(
             wide = orthogonalize(x, dtype=dtype, method=method)
             assert bits(orthogonalize(x.mT, dtype=dtype, method=method).mT) == bits(wide)
             assert bits(orthogonalize(x.mT.contiguous(), dtype=dtype, method=method).mT) == bits(wide)
+
+
+def test_bits_of_small_matrices_do_not_depend_on_the_number_of_threads() -> None:
+    """A long single row would be added up by all threads, and odd sizes be multiplied by them in other parts."""
+    before = torch.get_num_threads()
+    for count, rows, cols in ((3, 1, 40_000), (2, 2, 33_000), (17, 10, 39), (3, 7, 28), (5, 64, 64)):
+        x = torch.randn(count, rows, cols, generator=torch.Generator().manual_seed(cols))
+        norms, results = set(), set()
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            together = load(x, torch.empty_like(x), together=True)
+            alone = [load(one[None], torch.empty_like(one[None]), together=True) for one in x]
+            norms |= {bits(together), bits(torch.cat(alone))}
+            results.add(bits(orthogonalize(x)))
+        torch.set_num_threads(before)
+        assert len(norms) == len(results) == 1, (count, rows, cols)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -31,7 +31,16 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def test_what_annotations_and_values_need_can_be_imported() -> None:
     for name in ("GradNorms", "ParamGroups", "Explanation", "GradientSource"):
         assert inspect.isclass(getattr(mm, name))
-    for name in ("ClipPolicy", "ScaleMode", "Algorithm", "ExchangeMode", "CoefficientName", "Method", "DecayMode"):
+    for name in (
+        "ClipPolicy",
+        "ScaleMode",
+        "Algorithm",
+        "ExchangeMode",
+        "CoefficientName",
+        "Method",
+        "DecayMode",
+        "HeadPart",
+    ):
         assert typing.get_args(getattr(mm, name))
     assert set(mm.__all__) <= set(dir(mm))
     assert mm.__all__ == sorted(mm.__all__)
@@ -50,7 +59,7 @@ def test_from_model_has_the_arguments_of_muon_with_their_defaults() -> None:
     ours = dict(inspect.signature(mm.from_model).parameters)
     theirs = dict(inspect.signature(mm.Muon).parameters)
     del theirs["params"]
-    for own in ("model", "muon", "adamw", "overrides", "rule"):
+    for own in ("model", "muon", "adamw", "overrides", "per_head", "rule"):
         del ours[own]
     assert list(ours.values()) == list(theirs.values())  # names, kinds, defaults, annotations, order
 
@@ -80,7 +89,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)
-    assert given.keys() == signature.parameters.keys() - {"model", "muon", "adamw", "overrides", "rule"}
+    assert given.keys() == signature.parameters.keys() - {"model", "muon", "adamw", "overrides", "per_head", "rule"}
     assert not [name for name in given if given[name] == signature.parameters[name].default]
     optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), **given)
     kept = {
@@ -137,7 +146,7 @@ def test_norms_are_formatted_as_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("coefficients", "steps"),
-    [*((name, 10 if name == "deepseekv4" else 5) for name in COEFFICIENT_SETS), (MINE, 3), ([JORDAN] * 7, 7)],
+    [*((name, {"deepseekv4": 10, "qdwh": 1}.get(name, 5)) for name in COEFFICIENT_SETS), (MINE, 3), ([JORDAN] * 7, 7)],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_without_steps_a_set_runs_what_it_is_made_for(coefficients: Any, steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,24 @@ def test_adamuon_agrees_with_the_oracle(nesterov: bool) -> None:
         assert difference < 1e-9, name
 
 
+NEW: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"algorithm": "hyperball", "extra_scale_factor": 2.0}, {"hyperball": True, "extra_scale_factor": 2.0}),
+    *(({"algorithm": "muoneq", "muoneq_sides": sides}, {"muoneq": sides}) for sides in ("rows", "cols", "both")),
+    *(({"algorithm": "muon_plus", "muon_plus_sides": sides}, {"muon_plus": sides}) for sides in ("row", "col_row")),
+    *(
+        ({"algorithm": name, "scion_layer": layer, "scale_mode": "unit_rms_norm"}, {"scion": (kind, layer)})
+        for name, kind in (("scion_sign", "sign"), ("scion_row_norm", "rows"))
+        for layer in ("head", "embedding")
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "options"), NEW, ids=lambda value: "-".join(map(str, value.values())))
+def test_other_rules_agree_with_the_oracle(settings: dict[str, Any], options: dict[str, Any]) -> None:
+    for name, difference in stepped(settings, options, MATRICES):
+        assert difference < 1e-8, name
+
+
 def test_the_two_sides_of_normuon_differ_for_wide_matrices_only() -> None:
     def after(side: str, shape: tuple[int, int]) -> Tensor:
         weight = nn.Parameter(random(*shape).float())
@@ -113,11 +132,15 @@ def test_no_decay_is_no_decay(mode: str) -> None:
     assert torch.equal(weights, before)
 
 
-def test_normuon_does_not_depend_on_the_scale_of_gradients() -> None:
+MATRIX_RULES = [name for name in RULES if RULES[name].__module__.startswith("muonmesh.") and name != "adamw"]
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_no_rule_depends_on_the_scale_of_gradients(rule: str) -> None:
     results = []
     for scale in (1.0, 2.0**-60, 2.0**60):
         weight = nn.Parameter(random(12, 20).float())
-        optimizer = mm.Muon([{"params": [weight], "algorithm": "normuon"}], lr=0.1)
+        optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1)
         for step in range(3):
             weight.grad = random(12, 20, seed=step + 1).float() * scale
             optimizer.step()
@@ -157,13 +180,82 @@ def test_normuon_keeps_the_frobenius_norm_of_the_update() -> None:
     assert not nothing.any()
 
 
-@pytest.mark.parametrize("spec", ["whole", ("rows", 4, 8, 12), ("heads", 4, 1)])
-def test_the_step_of_adamuon_has_its_rms_over_each_whole_matrix(spec: Any) -> None:
-    """Also as metrics() tells it, and as explain() promises it."""
+def hyperball(weight: nn.Parameter, lr: float = 0.1, **settings: Any) -> mm.Muon:
+    group = {"params": [weight], "param_names": ["w"], "matrices": ["whole"], "algorithm": "hyperball", **settings}
+    return mm.Muon([group], lr=lr, weight_decay=0.3)
+
+
+def test_weights_without_a_norm_take_a_plain_step_and_then_keep_its_norm() -> None:
+    """A peer multiplies them by their norm, zero, for ever."""
+    weight, plain = nn.Parameter(torch.zeros(8, 12)), nn.Parameter(torch.zeros(8, 12))
+    optimizer, muon = hyperball(weight), mm.Muon([plain], lr=0.1)
+    weight.grad = random(8, 12, seed=1).float()
+    plain.grad = weight.grad.clone()
+    with pytest.warns(UserWarning, match='^w: found weights that are all zero.*write overrides={"w": "normuon"}'):
+        optimizer.step()
+    muon.step()
+    assert torch.equal(weight, plain)
+    norm = float(weight.detach().norm())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        for step in range(3):
+            weight.grad = random(8, 12, seed=step + 2).float()
+            optimizer.step()
+    assert not torch.equal(weight, plain)
+    assert float(weight.detach().norm()) == pytest.approx(norm, rel=1e-6)
+    assert float(optimizer.state[weight]["initial_norm"]) == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_hyperball_does_not_drift(dtype: torch.dtype) -> None:
+    """Each step of 0.03 lengthens the weights by less than bf16 can say; all of them together would by a tenth."""
+    weight = nn.Parameter(random(12, 20).to(dtype))
+    before = float(weight.detach().float().norm())
+    optimizer = hyperball(weight, lr=0.03, ns_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rounding
+        for step in range(200):
+            weight.grad = random(12, 20, seed=step + 1).to(dtype)
+            optimizer.step()
+    bound = 1e-6 if dtype == torch.float32 else 2e-3
+    assert float(weight.detach().float().norm()) == pytest.approx(before, rel=bound)
+    assert not torch.equal(weight, random(12, 20).to(dtype))
+
+
+def test_a_step_of_hyperball_has_the_length_of_its_rate() -> None:
+    weight = nn.Parameter(random(24, 40).float())
+    before = weight.detach().clone()
+    weight.grad = random(24, 40, seed=1).float()
+    hyperball(weight, lr=0.1).step()
+    # An isosceles triangle: two sides R, and at the angle of the step, whose tangent is 0.1 where it is across.
+    angle = torch.nn.functional.cosine_similarity(before.flatten(), weight.detach().flatten(), dim=0).acos()
+    assert float(angle) == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize("rule", ["scion_sign", "scion_row_norm"])
+def test_scions_steps_have_the_rms_of_the_others(rule: str) -> None:
+    """One learning rate serves them all; rows without a gradient stay, and explain() tells the same."""
     weight = nn.Parameter(torch.zeros(24, 40))
+    optimizer = mm.Muon([{"params": [weight], "param_names": ["w"], "algorithm": rule}], lr=0.5, weight_decay=0.0)
+    weight.grad = random(24, 40, seed=1).float()
+    weight.grad[5] = 0
+    optimizer.step()
+    assert not weight[5].any()
+    rest = weight.detach()[torch.arange(24) != 5]
+    assert float(rest.square().mean().sqrt()) == pytest.approx(0.2 * 0.5, rel=1e-2)  # bf16
+    assert optimizer.explain().rows[0].rms == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="scale_mode: found 'spectral' for a step that is not orthogonal; needed"):
+        mm.Muon([{"params": [weight], "algorithm": rule}], scale_mode="spectral")
+
+
+@pytest.mark.parametrize("spec", ["whole", ("rows", 4, 8, 12), ("heads", 4, 1), "flatten"])
+def test_the_step_of_adamuon_has_its_rms_over_each_whole_matrix(spec: Any) -> None:
+    """Also as metrics() tells it, and as explain() promises it. Peers take a convolution's size from its kernel."""
+    shape = (24, 8, 5, 1) if spec == "flatten" else (24, 40)
+    weight = nn.Parameter(torch.zeros(shape))
     group = {"params": [weight], "param_names": ["weight"], "matrices": [spec], "algorithm": "adamuon", "name": "muon"}
     optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0)
-    weight.grad = random(24, 40, seed=1).float()
+    weight.grad = random(*shape, seed=1).float()
     optimizer.metrics()
     for _ in range(2):
         before = weight.detach().clone()
@@ -185,19 +277,6 @@ def test_adamuon_scales_as_muon_does(mode: Any) -> None:
     optimizer.step()
     expected = 0.5 * 3.0 * reference.SCALES[mode](24, 40) * 24**0.5
     assert float(weight.detach().norm()) == pytest.approx(expected, rel=1e-6)
-
-
-def test_adamuon_does_not_depend_on_the_scale_of_gradients() -> None:
-    results = []
-    for scale in (1.0, 2.0**-60, 2.0**60):
-        weight = nn.Parameter(random(12, 20).float())
-        optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}], lr=0.1)
-        for step in range(3):
-            weight.grad = random(12, 20, seed=step + 1).float() * scale
-            optimizer.step()
-        results.append(weight.detach())
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -310,12 +389,16 @@ def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
         ("normuon_side", "cols", "longer"),
         ("adamuon_beta2", 1.0, "a number in"),
         ("adamuon_eps", -1.0, "a number in"),
+        ("muoneq_sides", "row", "cols"),
+        ("muon_plus_sides", "rows", "col_row"),
+        ("scion_layer", "tied", "embedding"),
     ],
 )
 def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> None:
     weight = nn.Parameter(torch.zeros(4, 4))
+    algorithm = next(name for name in RULES if key in RULES[name].settings())
     with pytest.raises(ValueError, match=f"{key}: found .*; needed .*{needed}"):
-        mm.Muon([{"params": [weight], "algorithm": key.partition("_")[0], key: value}])
+        mm.Muon([{"params": [weight], "algorithm": algorithm, key: value}])
     with pytest.raises(ValueError, match="nobody reads"):  # and are refused where nobody reads them
         mm.Muon([{"params": [weight], "algorithm": "muon", key: value}])
     with pytest.raises(ValueError, match="'full', 'cautious'"):
@@ -351,6 +434,20 @@ def test_a_rule_says_its_name_once() -> None:
         register_rule("nothing-added")(NothingAddedUp)
     with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
         mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
+
+
+def test_overrides_give_rules_to_the_other_half() -> None:
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9))
+    overrides = {"0.weight": {"algorithm": "scion_row_norm", "scion_layer": "embedding"}, "2.weight": "scion_sign"}
+    optimizer = mm.from_model(model, rule="hyperball", overrides=overrides)
+    found = {n: g["algorithm"] for g in optimizer.param_groups for n in g["param_names"] if n.endswith("weight")}
+    assert found == {"1.weight": "hyperball", "0.weight": "scion_row_norm", "2.weight": "scion_sign"}
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.arange(9)).sum().backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    with pytest.raises(ValueError, match=r"overrides\['2.weight'\]: found the algorithm 'scion'; needed .*scion_sign"):
+        mm.split_params(model, overrides={"2.weight": "scion"})
 
 
 def test_a_rule_without_parts_orthogonalises_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muonmesh.comm.schedule import Back, Schedule, There, Way
+from muonmesh.comm.schedule import Back, Round, Schedule, There, Way
 from muonmesh.layout import (
     FlatShards,
     MeshLayout,
@@ -64,6 +64,10 @@ def stages_of(schedule: Schedule) -> list[tuple[There, Back]]:
     return [(stage, schedule.back(number, stage.matrices)) for number, stage in enumerate(there)]
 
 
+def rounds_of(schedule: Schedule, number: int, back: Back) -> list[Round]:
+    return [schedule.round(number, index, back.results) for index in range(back.rounds)]
+
+
 def travel(ways: list[Way | None]) -> None:
     """Move what an all-to-all moves."""
     if ways[0] is None:
@@ -114,8 +118,9 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
             owned += 1
             for leg, same in zip(local.read, local.write, strict=True):
                 elements(same, back[leg.parameter, rank]).copy_(-elements(leg, held[leg.parameter, rank]))
-    moving = ([stage for stage in stages_of(schedule) if stage[0].moving] for schedule in ranks)
-    for stages in zip(*moving, strict=True):
+    moving = ([n for n, stage in enumerate(stages_of(schedule)) if stage[0].moving] for schedule in ranks)
+    for numbers_of_stage in zip(*moving, strict=True):
+        stages = [stages_of(schedule)[n] for schedule, n in zip(ranks, numbers_of_stage, strict=True)]
         for rank, (there, _) in enumerate(stages):
             for leg, into in there.reads:
                 into.copy_(elements(leg, held[leg.parameter, rank]))
@@ -132,12 +137,17 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
                     assert tuple(matrix.shape) == assignment.matrix.shape
                     assert len(matrix.unique()) == matrix.numel()  # whole: each element once
                 out.copy_(-x)
-            for to, of in rest.leaving:
-                to.copy_(of)
-        travel([rest.way for _, rest in stages])
-        for rank, (_, rest) in enumerate(stages):
-            for leg, of in (*rest.staying, *rest.arrived):
+            for leg, of in rest.staying:
                 elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
+        each = zip(ranks, numbers_of_stage, stages, strict=True)
+        for of_all in zip(*(rounds_of(schedule, n, rest) for schedule, n, (_, rest) in each), strict=True):
+            for one in of_all:
+                for to, of in one.leaving:
+                    to.copy_(of)
+            travel([one.way for one in of_all])
+            for rank, one in enumerate(of_all):
+                for leg, of in one.arrived:
+                    elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
     assert owned == len(plan.assignments)
     for key in every:
         assert torch.equal(back[key], -held[key])
@@ -150,7 +160,7 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
         for i, layout in enumerate(layouts)
     ]
     ((there, back),) = stages_of(Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU))
-    assert (there.way, back.way, there.reads, back.batches) == (None, None, (), ())
+    assert (there.way, back.rounds, there.reads, back.batches) == (None, 0, (), ())
     shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in back.local]
     assert sorted(map(len, back.local)) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
@@ -171,10 +181,28 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     matrices = [split(str(number), (128, 64), None) for number in range(128)]
     parameters = [Parameter(str(number), layout, layout, m, (1,), "") for number, m in enumerate(matrices)]
     plan = make_plan(parameters, bucket_elements=10**6)
-    ((there, back),) = stages_of(Schedule(plan, 9, plan.ranks, torch.float32, CPU))
-    assert back.owned == 2
-    assert len(there.reads) == len(back.staying) + len(back.arrived) == 128
-    assert len(there.arriving) == len(back.leaving) == 2 * 2  # the ranks before this one, and those behind it
+    ((there, back),) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
+    (once,) = rounds_of(schedule, 0, back)
+    assert sum(len(results) for results in back.results) == 2
+    assert len(there.reads) == len(back.staying) + len(once.arrived) == 128
+    assert len(there.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
+
+
+def test_results_for_many_replicas_travel_in_rounds() -> None:
+    """Nobody sends or receives more at once than it would compute, however many replicas there are."""
+    for mesh, placements in (((16,), (Replicate(),)), ((8, 4), (Replicate(), Shard(0)))):
+        ranks = tuple(range(math.prod(mesh)))
+        layout = MeshLayout((64, 96), mesh, ranks, placements)
+        matrices = [split(str(number), (64, 96), None) for number in range(len(ranks))]
+        parameters = [Parameter(str(number), layout, layout, m, (1,), "") for number, m in enumerate(matrices)]
+        plan = make_plan(parameters, bucket_elements=1000)
+        assert len(plan.buckets) == 1
+        schedule = Schedule(plan, 3, plan.ranks, torch.float32, CPU)
+        ((_, back),) = stages_of(schedule)
+        rounds = rounds_of(schedule, 0, back)
+        row = 96 * len(ranks)  # each segment of the wire is cut at a row
+        assert all(max(len(one.way.send), len(one.way.receive)) <= 64 * 96 + row for one in rounds)
+        assert sum(memory.numel() for memory in schedule.memory.values()) <= (2 + 4) * (64 * 96 + row)
 
 
 def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
@@ -188,4 +216,5 @@ def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
         mine, other = on_cpu.there(number), on_device.there(number)
         assert [(leg, view.shape) for leg, view in mine.reads] == [(leg, view.shape) for leg, view in other.reads]
         there, back = on_cpu.back(number, mine.matrices), on_device.back(number, other.matrices)
-        assert [to.stride() for to, _ in there.leaving] == [to.stride() for to, _ in back.leaving]
+        for kept, given in zip(rounds_of(on_cpu, number, there), rounds_of(on_device, number, back), strict=True):
+            assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]

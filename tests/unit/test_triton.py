@@ -196,7 +196,11 @@ def folds(momentum: float, nesterov: bool, directs: bool, masked: bool) -> list[
     gradients, momenta, directions = (list(column) for column in zip(*tensors, strict=True))
     mask = torch.tensor([active for *_, active in PIECES]) if masked else None
     versions = [m._version for m in momenta]
-    fused.fold(gradients, momenta, directions if directs else [], mask, momentum=momentum, nesterov=nesterov)
+    entries = None
+    if mask is not None:  # some other order than that of the pieces, and an entry that is nobody's
+        mask, entries = torch.cat([mask.flip(0), ~mask[:1]]), list(range(len(PIECES)))[::-1]
+    wanted = directions if directs else []
+    fused.fold(gradients, momenta, wanted, mask, momentum=momentum, nesterov=nesterov, entries=entries)
     assert all(m._version > version for m, version in zip(momenta, versions, strict=True))
     for (m_memory, before, d_memory), (g, m, d), (new, direction, on) in zip(memories, tensors, exact, strict=True):
         assert on or torch.equal(m, before)
@@ -241,7 +245,10 @@ def applies(masters: bool, masked: bool) -> None:
         weight = after.to(w_type) if active or not masked else weights[-1].clone()
         expected.append((weight, after if masters else wide[-1].clone()))
     mask = torch.tensor([active for *_, active in PIECES]) if masked else None
-    fused.apply(weights, wide if masters else [], updates, mask, keep=keep, size=size)
+    entries = None
+    if mask is not None:
+        mask, keep, size, entries = mask.flip(0), keep.flip(0), size.flip(0), list(range(len(PIECES)))[::-1]
+    fused.apply(weights, wide if masters else [], updates, mask, keep=keep, size=size, entries=entries)
     for number, (weight, master) in enumerate(expected):
         assert torch.equal(weights[number], weight), PIECES[number]
         assert torch.equal(wide[number], master), PIECES[number]

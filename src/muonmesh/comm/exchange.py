@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from muonmesh.comm.carried import CarriedExchange
 from muonmesh.comm.gram import GramExchange
 from muonmesh.comm.owner import OwnerExchange
 from muonmesh.comm.storage import this_rank
+from muonmesh.comm.team import Team
 from muonmesh.comm.wire import Counts, Wire
 from muonmesh.comm.work import Work
 from muonmesh.layout import Plan
@@ -48,6 +50,7 @@ class Exchange:
         dtype: Dtype of the wire and of the orthogonalisation.
         carried: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the buffers live.
+        teams: A process group for each team of several ranks that this rank is in, by its ranks.
         meshes: Gives the process groups that there are already among the ranks of a parameter of the plan, the same on
             each of them; asked for with numbers of parameters that this rank holds.
     """
@@ -60,6 +63,7 @@ class Exchange:
         dtype: torch.dtype,
         carried: torch.dtype = torch.float32,
         device: torch.device,
+        teams: Mapping[tuple[int, ...], dist.ProcessGroup] = MappingProxyType({}),
         meshes: Callable[[int], Sequence[dist.ProcessGroup]] = lambda parameter: (),
     ) -> None:
         if group is None and len(plan.ranks) > 1:
@@ -71,7 +75,10 @@ class Exchange:
         self._wire = Wire(plan.ranks, group)
         self._strategies: list[Strategy] = []
         if plan.buckets or not plan.grams:
-            self._strategies.append(OwnerExchange(plan, self._wire, rank=rank, peers=peers, dtype=dtype, device=device))
+            shares = {ranks: Team(ranks, group, self._wire, rank=rank) for ranks, group in teams.items()}
+            self._strategies.append(
+                OwnerExchange(plan, self._wire, rank=rank, peers=peers, dtype=dtype, device=device, teams=shares)
+            )
         if plan.grams:
             self._strategies.append(
                 GramExchange(plan, self._wire, rank=rank, dtype=dtype, device=device, meshes=meshes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.schedule import Back, Copies, Schedule, There, Way
+from muonmesh.comm.schedule import Back, Copies, Round, Schedule, There, Way
+from muonmesh.comm.team import Team
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Work
@@ -19,8 +21,9 @@ from muonmesh.numerics.threads import run_all
 class OwnerExchange:
     """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalise, scatter the results.
 
-    One bucket travels while another computes. A bucket moves by one ``all_to_all_single`` each way with unequal splits;
-    what stays on a rank never enters it. One rank alone runs the same code with nothing to move.
+    One bucket travels while another computes. A bucket moves by one ``all_to_all_single`` each way with unequal splits,
+    back by several where there are many replicas (`Plan.rounds`); what stays on a rank never enters it. One rank alone
+    runs the same code with nothing to move.
 
     Args:
         plan: Whose buckets to run.
@@ -29,18 +32,30 @@ class OwnerExchange:
         peers: All ranks, in the order of their process group.
         dtype: Of wire and orthogonalisation.
         device: Where the matrices are assembled.
+        teams: The teams that this rank is in, by their ranks.
     """
 
     def __init__(
-        self, plan: Plan, wire: Wire, *, rank: int, peers: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self,
+        plan: Plan,
+        wire: Wire,
+        *,
+        rank: int,
+        peers: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        teams: Mapping[tuple[int, ...], Team],
     ) -> None:
         self._wire = wire
+        self._teams = teams
         self._totals = Totals(plan, rank=rank, device=device, wire=wire)
         self._device = device
+        self._plan = plan
         self._arguments = plan, rank, peers, dtype, device
         self._there: dict[int, There] = {}
         self._back: dict[int, Back] = {}
         self._under_way: dict[int, Transfer | None] = {}
+        self._round: dict[int, Round] = {}
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -62,10 +77,11 @@ class OwnerExchange:
             if number + 1 < count:
                 self._gather(number + 1, work)
             self._compute(number, work)
-            self._scatter(number)
+            self._scatter(number, 0)
             work.local(self._back[number].local)
             if number:
                 self._receive(number - 1, work)
+            self._scatter_the_rest(number, work)
         if count:
             self._receive(count - 1, work)
         self._wire.counts.orthogonalized += self.schedule.local_count
@@ -82,29 +98,47 @@ class OwnerExchange:
         stage = self._there.pop(number)
         self._finish(self._under_way.pop(number))
         self._copy(stage.arriving)
-        matrices = stage.matrices
+        back = self.schedule.back(number, stage.matrices)
         del stage  # and its wire buffers, where they are not kept
-        self._back[number] = self.schedule.back(number, matrices)
-        work.orthogonalize(self._back[number].batches)
-        self._wire.counts.orthogonalized += self._back[number].owned
+        for x, out, assignment in back.teamed:
+            team = self._teams[self._plan.assignments[assignment].team]
+            work.orthogonalize_together(x, out, assignment, team, owner=team.is_owner)
+        work.orthogonalize(back.batches)
+        self._wire.counts.orthogonalized += len(back.teamed) + sum(len(some) for _, _, some in back.batches)
+        self._back[number] = replace(back, batches=(), teamed=())  # what was orthogonalised is not needed any more
 
-    def _scatter(self, number: int) -> None:
-        """Start to move the results to every holder."""
+    def _scatter(self, number: int, index: int) -> None:
+        """Start to move the results to every holder, or a part of them."""
         stage = self._back[number]
-        self._copy(stage.leaving)
-        self._under_way[number] = self._start(stage.way)
+        if index < stage.rounds:
+            one = self._round[number] = self.schedule.round(number, index, stage.results)
+            self._copy(one.leaving)
+            self._under_way[number] = self._start(one.way)
+
+    def _scatter_the_rest(self, number: int, work: Work) -> None:
+        """Move the results' other parts; the last one is still on its way then.
+
+        One part travels while the one before it is written, so there is memory for two of them.
+        """
+        for index in range(1, self._back[number].rounds):
+            before, transfer = self._round.pop(number), self._under_way.pop(number)
+            self._scatter(number, index)
+            self._finish(transfer)
+            work.write(before.arrived)
 
     def _receive(self, number: int, work: Work) -> None:
         """Apply what stayed here while the rest travels, then what arrived."""
         stage = self._back.pop(number)
+        last, transfer = self._round.pop(number, None), self._under_way.pop(number, None)
+        arrived = () if last is None else last.arrived
         if stage.summed:  # nothing is written before all has arrived and is added up
-            self._finish(self._under_way.pop(number))
-            self._totals.take(stage.summed, (*stage.staying, *stage.arrived), work, what=f"bucket {number}")
-            work.write((*stage.staying, *stage.arrived))
+            self._finish(transfer)
+            self._totals.take(stage.summed, (*stage.staying, *arrived), work, what=f"bucket {number}")
+            work.write((*stage.staying, *arrived))
             return
         work.write(stage.staying)
-        self._finish(self._under_way.pop(number))
-        work.write(stage.arrived)
+        self._finish(transfer)
+        work.write(arrived)
 
     def _start(self, way: Way | None) -> Transfer | None:
         if way is None:

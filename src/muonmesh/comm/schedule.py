@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from muonmesh.comm.views import memory_of, place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Plan, Routes
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.plan import Leg, in_rounds
 from muonmesh.layout.region import row_major
 
 Copies = tuple[tuple[Tensor, Tensor], ...]
@@ -60,7 +60,7 @@ class There:
         reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
         way: What moves; None if nothing travels.
         arriving: From the receive buffer into the matrices.
-        matrices: What this rank owns, equal ones together: (b, rows, cols) each.
+        matrices: What this rank orthogonalises, equal ones together: (b, rows, cols) each.
     """
 
     moving: tuple[int, ...]
@@ -72,27 +72,41 @@ class There:
 
 @dataclass(frozen=True)
 class Back:
-    """One bucket from the owners back to those that hold it, as this rank sees it, in the order in which it happens.
+    """One bucket at its owners, as this rank sees it: what is computed, and what stays here of the results.
 
     Attributes:
-        batches: What this rank orthogonalises: see `Work.orthogonalize`.
-        owned: How many matrices that is.
-        leaving: From the results into the send buffer.
-        way: What moves; None if nothing travels.
+        batches: What this rank orthogonalises alone: see `Work.orthogonalize`.
+        teamed: What it orthogonalises with others, in an order that is the same on all ranks: see
+            `Work.orthogonalize_together`.
         local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
             travel.
         summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
         staying: What is written straight from the results.
-        arrived: What is written from the receive buffer.
+        rounds: In how many rounds the results travel; 0 if nothing does.
+        results: Those of each batch, (b, rows, cols).
     """
 
     batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
-    owned: int
-    leaving: Copies
-    way: Way | None
+    teamed: tuple[tuple[Tensor, Tensor, int], ...]
     local: tuple[tuple[Local, ...], ...]
     summed: Mapping[int, int]
     staying: Ends
+    rounds: int
+    results: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Results of one bucket on their way from the owners to those that hold it, or a part of them.
+
+    Attributes:
+        leaving: From the results into the send buffer.
+        way: What moves.
+        arrived: What is written from the receive buffer.
+    """
+
+    leaving: Copies
+    way: Way
     arrived: Ends
 
 
@@ -119,15 +133,16 @@ class Schedule:
         self._drafts = _drafts(plan, rank, peers)
         self._dtype, self._device = dtype, device
         self.stages = len(self._drafts)
+        self._rounds_before = [0, *itertools.accumulate(draft.rounds for draft in self._drafts)]
         self.memory: Mapping[str, Tensor] = {}
         if device.type == "cpu":
             numels: dict[str, int] = {}
-            for number, draft in enumerate(self._drafts):
-                for role, numel in draft.numels.items():
-                    slot = f"{role}.{number % 2}"
+            for turn, needed in self._turns():
+                for role, numel in needed.items():
+                    slot = f"{role}.{turn % 2}"
                     numels[slot] = max(numel, numels.get(slot, 0))
             self.memory = memory_of(numels, dtype, device)
-        self._kept: dict[tuple[str, int], There | Back] = {}
+        self._kept: dict[tuple[int, ...], There | Back | Round] = {}
 
     @property
     def local_count(self) -> int:
@@ -136,34 +151,51 @@ class Schedule:
 
     def there(self, number: int) -> There:
         """Return a stage up to its matrices, with memory for it."""
-        found = self._kept.get(("there", number))
+        found = self._kept.get((number,))
         if not isinstance(found, There):
-            found = self._drafts[number].there(number, self._memory(number, THERE))
-            self._keep("there", number, found)
+            draft = self._drafts[number]
+            found = draft.there(number, self._memory(draft.numels(THERE), number))
+            self._keep((number,), found)
         return found
 
     def back(self, number: int, matrices: Sequence[Tensor]) -> Back:
-        """Return the rest of a stage, with memory for it; ``matrices`` are those of `there`."""
-        found = self._kept.get(("back", number))
+        """Return what is computed of a stage, with memory for it; ``matrices`` are those of `there`."""
+        found = self._kept.get((number, -1))
         if not isinstance(found, Back):
-            found = self._drafts[number].back(number, matrices, self._memory(number, BACK))
-            self._keep("back", number, found)
+            draft = self._drafts[number]
+            found = draft.back(matrices, self._memory(draft.numels(RESULTS), number))
+            self._keep((number, -1), found)
         return found
 
-    def _memory(self, number: int, roles: Sequence[str]) -> Mapping[str, Tensor]:
-        numels = self._drafts[number].numels
-        if self.memory:
-            return {role: self.memory[f"{role}.{number % 2}"] for role in roles if role in numels}
-        return memory_of({role: numels[role] for role in roles if role in numels}, self._dtype, self._device)
+    def round(self, number: int, index: int, results: Sequence[Tensor]) -> Round:
+        """Return one round of a stage, with memory for it; ``results`` are those of `back`."""
+        found = self._kept.get((number, index))
+        if not isinstance(found, Round):
+            draft, turn = self._drafts[number], self._rounds_before[number] + index
+            found = draft.round(number, index, results, self._memory(draft.numels_of_round(index), turn))
+            self._keep((number, index), found)
+        return found
 
-    def _keep(self, half: str, number: int, found: There | Back) -> None:
+    def _turns(self) -> Iterator[tuple[int, dict[str, int]]]:
+        """Yield what is needed at once by role, with the turn of these roles: two take the same memory in turns."""
+        for number, draft in enumerate(self._drafts):
+            yield number, draft.numels((*THERE, *RESULTS))
+            for index in range(draft.rounds):
+                yield self._rounds_before[number] + index, draft.numels_of_round(index)
+
+    def _memory(self, numels: Mapping[str, int], turn: int) -> Mapping[str, Tensor]:
+        if self.memory:
+            return {role: self.memory[f"{role}.{turn % 2}"] for role in numels}
+        return memory_of(numels, self._dtype, self._device)
+
+    def _keep(self, key: tuple[int, ...], found: There | Back | Round) -> None:
         if self._device.type == "cpu":
-            self._kept[half, number] = found
+            self._kept[key] = found
 
 
 THERE = ("matrices", "gather.send", "gather.receive")
-BACK = ("results", "scatter.send", "scatter.receive")
-"""What the two halves of a stage need memory for."""
+RESULTS = ("results",)
+"""What the two halves of a stage need memory for; what travels back needs "scatter.send" and "scatter.receive"."""
 
 
 # ------------------------------------------------------------------ how it is worked out
@@ -191,65 +223,68 @@ class _Draft:
         moving: tuple[int, ...],
         local: tuple[tuple[Local, ...], ...],
         ways: tuple[Routes, Routes],
-        moves: tuple[bool, bool],
+        gathers: bool,
+        rounds: int,
     ) -> None:
         self._rank, self._peers = rank, peers
         self._moving, self.local = moving, local
-        self._ways = dict(zip(("gather", "scatter"), ways, strict=True))
-        self._moves = dict(zip(("gather", "scatter"), moves, strict=True))
-        self._summed = plan.summed(moving)
-        owned = [number for number in moving if plan.assignments[number].owner == rank]
-        self._batches = _alike(plan, owned)
-        self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
         gather, scatter = ways
-        self._segments = {
-            "gather.send": self._sizes(gather.held),
-            "gather.receive": self._sizes(gather.owned),
-            "scatter.send": self._sizes(scatter.owned),
-            "scatter.receive": self._sizes(scatter.held),
-        }
-
-    def _sizes(self, legs: Mapping[int, Sequence[Leg]]) -> list[int]:
-        """Return the elements of each rank's segment of a wire buffer."""
-        return [
-            0 if peer == self._rank or peer not in legs else legs[peer][-1].start + legs[peer][-1].piece.numel
-            for peer in self._peers
+        self._gathers, self.rounds = gathers, rounds
+        self._gather = _Passage("gather", gather.held, gather.owned, rank, peers)
+        self._kept_back = scatter.held.get(rank, ())
+        self._scatter = [
+            _Passage("scatter", held, owned, rank, peers)
+            for held, owned in zip(_cut(scatter.held, rounds), _cut(scatter.owned, rounds), strict=True)
         ]
+        self._summed = plan.summed(moving)
+        mine = [number for number in moving if rank in plan.assignments[number].team]
+        teamed = [number for number in mine if len(plan.assignments[number].team) > 1]
+        alone = _alike(plan, [number for number in mine if number not in teamed])
+        # Members of a team that are in another one too go through both in the order of the bucket, as everyone does.
+        self._batches = [*((number,) for number in teamed), *alone]
+        self._teamed = len(teamed)
+        self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
 
-    @cached_property
-    def numels(self) -> dict[str, int]:
-        """How much memory the stage needs for each role."""
+    def numels(self, roles: Sequence[str]) -> dict[str, int]:
+        """Return how much memory the stage needs for some of its roles, those of `round` left out."""
         matrices = sum(len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True))
-        wires = {role: sum(sizes) for role, sizes in self._segments.items() if self._moves[role.partition(".")[0]]}
-        return {"matrices": matrices, "results": matrices} | wires
+        needed = {"matrices": matrices, "results": matrices}
+        if self._gathers:
+            needed |= self._gather.numels
+        return {role: needed[role] for role in roles if role in needed}
+
+    def numels_of_round(self, index: int) -> dict[str, int]:
+        """Return how much memory a round needs by role."""
+        return self._scatter[index].numels
 
     def there(self, number: int, memory: Mapping[str, Tensor]) -> There:
         """Return the way to the owners, with its views of the memory."""
         matrices = self._assembled(memory["matrices"])
         of = _by_assignment(self._batches, matrices)
-        held = self._ways["gather"].held
-        reads = [(leg, place(leg.piece, of[leg.assignment])) for leg in held.get(self._rank, ())]
-        way = self._way("gather", number, memory)
-        arriving: Copies = ()
-        if way is not None:
-            reads += self._on_wire(held, way.send, "gather.send")
-            arriving = _views(self._arriving, of, way.receive)
-        return There(self._moving, tuple(reads), way, arriving, tuple(matrices))
+        reads = [(leg, place(leg.piece, of[leg.assignment])) for leg in self._gather.held.get(self._rank, ())]
+        if not self._gathers:
+            return There(self._moving, tuple(reads), None, (), tuple(matrices))
+        way = self._gather.way(f"the gather of bucket {number}", memory)
+        reads += self._gather.on_wire(way.send)
+        return There(self._moving, tuple(reads), way, self._gather.copies(of, way.receive), tuple(matrices))
 
-    def back(self, number: int, matrices: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Back:
-        """Return the way back, with its views of the memory."""
-        results = self._assembled(memory["results"])
+    def back(self, matrices: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Back:
+        """Return what is computed, with its views of the memory."""
+        results = tuple(self._assembled(memory["results"]))
         of = _by_assignment(self._batches, results)
-        held = self._ways["scatter"].held
-        staying = tuple((leg, place(leg.piece, of[leg.assignment])) for leg in held.get(self._rank, ()))
-        way = self._way("scatter", number, memory)
-        leaving: Copies = ()
-        arrived: Ends = ()
-        if way is not None:
-            leaving = tuple((wire, matrix) for matrix, wire in _views(self._leaving, of, way.send))
-            arrived = tuple(self._on_wire(held, way.receive, "scatter.receive"))
+        staying = tuple((leg, place(leg.piece, of[leg.assignment])) for leg in self._kept_back)
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
-        return Back(batches, len(of), leaving, way, self.local, self._summed, staying, arrived)
+        teamed = tuple((x, out, number) for x, out, (number,) in batches[: self._teamed])
+        return Back(batches[self._teamed :], teamed, self.local, self._summed, staying, self.rounds, results)
+
+    def round(self, number: int, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Round:
+        """Return a round of the way back, with its views of the memory."""
+        passage = self._scatter[index]
+        told = f", round {index + 1} of {self.rounds}" if self.rounds > 1 else ""
+        way = passage.way(f"the scatter of bucket {number}{told}", memory)
+        copies = passage.copies(_by_assignment(self._batches, results), way.send)
+        leaving = tuple((wire, matrix) for matrix, wire in copies)
+        return Round(leaving, way, tuple(passage.on_wire(way.receive)))
 
     def _assembled(self, memory: Tensor) -> list[Tensor]:
         """Return the batches, each (b, rows, cols), one after the other in memory."""
@@ -257,53 +292,89 @@ class _Draft:
         parts = torch.split(memory[: sum(sizes)], sizes)
         return [part.view(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
-    def _way(self, name: str, number: int, memory: Mapping[str, Tensor]) -> Way | None:
-        if not self._moves[name]:
-            return None
-        sent, received = self._segments[f"{name}.send"], self._segments[f"{name}.receive"]
-        send, receive = memory[f"{name}.send"][: sum(sent)], memory[f"{name}.receive"][: sum(received)]
-        return Way(f"the {name} of bucket {number}", send, receive, sent, received)
 
-    def _starts(self, role: str) -> dict[int, int]:
-        """Return where the segment of each rank begins."""
-        return dict(zip(self._peers, itertools.accumulate(self._segments[role], initial=0), strict=False))
+class _Passage:
+    """What travels at once between this rank and its peers, in one direction.
 
-    def _on_wire(self, legs: Mapping[int, Sequence[Leg]], buffer: Tensor, role: str) -> list[tuple[Leg, Tensor]]:
+    Args:
+        name: "gather" or "scatter": which end is the sender.
+        held: Legs whose storage is on this rank, by the peer that has their matrix.
+        owned: Legs whose matrix is, by the peer that stores them.
+        rank: This one.
+        peers: All ranks, in the order of their process group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        held: Mapping[int, Sequence[Leg]],
+        owned: Mapping[int, Sequence[Leg]],
+        rank: int,
+        peers: Sequence[int],
+    ) -> None:
+        self._name, self.held, self._owned, self._rank, self._peers = name, held, owned, rank, peers
+        stored, assembled = self._sizes(held), self._sizes(owned)
+        self._sent, self._received = (stored, assembled) if name == "gather" else (assembled, stored)
+        self._starts_held = dict(zip(peers, itertools.accumulate(stored, initial=0), strict=False))
+        self._starts_owned = dict(zip(peers, itertools.accumulate(assembled, initial=0), strict=False))
+
+    def _sizes(self, legs: Mapping[int, Sequence[Leg]]) -> list[int]:
+        """Return the elements of each rank's segment of a wire buffer."""
+        return [
+            0 if peer == self._rank or not legs.get(peer) else legs[peer][-1].start + legs[peer][-1].piece.numel
+            for peer in self._peers
+        ]
+
+    @property
+    def numels(self) -> dict[str, int]:
+        """How much memory is needed by role."""
+        return {f"{self._name}.send": sum(self._sent), f"{self._name}.receive": sum(self._received)}
+
+    def way(self, what: str, memory: Mapping[str, Tensor]) -> Way:
+        """Return what moves, with its views of the memory."""
+        send = memory[f"{self._name}.send"][: sum(self._sent)]
+        receive = memory[f"{self._name}.receive"][: sum(self._received)]
+        return Way(what, send, receive, self._sent, self._received)
+
+    def on_wire(self, buffer: Tensor) -> list[tuple[Leg, Tensor]]:
         """Return the legs that leave or reach this rank's storage, with their elements in a wire buffer."""
-        starts, first = self._starts(role), buffer.storage_offset()
+        starts, first = self._starts_held, buffer.storage_offset()
         return [
             (leg, buffer.as_strided(leg.piece.shape, row_major(leg.piece.shape), first + starts[peer] + leg.start))
-            for peer, some in legs.items()
+            for peer, some in self.held.items()
             if peer != self._rank
             for leg in some
         ]
 
-    @cached_property
-    def _arriving(self) -> list[tuple[int, _Copy]]:
-        """What is copied from the receive buffer of the gather, by assignment."""
-        return self._copies(self._ways["gather"].owned, "gather.receive")
+    def copies(self, matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
+        """Return the elements of this rank's matrices that travel, each time in the matrix and in a wire buffer."""
+        return _views(self._copies, matrices, buffer)
 
     @cached_property
-    def _leaving(self) -> list[tuple[int, _Copy]]:
-        """What is copied into the send buffer of the scatter."""
-        return self._copies(self._ways["scatter"].owned, "scatter.send")
-
-    def _copies(self, legs: Mapping[int, Sequence[Leg]], role: str) -> list[tuple[int, _Copy]]:
-        """Return the elements of matrices that travel, each time in the matrix and in a wire buffer."""
-        starts = self._starts(role)
+    def _copies(self) -> list[tuple[int, _Copy]]:
         found: dict[int, list[_Copy]] = {}
         for peer in self._peers:
-            for leg in legs.get(peer, ()) if peer != self._rank else ():
+            for leg in self._owned.get(peer, ()) if peer != self._rank else ():
                 piece = leg.piece
                 copy = _Copy(
                     piece.shape,
                     piece.matrix_start,
                     piece.matrix_strides,
-                    starts[peer] + leg.start,
+                    self._starts_owned[peer] + leg.start,
                     row_major(piece.shape),
                 )
                 found.setdefault(leg.assignment, []).append(copy)
         return [(number, copy) for number, some in found.items() for copy in _joined(some)]
+
+
+def _cut(legs: Mapping[int, Sequence[Leg]], rounds: int) -> list[dict[int, tuple[Leg, ...]]]:
+    """Return the legs of each round, by peer."""
+    found: list[dict[int, tuple[Leg, ...]]] = [{} for _ in range(rounds)]
+    for peer, some in legs.items():
+        for one, part in zip(found, in_rounds(some, rounds) if rounds else (), strict=True):
+            if part:
+                one[peer] = part
+    return found
 
 
 def _views(copies: Sequence[tuple[int, _Copy]], matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
@@ -320,8 +391,14 @@ def _views(copies: Sequence[tuple[int, _Copy]], matrices: Mapping[int, Tensor], 
 def _joined(copies: Sequence[_Copy]) -> list[_Copy]:
     """Return the same copies as fewer: equal ones at even distances in both memories are one with another dim.
 
-    So the rows that all ranks of FSDP hold of a matrix arrive in one copy and not in one for each rank.
+    So the rows that all ranks of FSDP hold of a matrix arrive in one copy and not in one for each rank; and what the
+    ranks of each replica are sent leaves in one copy and not in one for each replica.
     """
+    fewer = _joined_once(copies)
+    return fewer if len(fewer) == len(copies) else _joined(fewer)
+
+
+def _joined_once(copies: Sequence[_Copy]) -> list[_Copy]:
     joined: list[_Copy] = []
     first = 0
     while first < len(copies):
@@ -332,6 +409,7 @@ def _joined(copies: Sequence[_Copy]) -> list[_Copy]:
             while (
                 end < len(copies)
                 and (copies[end].shape, copies[end].matrix_strides) == (one.shape, one.matrix_strides)
+                and copies[end].wire_strides == one.wire_strides
                 and copies[end].matrix_start == one.matrix_start + (end - first) * matrix_step
                 and copies[end].wire_start == one.wire_start + (end - first) * wire_step
                 and matrix_step >= 0  # 0 where each replica is sent the same; as_strided knows no steps back
@@ -364,11 +442,11 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> list[_Draft]:
         if len(staying) < len(bucket):
             moving = tuple(index for index in bucket if index not in staying)
             ways = _without(gather, staying), _without(scatter, staying)
-            moves = plan.gathers(number), plan.scatters(number)
-            drafts.append(_Draft(plan, rank, peers, moving, taken(), ways, moves))
+            rounds = plan.rounds(number) if plan.scatters(number) else 0
+            drafts.append(_Draft(plan, rank, peers, moving, taken(), ways, plan.gathers(number), rounds))
     if waiting:
         nothing = Routes({}, {})
-        drafts.append(_Draft(plan, rank, peers, (), taken(), (nothing, nothing), (False, False)))
+        drafts.append(_Draft(plan, rank, peers, (), taken(), (nothing, nothing), False, 0))
     return drafts
 
 

@@ -181,6 +181,25 @@ def storage_of(
     return Storage(MeshLayout.replicated(shape, (0,)), shape)
 
 
+def refuse_flattened(name: str, tensor: Tensor) -> None:
+    """Refuse a parameter that nobody has declared and that FSDP1's wrapper has laid into a flat one.
+
+    Raises:
+        LayoutError: such a parameter, while several ranks run.
+    """
+    if world_size() > 1 and getattr(tensor, "_fsdp_flattened", False):  # as torch.distributed.fsdp marks them
+        raise LayoutError(
+            explain_error(
+                name,
+                "a parameter that FSDP1 has flattened (FullyShardedDataParallel)",
+                "to know which of its elements each rank holds",
+                "Shard with fully_shard instead, or wrap with use_orig_params=True before the optimizer is made and "
+                "write Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model)), with groups of "
+                "split_params(model) from before the wrapper",
+            )
+        )
+
+
 def ranks_of(tensor: Tensor, replicas: Sequence[int] | None, declared: Any = None) -> tuple[int, ...]:
     """Return the ranks that share a parameter, as far as they can be told of one that is held wrongly."""
     if isinstance(declared, FlatShards):

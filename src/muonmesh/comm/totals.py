@@ -59,18 +59,26 @@ class Totals:
             torch.maximum(mine, found, out=mine)
         self._reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
 
-        limbs = torch.zeros(total, 2, dtype=torch.int64, device=self._device)
+        keys = {number: self._plan.told(number) for number in asked}
+        ends_of = itertools.accumulate((len(some) for some in keys.values()), initial=2 * total)
+        places = {number: slice(end, end + len(keys[number])) for number, end in zip(asked, ends_of, strict=False)}
+        numbers = torch.zeros(2 * total + sum(map(len, keys.values())), dtype=torch.int64, device=self._device)
+        limbs = numbers[: 2 * total].view(total, 2)
+        # What an owner keeps of a matrix goes along as the bits of fp64 numbers, to which the others add zeros.
+        for number, place in places.items():
+            work.tell(number, numbers[place].view(torch.float64))
 
         def add(leg: Leg, update: Tensor, into: Tensor) -> None:
             work.limbs(leg, update, exponents[rows[leg.assignment]], into)
 
         for leg, found in self._of_each(counted, asked, (2,), add):
             limbs[rows[leg.assignment]] += found
-        self._reduce(limbs, dist.ReduceOp.SUM, f"the sums over {what}")
+        self._reduce(numbers, dist.ReduceOp.SUM, f"the sums over {what}")
 
         for number, place in rows.items():
             count = self._plan.assignments[number].matrix.numel
-            work.take_sums(number, total_of(limbs[place], exponents[place], count=count))
+            told = numbers[places[number]].view(torch.float64)
+            work.take_sums(number, total_of(limbs[place], exponents[place], count=count), told)
 
     def _of_each(
         self,

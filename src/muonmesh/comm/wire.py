@@ -18,6 +18,9 @@ from torch import Tensor
 
 from muonmesh.comm.meeting import meeting
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name from torch 2.13 on, or the one before."""
+
 _made: Counter[tuple[int, ...]] = Counter()
 """How many wires of these ranks this process has made; they make them together."""
 
@@ -31,6 +34,8 @@ class Counts:
         collectives: Collectives that this rank took part in.
         bytes_sent: Bytes to other ranks; flags and sums of `reduce` are not counted.
         bytes_received: Bytes from other ranks, likewise.
+        products_gathered: Products that this rank has divided with a team, each gathered by one collective more.
+        bytes_gathered: Bytes that it received from other members of teams for them; it sent as many.
         seconds_waiting: Seconds of the host, waiting for flags and transfers.
     """
 
@@ -38,6 +43,8 @@ class Counts:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    products_gathered: int = 0
+    bytes_gathered: int = 0
     seconds_waiting: float = 0.0
 
 
@@ -97,6 +104,16 @@ class Wire:
             work = dist.all_to_all_single(receive, send, group=group, async_op=True)
         travels = send.numel() - send.numel() // len(ranks)
         return self._started(what, ranks, send, receive, work, travels, travels)
+
+    def collect(self, what: str, mine: Tensor, everyone: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill ``everyone`` (ranks of the group, ...) with ``mine`` (...) of each of them, and wait for it."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        started = time.perf_counter()
+        with self._meeting(what, ranks):
+            _all_gather(everyone.view(-1), mine.view(-1), group=group)
+        self.counts.seconds_waiting += time.perf_counter() - started
+        self.counts.products_gathered += 1
+        self.counts.bytes_gathered += mine.numel() * mine.element_size() * (len(ranks) - 1)
 
     def _started(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonmesh.layout import Piece
 from muonmesh.layout.plan import Leg
+from muonmesh.numerics.kernels import Share
 
 Ends = tuple[tuple[Leg, Tensor], ...]
 """Legs whose storage is on this rank, each with the view that it is read into, or written from."""
@@ -55,6 +56,12 @@ class Work(Protocol):
         Those of one batch share their settings.
         """
 
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+        """Orthogonalise one matrix x (1, rows, cols) into ``out`` with a team; all its members call this.
+
+        What is done to the result beside that, which only the owner returns, only the ``owner`` does.
+        """
+
     def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
         """Return F (rows, rows) so that F X is X after a segment of the steps, from X Xᵀ (rows, rows)."""
 
@@ -89,8 +96,14 @@ class Work(Protocol):
             into: int64 (sums, 2); zeros before.
         """
 
-    def take_sums(self, assignment: int, sums: Tensor) -> None:
-        """Take the sums over a matrix, fp64 (sums,), before any of it is written."""
+    def tell(self, assignment: int, into: Tensor) -> None:
+        """Write what is kept of a matrix as one number, if this rank owns it: fp64 (numbers,), zeros before.
+
+        In the order of `Plan.told`.
+        """
+
+    def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:
+        """Take the sums over a matrix, fp64 (sums,), and what its owner has told, before any of it is written."""
 
     def write(self, ends: Ends) -> None:
         """Apply to each leg's elements an update of the shape of its piece, any strides."""
@@ -118,6 +131,10 @@ class Idle:
         for _, out, _ in batches:
             out.zero_()
 
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+        """Never: there are teams on CPUs only, where no rank begins to move before all have agreed."""
+        raise AssertionError(f"assignment {assignment} of a team, on a rank that stands aside")
+
     def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
         """Change nothing."""
         return torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -138,7 +155,10 @@ class Idle:
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Add nothing."""
 
-    def take_sums(self, assignment: int, sums: Tensor) -> None:
+    def tell(self, assignment: int, into: Tensor) -> None:
+        """Nothing."""
+
+    def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:
         """Nothing."""
 
     def write(self, ends: Ends) -> None:

@@ -2,9 +2,10 @@
 
 from muonmesh.groups import transformers
 from muonmesh.groups.classifiers import Classifier, register, unregister
+from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import Role, Site
 from muonmesh.groups.split import ParamGroups, split_params
 
-__all__ = ["Classifier", "ParamGroups", "Role", "Site", "register", "split_params", "unregister"]
+__all__ = ["Classifier", "HeadPart", "ParamGroups", "Role", "Site", "register", "split_params", "unregister"]
 
 register(transformers.classify)

@@ -6,7 +6,7 @@ import difflib
 import re
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups.fused import Matrices, global_shape
+from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
 from muonmesh.groups.sites import Role, Site, as_matrices, sites
 from muonmesh.names import canonical_name
+from muonmesh.numerics.rules import RULES, is_matrix_rule
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = {
@@ -40,7 +42,7 @@ class ParamGroups(list[dict[str, Any]]):
         "param_names": their canonical names.
         "name": unique; "muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors", and the same
             with the settings behind it for groups that an override made, such as "muon[lr=0.01]".
-        "algorithm": "muon" or "adamw".
+        "algorithm": "muon" or "adamw", or the rule that an override names.
         "matrices": in Muon's groups only, what each parameter consists of; plain nested tuples.
         "reasons": why each parameter is here.
         and the settings, such as "lr" or "weight_decay".
@@ -175,6 +177,7 @@ def split_params(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    per_head: bool | Collection[HeadPart] = False,
 ) -> ParamGroups:
     """Sort the trainable parameters of `model` into param groups for Muon and AdamW.
 
@@ -184,10 +187,13 @@ def split_params(
         muon: settings for all groups of Muon, such as `{"lr": 0.02}`.
         adamw: settings for all groups of AdamW. Norms, biases and other vectors keep weight decay 0 whatever is said
             here; only an override that names them changes it.
-        overrides: canonical name or regular expression → "muon", "adamw", or a dict of settings that may hold
+        overrides: canonical name or regular expression → "muon", "adamw", a rule, or a dict of settings that may hold
             "algorithm" and "matrices". A key that is a parameter's exact name means that parameter only; any other is
             searched for in the names (`re.search`). Exact names win over expressions, later expressions over earlier
             ones, setting by setting.
+
+        per_head: Whether attention weights are one matrix for each head, as the attention module counts them: True for
+            those of queries and keys, or some of "q", "k", "v", "o". A matrix and its scale are one head's then.
 
     Returns:
         The groups, Muon's first, each parameter in exactly one; `print(groups)` shows all of it.
@@ -195,7 +201,7 @@ def split_params(
     Raises:
         TypeError: `model` is no module, or settings or overrides are not of the types above.
         ValueError: an override matches nothing, or asks for what a parameter cannot be; nothing is trainable; a
-            weight was flattened by a wrapper, so its shape says nothing.
+            weight was flattened by a wrapper, so its shape says nothing; a projection does not consist of whole heads.
 
     Warns:
         UserWarning: among several ranks, where a head is a guess that a pipeline stage would get wrong.
@@ -205,7 +211,7 @@ def split_params(
     """
     _check_module(model)
     base = {"muon": _settings("muon", muon), "adamw": _settings("adamw", adamw)}
-    entries, frozen = _entries(model)
+    entries, frozen = _entries(model, parts_of(per_head), overrides)
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
@@ -214,23 +220,26 @@ def split_params(
     for entry in entries:
         algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
         matrices = entry.settings.pop("matrices", entry.role.matrices)
-        kind = "matrices" if algorithm == "muon" else entry.role.kind
-        name = _NAMES[algorithm, kind]
-        settings = {**base[algorithm], **({"weight_decay": 0.0} if kind == "vectors" else {}), **entry.settings}
-        if entry.settings:
-            name += "[" + ",".join(f"{k}={v!r}" for k, v in sorted(entry.settings.items())) + "]"
+        half = "muon" if is_matrix_rule(algorithm) else "adamw"
+        kind = "matrices" if half == "muon" else entry.role.kind
+        name = _NAMES[half, kind]
+        settings = {**base[half], **({"weight_decay": 0.0} if kind == "vectors" else {}), **entry.settings}
+        apart = [] if algorithm == half else [algorithm]
+        apart += [f"{k}={v!r}" for k, v in sorted(entry.settings.items())]
+        if apart:
+            name += "[" + ",".join(apart) + "]"
         group = groups.setdefault(name, {})
         if not group:
             group.update(params=[], param_names=[], name=name, algorithm=algorithm)
-            group.update({"matrices": []} if algorithm == "muon" else {}, reasons=[], **settings)
+            group.update({"matrices": []} if half == "muon" else {}, reasons=[], **settings)
         group["params"].append(entry.parameter)
         group["param_names"].append(entry.name)
         group["reasons"].append(_reason(entry, algorithm))
-        if algorithm == "muon":
+        if half == "muon":
             group["matrices"].append(as_matrices(matrices))
     filled = [group for group in groups.values() if group]
     further = {name: entry.name for entry in entries for name in entry.names[1:]}
-    if not any(group["algorithm"] == "muon" for group in filled) and not any(e.overridden_by for e in entries):
+    if not any(is_matrix_rule(group["algorithm"]) for group in filled) and not any(e.overridden_by for e in entries):
         warnings.warn(
             f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
             "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix",
@@ -289,7 +298,7 @@ def _settings(algorithm: str, given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def _entries(model: nn.Module) -> tuple[list[_Entry], dict[str, str]]:
+def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> tuple[list[_Entry], dict[str, str]]:
     """All trainable parameters once each, in the order of their first names, and the frozen ones."""
     outputs = output_layers(model)
     shared: dict[int, list[Site]] = {}
@@ -304,12 +313,28 @@ def _entries(model: nn.Module) -> tuple[list[_Entry], dict[str, str]]:
     if not shared:
         _refuse_untrained(model, frozen)
     entries = []
+    cut: set[str] = set()
+    said = False
     for group in shared.values():
         roles = [role(site, outputs) for site in group]
+        if heads and any(_says_matrices(overrides, site) for site in group):
+            said = True
+        elif heads:
+            found = [by_heads(site, own, heads) for site, own in zip(group, roles, strict=True)]
+            roles = [own for own, _ in found]
+            cut.update(part for _, some in found for part in some)
         roles.sort(key=lambda r: _PRECEDENCE.index(r.kind))
         differing = list(dict.fromkeys(r.matrices for r in roles)) if roles[0].algorithm == "muon" else []
         entries.append(_Entry(group[0].parameter, [site.name for site in group], roles[0], differing[1:]))
+    if not said:  # what is said may be the heads of a module that is not known
+        refuse_none(model, [part for part in heads if part not in cut])
     return entries, frozen
+
+
+def _says_matrices(overrides: Any, site: Site) -> bool:
+    """Whether an override by its exact name, or its module, says how a parameter splits."""
+    said = overrides.get(site.name) if isinstance(overrides, Mapping) else None
+    return (isinstance(said, Mapping) and "matrices" in said) or next(declarations(site), None) is not None
 
 
 def _refuse_untrained(model: nn.Module, frozen: Mapping[str, str]) -> None:
@@ -350,13 +375,15 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     where = f"overrides[{key!r}]"
     if not isinstance(key, str):
         raise TypeError(explain_error(where, "a key that is no string", "one", "Write a name or a regular expression"))
+    base = ("muon", "adamw")
     said = {"algorithm": value} if isinstance(value, str) else value
     if not isinstance(said, Mapping):
         write = f'Write {{{key!r}: {{"lr": ...}}}}'
         raise TypeError(explain_error(where, repr(value), '"muon", "adamw" or a dict of settings', write))
-    if said.get("algorithm", "muon") not in ("muon", "adamw"):
-        found = f"the algorithm {said['algorithm']!r}"
-        raise ValueError(explain_error(where, found, '"muon" or "adamw"', f'Write {{{key!r}: "adamw"}}'))
+    if said.get("algorithm", "muon") not in RULES:
+        found, others = f"the algorithm {said['algorithm']!r}", ", ".join(f'"{n}"' for n in RULES if n not in base)
+        needed = f'"muon" or "adamw", or another rule: {others}'
+        raise ValueError(explain_error(where, found, needed, f'Write {{{key!r}: "adamw"}}'))
     for name in said:
         if not isinstance(name, str) or name in _RESERVED:
             needed = '"algorithm", "matrices" or settings such as "lr": the rest is split_params\'s own'

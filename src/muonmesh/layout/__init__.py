@@ -4,12 +4,12 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/
 """
 
 from muonmesh.layout.companion import Companion, Side, companion_matrices
-from muonmesh.layout.cost import cost
+from muonmesh.layout.cost import cost, gathered
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
-from muonmesh.layout.gram import Rates
 from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.plan import Assignment, Elementwise, Parameter, Plan, Routes, make_plan
+from muonmesh.layout.rates import Rates, Teams
 from muonmesh.layout.region import Block, Piece, Region, overlap
 
 __all__ = [
@@ -35,8 +35,10 @@ __all__ = [
     "Shard",
     "Side",
     "StridedShard",
+    "Teams",
     "companion_matrices",
     "cost",
+    "gathered",
     "make_plan",
     "overlap",
     "split_matrices",

@@ -46,7 +46,7 @@ class Carried:
                     parameters.append(Parameter(name, place, place, companion.matrices, nothing, ""))
                     members.append(assignment.parameter)
                 part = companion.matrices[assignment.matrix.index]
-                assignments.append(Assignment(numbers[key], part, assignment.team, 0))
+                assignments.append(Assignment(numbers[key], part, assignment.team[:1], 0))
                 of.append((number, companion))
         if not assignments:
             return None

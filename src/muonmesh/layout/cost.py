@@ -13,13 +13,31 @@ def cost(rows: int, cols: int, *, degrees: Sequence[int], gram: bool) -> int:
         degrees: Number of coefficients of each step's odd polynomial (2 cubic, 3 quintic, 5 degree 9).
         gram: Whether Newton–Schulz runs on the Gram matrix, two steps, one, two, ... at a time.
 
-    Products with a symmetric result count half: only one block triangle is computed.
+    Products with a symmetric result count half: only one block triangle is computed. A polynomial of degree 9 takes two
+    such products of squares, as one of degree 7 does.
     """
     m, n = min(rows, cols), max(rows, cols)
     half_square, wide = m * m * m, 2 * m * m * n
-    powers = half_square * sum(max(0, degree - 2) for degree in degrees)  # bA + cA² and on
+    powers = half_square * sum(max(0, degree - 2 - (degree == 5)) for degree in degrees)  # bA + cA² and on
     if not gram:
         return powers + len(degrees) * (wide // 2 + wide)
     pairs = (len(degrees) + 1) // 3
     applications = len(degrees) - pairs  # each XXᵀ and a product with X; a pair adds PA, PAP and the factor
     return powers + applications * (wide // 2 + wide) + pairs * 3 * half_square
+
+
+def gathered(rows: int, cols: int, *, degrees: Sequence[int], gram: bool) -> int:
+    """Return the elements of all products of one orthogonalisation, which a team of ranks gathers.
+
+    Args:
+        rows, cols: As for `cost`.
+        degrees: As for `cost`.
+        gram: As for `cost`.
+
+    Of a product with a symmetric result half is gathered.
+    """
+    m, n = min(rows, cols), max(rows, cols)
+    powers = sum(max(0, degree - 2) for degree in degrees)
+    pairs = (len(degrees) + 1) // 3 if gram else 0
+    applications = len(degrees) - pairs
+    return (powers + applications + 3 * pairs) * m * m // 2 + applications * m * n

@@ -13,20 +13,8 @@ from dataclasses import dataclass
 from muonmesh.layout.layout import Layout, MeshLayout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.plan import Parameter, Plan, pieces
+from muonmesh.layout.rates import Rates
 from muonmesh.layout.region import Piece
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a rank can do, for choosing between exchanges.
-
-    Attributes:
-        flops: Floating-point operations a second of matrix products.
-        bytes: Bytes a second that it sends while it receives as many.
-    """
-
-    flops: float = 2e11
-    bytes: float = 5e9
 
 
 def slab(layout: Layout, rank: int, matrix: Matrix) -> tuple[int, tuple[Piece, ...]] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -14,6 +16,7 @@ from muonmesh.errors import LayoutError, NotCovered, explain_error
 from muonmesh.layout.companion import Companion
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
+from muonmesh.layout.rates import Teams
 from muonmesh.layout.region import Block, Piece, Region, overlap
 
 
@@ -32,6 +35,8 @@ class Parameter:
         segments: Into how many sums over the ranks a Gram exchange divides the steps; 0 if there can be none.
         companions: What its rule keeps by row, column or matrix, which travels to the owners and back.
         sums: How many sums over each of the matrices its rule asks for, before the weights are written.
+        gathered: Elements of the products of each matrix, which a team gathers; 0 for one that no team can take. Empty
+            if there are no teams.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Parameter:
     segments: int = 0
     companions: tuple[Companion, ...] = ()
     sums: int = 0
+    gathered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +179,35 @@ class Plan:
         """Whether any rank of the bucket needs what another rank owns."""
         return any(self._moves(number, gather=False) for number in self.buckets[bucket])
 
+    def rounds(self, bucket: int) -> int:
+        """Return in how many rounds the results of a bucket travel, the same on every rank.
+
+        An owner sends one copy of its result to each replica, and a rank receives its shards of all results. With many
+        replicas both are many times what an owner computes. So they are cut until in no round a rank sends or receives
+        more than the owner with the most in the bucket computes, or ``bucket_elements``. Where rules ask for sums over
+        the matrices there is one round, since nothing is written before all has arrived.
+        """
+        numbers = self.buckets[bucket]
+        if self.summed(numbers) or all(self._place(self.assignments[n], gather=False).copies() == 1 for n in numbers):
+            return 1
+        owned, sent, kept = Counter[int](), Counter[int](), Counter[int]()
+        stored = Counter[Sequence[int]]()
+        for number in numbers:
+            assignment = self.assignments[number]
+            target, owner, size = self._place(assignment, gather=False), assignment.owner, assignment.matrix.numel
+            part = size * target.copies() // len(target.ranks)
+            stored[target.ranks] += part
+            owned[owner] += size
+            sent[owner] += size * target.copies() - part
+            kept[owner] += part
+        received = Counter[int]()
+        for ranks, part in stored.items():
+            for rank in ranks:
+                received[rank] += part
+        at_most = max(self.bucket_elements, *owned.values())
+        most = max(*sent.values(), *(received[rank] - kept[rank] for rank in received))
+        return max(1, -(-most // at_most))
+
     def moves(self, number: int) -> bool:
         """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""
         return self._moves(number, gather=True) or self._moves(number, gather=False)
@@ -199,6 +234,11 @@ class Plan:
         """Return those of some assignments whose rule asks for sums over the matrix, each with how many."""
         counts = ((number, self.parameters[self.assignments[number].parameter].sums) for number in assignments)
         return {number: count for number, count in counts if count}
+
+    def told(self, assignment: int) -> tuple[str, ...]:
+        """Return the keys of what is kept of a matrix as one number, which its owner tells with the sums over it."""
+        companions = self.parameters[self.assignments[assignment].parameter].companions
+        return tuple(companion.key for companion in companions if companion.side == "matrix")
 
     @property
     def targets(self) -> list[Layout]:
@@ -235,6 +275,31 @@ class Plan:
     def digest(self) -> str:
         """A hash of the description."""
         return hashlib.sha256("\n".join(self.description()).encode()).hexdigest()
+
+
+def in_rounds(legs: Sequence[Leg], rounds: int) -> list[tuple[Leg, ...]]:
+    """Cut the legs between two ranks into nearly equal parts, at rows of their pieces; both ranks cut alike.
+
+    ``start`` of a leg is then its place in what is exchanged in its round.
+    """
+    if rounds == 1:
+        return [tuple(legs)]
+    total = legs[-1].start + legs[-1].piece.numel
+    found: list[list[Leg]] = [[] for _ in range(rounds)]
+    filled = [0] * rounds
+    for leg in legs:
+        piece = leg.piece
+        dim = next((d for d, size in enumerate(piece.shape) if size > 1), 0)
+        rows = piece.shape[dim]
+        width = piece.numel // rows
+        # The row that begins at or after the place where each round begins.
+        firsts = [min(rows, max(0, -((leg.start - total * k // rounds) // width))) for k in range(rounds)] + [rows]
+        for k in range(rounds):
+            first, count = firsts[k], firsts[k + 1] - firsts[k]
+            if count > 0:
+                found[k].append(replace(leg, piece=piece.rows(dim, first, count), start=filled[k]))
+                filled[k] += count * width
+    return [tuple(some) for some in found]
 
 
 def _at_matrix(assignment: Assignment, *, gather: bool) -> tuple[int, ...]:
@@ -281,15 +346,20 @@ def make_plan(
     bucket_elements: int,
     elementwise: Sequence[Elementwise] = (),
     grams: Collection[tuple[int, int]] = (),
+    teams: Teams | None = None,
+    itemsize: int = 2,
     _teams: Mapping[tuple[int, int], tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
-    """Assign every matrix a team, of one rank so far, its owner, and a bucket.
+    """Assign every matrix a team, of one rank unless ``teams`` allows more, its owner, and a bucket.
 
     Owners: longest processing time first on FLOPs over all ranks that hold the parameter, replicas included
     (Graham 1969; at most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole
     matrix keeps it, since that moves nothing, unless its load would exceed both what the busiest rank must carry
     anyhow and what the least busy one would carry. Among ranks with equal loads the owners are spread over replicas
     and machines.
+
+    Teams: a matrix that one rank could not finish in about the mean of all ranks is given to the smallest team that
+    can, and where none can, to the one that ends first.
 
     Buckets: each owner's matrices are cut, in one order, into pieces of about ``bucket_elements``; bucket i
     holds the i-th piece of every owner, so all owners compute in every bucket.
@@ -300,7 +370,9 @@ def make_plan(
         bucket_elements: Matrix elements of one owner in one bucket, about.
         elementwise: Parameters that are not orthogonalised.
         grams: (parameter, index) of the matrices whose Gram matrices are summed instead.
-        _teams: The teams of some matrices, by (parameter, index). Nothing but tests asks for any yet.
+        teams: Whether several ranks may orthogonalise a matrix together, and by which rates it pays.
+        itemsize: Bytes of an element that a team gathers.
+        _teams: The teams of some matrices, by (parameter, index), for tests.
 
     Raises:
         LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once; or a team is empty, names
@@ -310,9 +382,9 @@ def make_plan(
     if ranks is None:
         ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_storage, p.target)}))
     ranks = tuple(ranks)
-    teams = _assign(parameters, ranks, _teams)
+    assigned = _assign(parameters, ranks, teams, itemsize, _teams)
     assignments = [
-        Assignment(number, matrix, teams[number, matrix.index], flops)
+        Assignment(number, matrix, assigned[number, matrix.index], flops)
         for number, parameter in enumerate(parameters)
         for matrix, flops in zip(parameter.matrices, parameter.flops, strict=True)
     ]
@@ -341,7 +413,11 @@ def make_plan(
 
 
 def _assign(
-    parameters: Sequence[Parameter], ranks: Sequence[int], asked: Mapping[tuple[int, int], tuple[int, ...]]
+    parameters: Sequence[Parameter],
+    ranks: Sequence[int],
+    allowed: Teams | None,
+    itemsize: int,
+    asked: Mapping[tuple[int, int], tuple[int, ...]],
 ) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the team of each (parameter, matrix index)."""
     jobs = sorted(
@@ -354,8 +430,9 @@ def _assign(
     )
     loads = _Loads(ranks)
     everywhere = [loads.heap(parameter.target.ranks) for parameter in parameters]
-    # No plan's busiest rank carries less than the mean, or than the largest matrix.
-    unavoidable = max(-sum(job[0] for job in jobs) / max(1, len(ranks)), -jobs[0][0] if jobs else 0)
+    # No plan's busiest rank carries less than the mean, or than the largest matrix that has one owner.
+    mean = -sum(job[0] for job in jobs) / max(1, len(ranks))
+    unavoidable = max(mean, -jobs[0][0] if jobs and allowed is None else 0)
     teams = {}
     alone = {rank: (rank,) for rank in ranks}
     members: dict[Sequence[int], frozenset[int]] = {}
@@ -371,6 +448,16 @@ def _assign(
             for rank in team:
                 loads.add(rank, -minus_flops // len(team), -minus_numel)
             continue
+        gathered = parameter.gathered[index] if parameter.gathered else 0
+        if allowed is not None and gathered:
+            load = functools.partial(allowed.load, -minus_flops, gathered, itemsize)
+            sizes = {size: load(size) for size in allowed.sizes}
+            team = loads.team(parameter.target.ranks, sizes, may=mean)
+            if len(team) > 1:
+                teams[number, index] = team
+                for rank in team:
+                    loads.add(rank, sizes[len(team)], -minus_numel)
+                continue
         owner = loads.least(everywhere[number])
         holders = _holders_of_all(parameter.momentum_storage, matrix)
         if holders and len(holders) < len(parameter.target.ranks):
@@ -405,6 +492,7 @@ class _Loads:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._of: dict[int, _Load] = {rank: (0, 0, turn, rank) for turn, rank in enumerate(_spread(ranks))}
         self._heaps: dict[Sequence[int], list[_Load]] = {}
+        self._blocks: dict[tuple[Sequence[int], int], list[tuple[int, int, tuple[int, ...]]]] = {}
 
     def flops(self, rank: int) -> int:
         return self._of[rank][0]
@@ -412,6 +500,41 @@ class _Loads:
     def add(self, rank: int, flops: int, numel: int) -> None:
         before = self._of[rank]
         self._of[rank] = (before[0] + flops, before[1] + numel, *before[2:])
+
+    def team(self, ranks: Sequence[int], sizes: Mapping[int, int], *, may: float) -> tuple[int, ...]:
+        """Return the smallest team that ends within ``may`` FLOPs, the one that carries least; or that ends first.
+
+        Args:
+            ranks: Of which.
+            sizes: What each member carries, by the size of the team, the smallest first.
+            may: What the busiest rank may carry.
+        """
+        found: list[tuple[int, int, tuple[int, ...]]] = []
+        for size, load in sizes.items():
+            blocks = self._heap_of_blocks(ranks, size)
+            if not blocks:
+                break
+            while blocks[0][0] != (most := max(map(self.flops, blocks[0][2]))):
+                heapq.heapreplace(blocks, (most, *blocks[0][1:]))
+            block = blocks[0][2]
+            found.append((most + load, size, block))
+            if most + load <= may:
+                break
+        _, _, block = found[-1] if found[-1][0] <= may else min(found)
+        owner = min(block, key=self._of.__getitem__)
+        return owner, *(rank for rank in block if rank != owner)
+
+    def _heap_of_blocks(self, ranks: Sequence[int], size: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return (FLOPs of the busiest, turn, ranks) of the teams of a size among some ranks."""
+        if (ranks, size) not in self._blocks:
+            among: dict[int, list[int]] = {}
+            for rank in sorted(ranks):
+                among.setdefault(rank // size, []).append(rank)
+            blocks = [tuple(block) for block in among.values() if len(block) == size]
+            heap = [(max(map(self.flops, b)), min(self._of[r][2] for r in b), b) for b in blocks]
+            heapq.heapify(heap)
+            self._blocks[ranks, size] = heap
+        return self._blocks[ranks, size]
 
     def heap(self, ranks: Sequence[int]) -> list[_Load]:
         """Return the loads of a set of ranks, for `least`."""

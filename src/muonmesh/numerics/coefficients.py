@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from muonmesh.errors import explain_error
 
-CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol"]
+CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "qdwh"]
 """The published sets, by the names their authors or first users gave them."""
 
 Polynomial: TypeAlias = tuple[float, ...]
@@ -29,12 +29,15 @@ class CoefficientSet:
         past_end: "cycle" starts again with the first polynomial, "repeat_last" goes on with the last one.
         preconditioner: "aol" rescales the rows before the first step (Turbo-Muon); the polar factor is then
             that of the rescaled matrix.
+        rational: (a, b, c) of a step x (a + b·x²) / (1 + c·x²) that comes before the polynomials. It is made for
+            singular values up to 1, so the matrix is first divided by a bound of its largest one, ‖X Xᵀ‖^½ (Frobenius).
         steps: How many steps are taken where nobody says.
     """
 
     polynomials: tuple[Polynomial, ...]
     past_end: Literal["cycle", "repeat_last"]
     preconditioner: Literal["none", "aol"] = "none"
+    rational: tuple[float, float, float] | None = None
     steps: int = 5
 
 
@@ -94,6 +97,17 @@ COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
     # version, (4.0098, -7.0585, 2.4635) and so on, which they withdrew: the first is negative from 0.884 on and turns
     # a dominating singular direction around, with the rescaling too.
     "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol"),
+    # QDWH's step (Nakatsukasa, Bai and Gygi 2010, doi 10.1137/090774999) for singular values in [1e-3, 1], then the odd
+    # polynomial of degree 9 that is nearest to 1 on what it leaves, [0.248, 1], at x / 1.04: benchmarks/remez.py.
+    "qdwh": CoefficientSet(
+        (
+            (4.848153281920398, -20.044683893674, 44.29938525057171, -43.88752545398896, 15.743268151829081),
+            _POLAR_EXPRESS_LIMIT,
+        ),
+        "repeat_last",
+        rational=(251.99210505067546, 15749.259199442326, 16000.251304493),
+        steps=1,
+    ),
 }
 
 
@@ -146,7 +160,7 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
     Args:
         coefficients: A published name or a sequence of polynomials.
         steps: Number of iterations, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10.
+            "deepseekv4" 10. The rational step of "qdwh" is not counted; 1 polynomial follows it.
 
     Returns:
         `steps` tuples (a, b, ...), the odd polynomials a·x + b·x³ + ...
@@ -165,3 +179,13 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
     polynomials = chosen.polynomials
     endless = cycle(polynomials) if chosen.past_end == "cycle" else chain(polynomials, repeat(polynomials[-1]))
     return tuple(islice(endless, steps))
+
+
+def degrees_of(coefficients: Coefficients, steps: int | None = None) -> list[int]:
+    """Return what the steps cost as `layout.cost` counts it: the number of coefficients of each step's polynomial.
+
+    A rational step costs what a quintic costs: X Xᵀ, rows³ operations, and a product with X. Its rows³ operations are a
+    Cholesky factorisation and what makes the inverse of it.
+    """
+    rational = [] if coefficient_set(coefficients).rational is None else [3]
+    return rational + [len(polynomial) for polynomial in coefficient_schedule(coefficients, steps)]

@@ -17,15 +17,17 @@ from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import (
     CoefficientName,
     Coefficients,
+    CoefficientSet,
     Polynomial,
     coefficient_schedule,
     coefficient_set,
 )
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.kernels import KernelName, Matmuls, select
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, Share, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
 from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.rational import rational_factor
 from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -55,6 +57,7 @@ def orthogonalize(
     kernels: KernelName = "auto",
     out: Tensor | None = None,
     overwrite: bool = False,
+    share: Share | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -67,12 +70,14 @@ def orthogonalize(
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
         steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10.
+            "deepseekv4" 10, of "qdwh" 1 after its rational step.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
+        share: This rank's part in a team. Every member calls with the same matrix, divides the products with the
+            others, and gets the whole result, with the bits of one rank.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
@@ -92,27 +97,31 @@ def orthogonalize(
     rows, cols = sorted(x.shape[-2:])
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
-    aol = coefficient_set(coefficients).preconditioner == "aol"
-    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols)
+    prepared = coefficient_set(coefficients)
+    if share is not None and (x.device.type != "cpu" or rows < DIVIDED_FROM_ROWS):
+        found, needed = f"a matrix of {rows} rows on {x.device.type}", f"{DIVIDED_FROM_ROWS} rows or more on a CPU"
+        raise ValueError(explain_error("share", found, needed, "Leave the matrix to one rank"))
+    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, share=share)
 
     matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     target = result.view(matrices.shape)
     at_once = max(1, min(matmuls.at_once, len(matrices)))
-    iteration = _Iteration((at_once, rows, cols), matmuls, dtype=dtype, device=x.device)
+    iteration = _Iteration((at_once, rows, cols), matmuls, kernels, dtype=dtype, device=x.device)
     with exact_fp32(dtype):
         for start in range(0, len(matrices), at_once):
             some = slice(start, start + at_once)
-            iteration.run(matrices[some], target[some], segments, aol=aol, overwrite=overwrite)
+            iteration.run(matrices[some], target[some], segments, prepared, overwrite=overwrite)
     return result
 
 
 def gram_segments(coefficients: Coefficients, steps: int | None = None) -> tuple[tuple[Polynomial, ...], ...]:
     """Return the steps as the Gram form takes them: one or two polynomials between two sums of X Xᵀ.
 
-    Empty for a set that prepares X by its rows (AOL), which the Gram exchange does not.
+    Empty for a set that prepares X by its rows (AOL) or by a rational step, which the Gram exchange does not.
     """
-    if coefficient_set(coefficients).preconditioner == "aol":
+    prepared = coefficient_set(coefficients)
+    if prepared.preconditioner == "aol" or prepared.rational is not None:
         return ()
     return tuple(_segments(coefficient_schedule(coefficients, steps), "gram"))
 
@@ -170,7 +179,8 @@ def resolve_method(
         "standard" or "gram".
 
     Raises:
-        ValueError: An option is unknown, or "gram" was asked for with a polynomial that does not rise at 0.
+        ValueError: An option is unknown, or "gram" was asked for with a polynomial that does not rise at 0 or with a
+            set that has a rational step.
         TypeError: `dtype` is not a compute dtype, or steps is no int.
     """
     if method not in get_args(Method):
@@ -180,6 +190,9 @@ def resolve_method(
         raise TypeError(explain_error("dtype", f"{dtype}", NEEDED_COMPUTE, "Write dtype=torch.bfloat16"))
     schedule = coefficient_schedule(coefficients, steps)
     if method == "gram":
+        if coefficient_set(coefficients).rational is not None:
+            found, needed = f"'gram' with {coefficients!r}", "a set without a rational step, whose Gram matrix is fp32"
+            raise ValueError(explain_error("method", found, needed, 'Write method="standard"'))
         for polynomial in schedule:
             if polynomial[0] <= 0:
                 found = f"'gram' with the polynomial {polynomial}"
@@ -250,11 +263,17 @@ class _Iteration:
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], matmuls: Matmuls, *, dtype: torch.dtype, device: torch.device
+        self,
+        shape: tuple[int, int, int],
+        matmuls: Matmuls,
+        kernels: KernelName,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Take memory for (batch, rows, cols) matrices, the thread's own."""
         batch, rows, _ = shape
-        self._matmuls = matmuls
+        self._matmuls, self._kernels = matmuls, kernels
         self._shape, self._dtype, self._device = shape, dtype, device
         self._square = tuple(scratch(f"square {i}", (batch, rows, rows), dtype=dtype, device=device) for i in range(5))
 
@@ -263,22 +282,27 @@ class _Iteration:
         matrices: Tensor,
         out: Tensor,
         segments: Sequence[tuple[Polynomial, ...]],
+        prepared: CoefficientSet,
         *,
-        aol: bool,
         overwrite: bool,
     ) -> None:
-        """Orthogonalise `matrices`, shape (batch, m, n), into `out`: at most as many as there is memory for."""
+        """Orthogonalise `matrices`, shape (batch, m, n), into `out`: at most as many as there is memory for.
+
+        `prepared` says what they need before the polynomials of `segments`.
+        """
         count, together = len(matrices), self._matmuls.together
-        self.x = matrices if overwrite and self._serves(matrices) else self._long(0, count)
-        self._next = out if self._serves(out) else self._long(1, count)
+        first = matrices if overwrite and self._serves(matrices) else self._long(0, count)
+        second = out if self._serves(out) else self._long(1, count)
+        # X alternates between the two, and should end in `out`.
+        moves = len(segments) + (prepared.rational is not None)
+        self.x, self._next = (first, second) if moves % 2 else (second, first)
         self._a, self._b, self._c, self._d, self._e = (buffer[:count] for buffer in self._square)
-        self._norm = load(matrices, self.x, together=together)
-        self._inverse = self._norm.reciprocal()
-        self._inverse_square = self._inverse.square() if together else self._norm.square().reciprocal()
-        if aol:
-            rescale_rows(self.x, self._gram())
-        # X alternates between the two buffers; an odd number of segments ends in the second.
+        self._norm_is(load(matrices, self.x, together=together))
         self._scale: float | Tensor = 1.0
+        if prepared.preconditioner == "aol":
+            rescale_rows(self.x, self._gram())
+        if prepared.rational is not None:
+            self.rational_step(prepared.rational)
         for number, segment in enumerate(segments, 1):
             if number == len(segments):
                 self._scale = self._inverse
@@ -298,10 +322,43 @@ class _Iteration:
     def _long(self, number: int, count: int) -> Tensor:
         return scratch(f"long {number}", self._shape, dtype=self._dtype, device=self._device)[:count]
 
+    def _norm_is(self, norm: Tensor) -> None:
+        self._norm, self._inverse = norm, norm.reciprocal()
+        self._inverse_square = self._inverse.square() if self._matmuls.together else norm.square().reciprocal()
+
+    def rational_step(self, abc: tuple[float, float, float]) -> None:
+        """X ← x (a + b·x²) / (1 + c·x²) of X divided by a bound of its largest singular value."""
+        mean, bound = rational_factor(self.x, self._norm, abc, self._kernels, self._a)
+        self._apply(self._a, mean)
+        self._norm_is(self._norm * bound)
+
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
-        z = self._without_constant(p, self._gram(), self._b, self._c)
-        self._apply(z, p[0])
+        if len(p) == 5 and p[4]:
+            self._apply(*self._degree_9(p, self._gram()))
+        else:
+            z = self._without_constant(p, self._gram(), self._b, self._c)
+            self._apply(z, p[0])
+
+    def _degree_9(self, p: Polynomial, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Z less the mean of its diagonal, and that mean plus p₀, of p₀ + Z = p₀ + p₁·A + … + p₄·A⁴.
+
+        With H = A² + u·A and u = p₃/2p₄, Z = p₄·(H² + w·H + t·A): two products instead of three, and numbers of the
+        size of the result. The powers of A themselves have factors many times as large, by which their rounding to bf16
+        would be multiplied. The diagonal is computed in fp32 as in `gram_steps`.
+        """
+        lead, u = p[4], p[3] / (2 * p[4])
+        w = p[2] / lead - u * u
+        t = p[1] / lead - u * w
+        h = self._matmuls.polynomial(a, u, 1.0, self._b)
+        z = self._matmuls.polynomial(h, lead * w, lead, self._c)
+        products = row_products(h, h)
+        h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
+        diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
+        mean = diagonal.mean(-1, keepdim=True)
+        z = add_scaled(z, a, lead * t, a, 0.0, self._d)
+        z.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
+        return z, (p[0] + mean)[..., None]
 
     def gram_steps(self, p: Polynomial, q: Polynomial, *, last: bool) -> None:
         """X ← q(p(X)) with two products of X instead of four.

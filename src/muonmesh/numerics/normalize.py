@@ -13,6 +13,9 @@ CACHED = 1 << 17
 """Elements a CPU works on at a time, so that the wider copies stay in its cache; fewer would cost more in calls than
 they save in memory traffic [measured]."""
 
+_SUMMED_BY_ONE_THREAD = 1 << 14
+"""Columns of a row that torch adds up on one thread, whatever comes with it; it does so below 1 << 15."""
+
 _LEAST = 1e-12
 """Below the norm of every matrix that is not zero, times its power of two; the square of its inverse is finite."""
 
@@ -52,16 +55,26 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     if out.device.type == "cuda":  # whose sums are trees; in few launches
         norm: Tensor = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact)
         return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
+    # A few rows at a time: wider copies of all of them are memory that the system must clear first.
+    few = torch.split(out.view(-1, out.shape[-1]), max(1, 2 * CACHED // out.shape[-1]))
+    squares = (scratch("squares", part.shape, dtype=exact, device=out.device).copy_(part).square_() for part in few)
+    rows = torch.cat([sums(part) for part in squares])
     if x.ndim == 3:
-        rows = torch.linalg.vector_norm(out, dim=-1, keepdim=True, dtype=exact)
-    else:  # a few rows at a time: wider copies of all of them are memory that the system must clear first
-        few = torch.split(out, max(1, 2 * CACHED // out.shape[1]))
-        squares = (scratch("squares", part.shape, dtype=exact, device=out.device).copy_(part).square_() for part in few)
-        rows = torch.cat([part.sum(-1) for part in squares]).sqrt_()
-    norm = torch.linalg.vector_norm(rows, dim=(-2, -1) if x.ndim == 3 else None, keepdim=x.ndim == 3)
+        norm = sums(rows.view(out.shape[:2]))[:, None, None].sqrt_()
+    else:
+        norm = torch.linalg.vector_norm(rows.sqrt_())
     norm = torch.where(norm == 0, 1.0, norm)
     # Not infinity: dividing by that gives zeros, as if there had been no gradient.
     return torch.where(norm.isfinite(), norm, torch.nan)
+
+
+def sums(rows: Tensor) -> Tensor:
+    """Return the sum of each row, (rows, cols), in an order that depends on nothing but the columns.
+
+    A single row that is longer is added up by all threads together, one row among others is not.
+    """
+    parts = [part.sum(-1) for part in torch.split(rows, _SUMMED_BY_ONE_THREAD, dim=1)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def _inverse_power_of_two(x: Tensor) -> Tensor:
@@ -70,7 +83,7 @@ def _inverse_power_of_two(x: Tensor) -> Tensor:
         low, high = x.aminmax()
         largest = torch.maximum(-low, high)
     else:
-        largest = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True)
+        largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True))
     if largest.dtype == torch.bfloat16:
         largest = largest.float()
     # Within these limits the power is a normal number; what remains of the magnitude is left to the norm.

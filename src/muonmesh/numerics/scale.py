@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import sqrt
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from muonmesh.errors import explain_error
 
@@ -64,10 +63,3 @@ class StepSize(NamedTuple):
 
     rms: float
     spectral: float
-
-
-def step_size(group: Mapping[str, Any], rows: int, cols: int) -> StepSize:
-    """Return the size of one step of a rows × cols matrix; its min(rows, cols) singular values are about 1."""
-    scale = group["extra_scale_factor"] * update_scale(rows, cols, group["scale_mode"])
-    spectral = float(group["lr"]) * scale
-    return StepSize(spectral / sqrt(max(rows, cols)), spectral)

@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.carried import Carried
 from muonmesh.layout.gram import sums_of
-from muonmesh.numerics.scale import step_size
+from muonmesh.numerics.rules import rule_of
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
 
@@ -101,7 +101,7 @@ class Explanation:
                 _owners(row.owners, row.teams),
                 f"{row.flops / 1e9:.3g}" if row.flops else "",
                 f"{row.bytes / 1e6:.3g}" if row.bytes else "",
-                f"{row.rms:.1e}",
+                "" if math.isnan(row.rms) else f"{row.rms:.1e}",
                 "" if math.isnan(row.spectral) else f"{row.spectral:.1e}",
             )
             for row in self.rows
@@ -201,7 +201,8 @@ def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Para
     summed = set(plan.grams)
     teams = [a.team for index, a in enumerate(plan.assignments) if a.parameter == number and index not in summed]
     owners = Counter(team[0] for team in teams)
-    steps = [step_size(group, matrix.rows, matrix.cols) for matrix in parameter.matrices]
+    rule = rule_of(group)
+    steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]
     return Row(
         parameter.name,
         group["algorithm"],

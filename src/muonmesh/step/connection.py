@@ -14,7 +14,8 @@ import torch.distributed as dist
 from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
-from muonmesh.comm.storage import mesh_groups, world_size
+from muonmesh.comm.storage import mesh_groups, refuse_flattened, world_size
+from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
@@ -65,7 +66,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         meet(ranks)
     candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
     tensors = [member.tensor for member in planned.members] if planned is not None else []
-    given = dict.fromkeys([kept.process_group, *map(kept.source.group, tensors)])
+    given = dict.fromkeys([kept.holders, *map(kept.source.group, tensors)])
     candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
     group = group_of(ranks, candidates)
     views = agree_on_plan(group, planned.plan if planned is not None else None, error)
@@ -81,6 +82,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         dtype=kept.precision.compute,
         carried=kept.precision.carried,
         device=planned.device,
+        teams=_groups_of_teams(planned, candidates),
         meshes=lambda number: mesh_groups([m.storage for m in members[number : number + 1] if m is not None]),
     )
     kept.connected = planned
@@ -91,6 +93,19 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
             kept.rounding.warn(stacklevel=4)
             kept.rounding = None
     return planned, planned.exchange
+
+
+def _groups_of_teams(
+    planned: Planned, candidates: Sequence[dist.ProcessGroup]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return a process group for each team of several ranks that this rank is in; all members make it together."""
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for assignment in planned.plan.assignments:
+        if len(assignment.team) > 1 and planned.rank in assignment.team and assignment.team not in found:
+            group = group_of(tuple(sorted(assignment.team)), candidates)
+            assert group is not None
+            found[assignment.team] = group
+    return found
 
 
 def changed(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planned, Exchange] | None:
@@ -142,6 +157,8 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
             needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
             raise ValueError(explain_error(name, found, needed, write))
         check_dtype(name, tensor.dtype, kept.precision.master, group)
+        if name not in kept.layouts:
+            refuse_flattened(name, tensor)
     if group["algorithm"] == "adamw":
         return
     specs = group.get("matrices")
@@ -161,15 +178,14 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
             return kept.planned, kept.planned.sets, None
         for group in groups:
             check_members(group, groups, kept)
+        kept.found_group = _found(groups, kept)
         signature = _signature(groups, kept)  # with the names as they are now
     except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
         before = kept.connected
         if before is not None:
             return None, before.sets, wrong
-        return None, likely_sets(groups, kept.process_group, kept.layouts, kept.source), wrong
-    members, sets, error = members_of(
-        groups, kept.process_group, kept.layouts, kept.source, shard_state=kept.shard_state
-    )
+        return None, likely_sets(groups, kept.holders, kept.layouts, kept.source), wrong
+    members, sets, error = members_of(groups, kept.holders, kept.layouts, kept.source, shard_state=kept.shard_state)
     if error is not None:
         return None, sets, error
     try:
@@ -177,6 +193,19 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
     except (LayoutError, ValueError) as found:
         return None, sets, found
     return kept.planned, kept.planned.sets, None
+
+
+def _found(groups: Groups, kept: Kept) -> dist.ProcessGroup | None:
+    """Return who holds plain tensors by what wrappers say, if that was left to them; declared ones need no wrapper."""
+    if kept.process_group != "auto" or world_size() == 1:
+        return None
+    named = {
+        name: tensor
+        for group in groups
+        for name, tensor in zip(group["param_names"], group["params"], strict=True)
+        if name not in kept.layouts and kept.source.group(tensor) is None
+    }
+    return group_that_averages(named)
 
 
 def _signature(groups: Groups, kept: Kept) -> object:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
 from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
+from muonmesh.step.lacking import Lacking
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import Pending
@@ -42,7 +44,8 @@ class Kept:
 
     Attributes:
         precision: Dtypes.
-        process_group: Who holds plain tensors.
+        process_group: Who holds plain tensors, as it was said.
+        found_group: Who holds them by what wrappers say, if it was said to be "auto"; read when a plan is made.
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
         exchange: How matrices move.
@@ -57,9 +60,12 @@ class Kept:
         pending: Flags of the last step where the host did not wait for them.
         warned: Whether a warning about rounding was given.
         rounding: That warning, while the device still counts.
+        lacking: Which matrices lack what their rule needs, while the device still tells.
+        lack: Parameters of which that was told.
         neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
+        stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
         torn: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
     """
@@ -80,11 +86,20 @@ class Kept:
     pending: Pending | None = None
     warned: bool = False
     rounding: Rounding | None = None
+    lacking: Lacking | None = None
+    lack: set[str] = field(default_factory=set)
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
     together: bool | None = None
+    stopped: bool | Tensor = False
     torn: str | None = None
     source: GradientSource = PARAMETER_GRAD
+    found_group: dist.ProcessGroup | None = None
+
+    @property
+    def holders(self) -> ProcessGroup:
+        """Who holds plain tensors: what was said, or what was found for "auto"."""
+        return self.found_group if self.process_group == "auto" else self.process_group
 
     def works_together(self, planned: Planned) -> bool:
         """Whether the pieces of many matrices are worked on together, and not one after the other in a cache."""

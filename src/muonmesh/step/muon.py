@@ -15,7 +15,7 @@ from muonmesh.comm.views import contiguous, place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.plan import Leg
-from muonmesh.numerics.kernels import select
+from muonmesh.numerics.kernels import Share, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
 from muonmesh.numerics.rules import Rule, parts
@@ -101,7 +101,9 @@ class MuonStep:
         self._carried: Mapping[int, Mapping[str, Tensor]] = {}
         self._scales: dict[tuple[int, int, int], float] = {}
         self._alone = Totals(plan, rank=this_rank(), device=device)
-        self._totals: dict[int, tuple[Tensor, ...]] = {}  # by assignment; sums over it that its rule asks for
+        # By assignment: sums over it that its rule asks for, and what that keeps of the matrix as one number.
+        self._totals: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = {}
+        self.lacking: dict[int, Tensor] = {}  # by assignment: whether the matrix lacks what its rule needs, 0-d bool
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state and fold the gradients into the momenta of these matrices."""
@@ -241,6 +243,10 @@ class MuonStep:
                 tasks.append((flops * len(assignments[some]), task))
         self._run(tasks)
 
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+        """Orthogonalise one matrix with a team."""
+        self._orthogonalize(x, out, [assignment], team=team, whole=owner)
+
     def _at_once(self, count: int, shape: tuple[int, int]) -> int:
         """Return how many of ``count`` equal matrices are orthogonalised by one task."""
         rows, cols = sorted(shape)
@@ -263,18 +269,34 @@ class MuonStep:
             for task in ordered:
                 task()
 
-    def _orthogonalize(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
+    def _orthogonalize(
+        self,
+        batch: Tensor,
+        out: Tensor,
+        assignments: Sequence[int],
+        *,
+        team: Share | None = None,
+        whole: bool = True,
+    ) -> None:
         rule = self._rule(assignments[0])
-        orthogonalize(
-            batch,
-            coefficients=rule.coefficients,
-            steps=rule.steps,
-            method=rule.method,
-            dtype=self._precision.compute,
-            out=out,
-            overwrite=True,
-        )
-        if rule.changes_matrices():
+        if rule.balances():
+            for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
+                own, size = self._rule(assignment), self._plan.assignments[assignment].matrix
+                parts.balance_whole(own, matrix, rows=size.rows, cols=size.cols)
+        if rule.orthogonalizes:
+            orthogonalize(
+                batch,
+                coefficients=rule.coefficients,
+                steps=rule.steps,
+                method=rule.method,
+                dtype=self._precision.compute,
+                out=out,
+                overwrite=True,
+                share=team,
+            )
+        else:
+            out.copy_(batch)
+        if whole and rule.changes_matrices():
             for assignment, matrix in zip(assignments, out.unbind(), strict=True):
                 own, size = self._rule(assignment), self._plan.assignments[assignment].matrix
                 parts.change_whole(own, matrix, self._carried.get(assignment, {}), rows=size.rows, cols=size.cols)
@@ -304,9 +326,25 @@ class MuonStep:
             count = self._plan.assignments[leg.assignment].matrix.numel
             into.copy_(parts.limbs(rule, weights, update, beside, exponents, scale=scale, count=count))
 
-    def take_sums(self, assignment: int, sums: Tensor) -> None:
-        """Take the sums over a matrix, for what writes it."""
-        self._totals[assignment] = sums.unbind()
+    def tell(self, assignment: int, into: Tensor) -> None:
+        """Write what is kept of a matrix as one number, if this rank owns it."""
+        kept = self._carried.get(assignment, {})
+        for key, number in zip(self._plan.told(assignment), into.unbind(), strict=True):
+            if key in kept:
+                number.copy_(kept[key].view(()))
+
+    def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:
+        """Take the sums over a matrix and what is kept of it, for what writes it; keep what the rule makes of them."""
+        keys, found = self._plan.told(assignment), sums.unbind()
+        self._totals[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
+        if self._slots[self._plan.assignments[assignment].parameter] is None:
+            return
+        rule, kept = self._rule(assignment), self._carried.get(assignment, {})
+        if all(key in kept for key in keys):
+            rule.keep({key: kept[key].view(()) for key in keys}, found)
+        lacks, flag = rule.lacks(found), self._nonzero[assignment]
+        if lacks is not None and flag is not False:  # of a matrix that is left alone nothing is added up
+            self.lacking[assignment] = lacks if flag is True else lacks & flag
 
     def write(self, ends: Ends) -> None:
         """Decay and update legs' elements, unless their matrix is left alone."""
@@ -319,8 +357,9 @@ class MuonStep:
         rule, weights, beside, scale = self._written(leg)
         held = self._held[leg.parameter]
         squares: list[Tensor] | None = None if self._sums is None else []
-        totals = self._totals.get(leg.assignment, ())
-        parts.apply(rule, weights, update, beside, scale=scale, active=_mask(flag), sums=totals, squares=squares)
+        sums, told = self._totals.get(leg.assignment, ((), {}))
+        active = _mask(flag)
+        parts.apply(rule, weights, update, beside, scale=scale, active=active, sums=sums, told=told, squares=squares)
         if held.master is not None:
             view_of(held.weights, leg.piece).copy_(weights)
         if self._sums is not None and squares is not None:
@@ -384,11 +423,12 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     """
     rank = this_rank()
     kept = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
+    first = local.storage_offset()  # of a gradient that is a view into a bucket of DDP's or FSDP2's
     for target in _layout(place).blocks(rank):
         for block in _layout(storage).blocks(rank):
             shared = overlap(block, target)  # of two storages: the momentum's stands where a matrix stands elsewhere
             if shared is not None:
-                part = local.as_strided(shared.shape, shared.storage_strides, shared.storage_start)
+                part = local.as_strided(shared.shape, shared.storage_strides, first + shared.storage_start)
                 kept.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
     return kept
 

@@ -26,10 +26,10 @@ class Neglected:
     _idle: dict[str, int] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
-    def look(self, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
-        """Count one step of (name, gradient or None) pairs, and warn of what has learned nothing for long."""
-        idle, late, some = self._idle, list[str](), False
-        for name, gradient in gradients:
+    def look(self, parameters: Iterable[tuple[str, Tensor, Tensor | None]]) -> None:
+        """Count one step of (name, parameter, gradient or None), and warn of what has learned nothing for long."""
+        idle, late, some, fixed = self._idle, list[str](), False, list[str]()
+        for name, parameter, gradient in parameters:
             if gradient is not None:
                 some = True
                 if name in idle:
@@ -38,13 +38,25 @@ class Neglected:
                 idle[name] = count
                 if count == PATIENCE and name not in self._told:
                     late.append(name)
+                if self._steps == 0 and not parameter.requires_grad:
+                    fixed.append(name)
+        if not some and fixed and len(fixed) == len(idle):  # a host has frozen the model since, for adapters
+            self._told.update(fixed)
+            warnings.warn(
+                f"{_listed(fixed)} are all that this optimizer holds, and they are frozen, so nothing is trained. "
+                "Make the optimizer after the model has its adapters: "
+                "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
+                '(muonmesh.integrations.transformers.MuonFactory, {"args": args})',
+                stacklevel=5,
+            )
         if late:
             self._told.update(late)
             it, does = ("it", "does") if len(late) == 1 else ("them", "do")
             others = "others had one" if some else "nothing else had one either"
+            replaced = "" if some else "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
             warnings.warn(
                 f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and {does} not "
-                f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups",
+                f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups{replaced}",
                 stacklevel=5,
             )
         if self.frozen and self._steps % PATIENCE == 0:

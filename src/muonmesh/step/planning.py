@@ -29,10 +29,23 @@ from muonmesh.comm.storage import (
     world_size,
 )
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import Elementwise, FlatParameter, Parameter, Piece, Plan, Rates, cost, make_plan, split_matrices
+from muonmesh.layout import (
+    Elementwise,
+    FlatParameter,
+    Parameter,
+    Piece,
+    Plan,
+    Rates,
+    Teams,
+    cost,
+    gathered,
+    make_plan,
+    split_matrices,
+)
 from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.layout.plan import pieces
-from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, Precision, ProcessGroup
@@ -361,6 +374,8 @@ def plan_members(
         bucket_elements=bucket_elements(bucket_cap_mb, precision),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
         grams=grams_of(parameters, exchange, precision),
+        teams=teams_of(exchange),
+        itemsize=precision.compute.itemsize,
     )
     adamw = tuple(
         tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
@@ -372,7 +387,7 @@ def plan_members(
 
 def grams_of(parameters: Sequence[Parameter], exchange: ExchangeMode, precision: Precision) -> set[tuple[int, int]]:
     """Return the (parameter, index) of the matrices whose Gram matrices are summed: those that fit, if asked for."""
-    if exchange == "owner":
+    if exchange == "owner" or teams_of(exchange) is not None:
         return set()
     rates = exchange if isinstance(exchange, Rates) else Rates()
     return {
@@ -383,6 +398,11 @@ def grams_of(parameters: Sequence[Parameter], exchange: ExchangeMode, precision:
         and fits(parameter, matrix)
         and (exchange == "gram" or is_cheaper(parameter, matrix, flops, precision.compute.itemsize, rates))
     }
+
+
+def teams_of(exchange: ExchangeMode) -> Teams | None:
+    """Return which teams there may be; None if every matrix has one owner."""
+    return exchange if isinstance(exchange, Teams) else Teams() if exchange == "teams" else None
 
 
 def widened(
@@ -406,7 +426,15 @@ def widened(
     }
     grams = grams_of(parameters, exchange, precision)
     elements = bucket_elements(bucket_cap_mb, precision)
-    plan = make_plan(parameters, ranks=ranks, bucket_elements=elements, elementwise=elementwise, grams=grams)
+    plan = make_plan(
+        parameters,
+        ranks=ranks,
+        bucket_elements=elements,
+        elementwise=elementwise,
+        grams=grams,
+        teams=teams_of(exchange),
+        itemsize=precision.compute.itemsize,
+    )
 
     def own(parameter: Parameter | Elementwise) -> Member | None:
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
@@ -439,17 +467,22 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
-    schedule = coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
-    degrees = [len(polynomial) for polynomial in schedule]
-    flops = {  # most parameters are many matrices of few shapes
-        shape: cost(*shape, degrees=degrees, gram=method_of(group, *shape, dtype) == "gram")
-        for shape in {(matrix.rows, matrix.cols) for matrix in matrices}
-    }
-    settings = f"{group['ns_coefficients']}, {len(schedule)} steps, {group['ns_method']}, {dtype}"
+    steps = len(coefficient_schedule(group["ns_coefficients"], group["ns_steps"]))
+    degrees = degrees_of(group["ns_coefficients"], group["ns_steps"])
+    shapes = {(matrix.rows, matrix.cols) for matrix in matrices}  # most parameters are many matrices of few shapes
+    gram = {shape: method_of(group, *shape, dtype) == "gram" for shape in shapes}
+    flops = {shape: cost(*shape, degrees=degrees, gram=gram[shape]) for shape in shapes}
+    shared = dict.fromkeys(shapes, 0)
+    if member.tensor.device.type == "cpu":
+        large = (shape for shape in shapes if min(shape) >= DIVIDED_FROM_ROWS)
+        shared |= {shape: gathered(*shape, degrees=degrees, gram=gram[shape]) for shape in large}
+    settings = f"{group['ns_coefficients']}, {steps} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
     rule = RULES[group["algorithm"]]
     assert issubclass(rule, Rule)
+    if not rule.orthogonalizes:  # a pass or two over the elements
+        each, shared = tuple(2 * matrix.numel for matrix in matrices), dict.fromkeys(shapes, 0)
     if rule.changes_matrices():  # which the Gram exchange never has whole
         settings, segments = f"{settings}, {group['algorithm']}", 0
     if rule.asks_for_sums():  # which the Gram exchange does not take
@@ -465,6 +498,7 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
         segments,
         companions,
         rule_of(group).sums(),
+        tuple(shared[matrix.rows, matrix.cols] for matrix in matrices),
     )
 
 

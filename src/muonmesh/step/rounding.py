@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import download
-from muonmesh.numerics.scale import step_size
+from muonmesh.numerics.rules import rule_of
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
 
@@ -57,7 +58,9 @@ def rounding_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision
         local = local_of(member.tensor).detach()
         if local.dtype not in (torch.bfloat16, torch.float16) or not local.numel():
             continue
-        size = step_size(groups[member.group], parameter.matrices[0].rows, parameter.matrices[0].cols)
+        size = rule_of(groups[member.group]).step_size(parameter.matrices[0].rows, parameter.matrices[0].cols)
+        if math.isnan(size.rms):
+            continue
         moved = (local.float() + size.rms).to(local.dtype) != local
         return Rounding(member.name, local.dtype, size.rms, *download(1 - moved.float().mean()))
     return None

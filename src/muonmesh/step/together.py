@@ -97,9 +97,9 @@ class MuonStepTogether(MuonStep):
                 continue
             _, weights, beside, scale = self._written(leg)
             rounded = None if held.master is None else view_of(held.weights, leg.piece)
-            sums = self._totals.get(leg.assignment, ())
+            sums, told = self._totals.get(leg.assignment, ((), {}))
             copies = held.slot.storage.copies
-            piece = Updated(weights, update, beside, leg.assignment, scale, rounded, sums, copies)
+            piece = Updated(weights, update, beside, leg.assignment, scale, rounded, sums, told, copies)
             by_group.setdefault(held.slot.group, []).append(piece)
         for group, pieces in by_group.items():
             squares = together.apply(pieces, self._factors_of(group), measured=self._sums is not None)

@@ -262,7 +262,10 @@ def _run_parts(rule: Rule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[T
     if asked:
         found["summands"] = rule.summands(weights, update.clone(), 0.01, applied)
         sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64) for number in range(asked))
-        rule.apply_with(weights, update, 0.01, applied, sums)
+        told = {
+            key: torch.full((), 0.75, dtype=torch.float64) for key, kept in rule.keeps().items() if kept == "matrix"
+        }
+        rule.apply_with(weights, update, 0.01, {**applied, **told}, sums)
     else:
         rule.apply(weights, update, 0.01, applied)
     found["apply_with" if asked else "apply"] = (weights, *applied.values())

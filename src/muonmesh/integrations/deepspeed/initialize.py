@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -69,23 +69,29 @@ def initialize(
             to write.
         LayoutError: this DeepSpeed's records do not describe its flat tensors.
     """
-    settings = _checked(dict(optimizer or {}), deepspeed_kwargs, model)
-    prepared = prepare_config(read_config(config), has_experts=_has_experts(model))
-    limits = limits_of(clip, prepared)
+    assembly = assemble(model, optimizer or {})
+    if "model_parameters" in deepspeed_kwargs:
+        write = (
+            'Remove it; what to leave out is frozen with requires_grad_(False), what AdamW shall take is "overrides"'
+        )
+        raise ValueError(explain_error("model_parameters", "a list", "none: the model is split by role", write))
+    return assembly.initialize(deepspeed.initialize, assembly.make_optimizer, config, clip, deepspeed_kwargs)
+
+
+def assemble(model: nn.Module, optimizer: Mapping[str, Any]) -> Assembly:
+    """Check the settings of `initialize` and return what is known before the engine exists.
+
+    Raises:
+        TypeError, ValueError: a setting is unknown or wrong.
+    """
+    settings = _checked(dict(optimizer), model)
     groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
     # Parameters may be in shards already or become them; their settings are checked on their global shapes.
     template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
-    assembly = _Assembly(model, template, {key: settings[key] for key in _SHARED if key in settings})
-    if deepspeed_kwargs.get("lr_scheduler") is None:
-        deepspeed_kwargs["lr_scheduler"] = take_scheduler(prepared, float(template.defaults["lr"]))
-    engine, *rest = deepspeed.initialize(
-        model=model, config=prepared, optimizer=assembly.make_optimizer, **deepspeed_kwargs
-    )
-    assembly.bind(engine, limits)
-    return (engine, *rest)
+    return Assembly(model, template, {key: settings[key] for key in _SHARED if key in settings})
 
 
-def _checked(settings: dict[str, Any], others: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def _checked(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return the settings, if they are known and the engine does not decide them."""
     for key in settings:
         if key in _ENGINES:
@@ -96,11 +102,6 @@ def _checked(settings: dict[str, Any], others: Mapping[str, Any], model: nn.Modu
             raise TypeError(
                 explain_error("optimizer", f"the setting {key!r}", f"one of {known}", "Rename or remove it")
             )
-    if "model_parameters" in others:
-        write = (
-            'Remove it; what to leave out is frozen with requires_grad_(False), what AdamW shall take is "overrides"'
-        )
-        raise ValueError(explain_error("model_parameters", "a list", "none: the model is split by role", write))
     if isinstance(model, deepspeed.PipelineModule):
         found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
         raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))
@@ -117,7 +118,7 @@ def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [torch.empty(global_shape(p), dtype=d, device="meta") for p, d in zip(parameters, dtypes, strict=True)]
 
 
-class _Assembly:
+class Assembly:
     """What is known before the engine exists, and the two moments at which it is needed."""
 
     def __init__(self, model: nn.Module, template: Muon, shared: Mapping[str, Any]) -> None:
@@ -128,7 +129,32 @@ class _Assembly:
         self._labels: list[str] = []
         self._optimizer: EngineMuon | None = None
 
-    def make_optimizer(self, _: Any) -> EngineMuon:
+    def initialize(
+        self,
+        honest: Callable[..., tuple[Any, Any, Any, Any]],
+        optimizer: EngineMuon | Callable[[Any], EngineMuon],
+        config: Any,
+        clip: float | Mapping[str, Any] | None,
+        others: Mapping[str, Any],
+    ) -> tuple[Any, Any, Any, Any]:
+        """Make the engine.
+
+        Args:
+            honest: `deepspeed.initialize`.
+            optimizer: What it is given: `make_optimizer`, or what that has made already.
+            config: As `initialize` of this module takes it.
+            clip: Likewise.
+            others: Further arguments of ``honest``.
+        """
+        prepared = prepare_config(read_config(config), has_experts=_has_experts(self._model))
+        limits, given = limits_of(clip, prepared), dict(others)
+        if given.get("lr_scheduler") is None:
+            given["lr_scheduler"] = take_scheduler(prepared, float(self._template.defaults["lr"]))
+        engine, *rest = honest(model=self._model, config=prepared, optimizer=optimizer, **given)
+        self.bind(engine, limits)
+        return (engine, *rest)
+
+    def make_optimizer(self, _: Any = None) -> EngineMuon:
         """Make the optimizer inside the engine, when its modules are as they will be trained."""
         parameters: dict[str, Any] = {
             canonical_name(name): p for name, p in self._model.named_parameters(remove_duplicate=False)

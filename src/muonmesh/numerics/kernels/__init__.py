@@ -7,9 +7,10 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from muonmesh.numerics.kernels.blocked import BLOCKED
+from muonmesh.numerics.kernels.blocked import BLOCKED, blocked_products
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
+from muonmesh.numerics.kernels.share import Share
 from muonmesh.numerics.kernels.table import Matmuls
 from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, triton_products
 from muonmesh.numerics.kernels.widened import widened
@@ -17,23 +18,33 @@ from muonmesh.numerics.kernels.widened import widened
 KernelName: TypeAlias = Literal["auto", "torch", "triton"]
 """Who multiplies: "auto" is what is expected to be the fastest on the device, "torch" needs nothing but torch."""
 
-__all__ = ["KernelName", "Matmuls", "select"]
+__all__ = ["DIVIDED_FROM_ROWS", "KernelName", "Matmuls", "Share", "select"]
 
 # From here on column blocks save more than they cost [measured].
 _BLOCKED_FROM_ROWS = 384
-# Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN but a loop of its own, which adds in
-# another order; larger bf16 products have the same bits alone and in a batch.
-_BATCHED_FROM_ROWS = 17
-# X of one batch together: large enough to keep every core busy, small enough for their caches.
-_CPU_BYTES_AT_ONCE = 3 << 19
+DIVIDED_FROM_ROWS = _BLOCKED_FROM_ROWS
+"""Rows from which on a team of ranks can multiply a matrix together."""
+# Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN for bf16 but a slow loop of its own,
+# which adds in another order; larger bf16 products have the same bits alone and in a batch.
+_NARROW_FROM_ROWS = 17
+# X of one batch together: enough that Python does not show, little enough for a core's cache [measured].
+_CPU_BYTES_AT_ONCE = 3 << 18
 _DEVICE_BYTES_AT_ONCE = 1 << 30
 
 
-def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, rows: int, cols: int) -> Matmuls:
+def select(
+    kernels: KernelName,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    cols: int,
+    share: Share | None = None,
+) -> Matmuls:
     """Choose the products for matrices of one shape; the only function that looks at the hardware.
 
     On the CPU a matrix is multiplied in the same way whatever comes with it: in fp32 and fp64 alone, because the
-    bits of a batched product differ there, in bf16 with others of its shape.
+    bits of a batched product differ there, in bf16 with others of its shape, if it is small.
 
     Args:
         kernels: "auto", or the name of one implementation.
@@ -41,6 +52,7 @@ def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, row
         dtype: The compute dtype.
         rows: Rows of one matrix, the smaller side.
         cols: Columns of one matrix.
+        share: This rank's part in the products, if several ranks divide them: from `DIVIDED_FROM_ROWS` on, on a CPU.
 
     Returns:
         The table.
@@ -52,6 +64,9 @@ def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, row
         known = ", ".join(repr(name) for name in get_args(KernelName))
         raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
     matrix_bytes = rows * cols * dtype.itemsize
+    if share is not None:
+        exact = blocked_products(share)
+        return widened(exact) if dtype == torch.bfloat16 and not _multiplies_bf16() else exact
     if kernels == "triton":
         _check_triton(device, dtype)
     by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16 and is_installed()
@@ -59,13 +74,10 @@ def select(kernels: KernelName, *, device: torch.device, dtype: torch.dtype, row
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
-    if dtype == torch.bfloat16 and not _multiplies_bf16():
-        return widened(BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=1))
-    if rows >= _BLOCKED_FROM_ROWS:
-        return BLOCKED
-    batched = dtype == torch.bfloat16 and rows >= _BATCHED_FROM_ROWS
-    at_once = max(1, _CPU_BYTES_AT_ONCE // matrix_bytes) if batched else 1
-    return dense(at_once=at_once)
+    at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
+    table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=at_once)
+    narrow = _multiplies_bf16() and rows >= _NARROW_FROM_ROWS
+    return widened(table) if dtype == torch.bfloat16 and not narrow else table
 
 
 @cache

@@ -24,12 +24,12 @@ _OPTIONS = {"enable_fp_fusion": False}
 
 _library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] directions, Tensor? active, float momentum, "
-    "bool nesterov) -> ()"
+    "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] directions, int[] entries, Tensor? active, "
+    "float momentum, bool nesterov) -> ()"
 )
 _library.define(  # type: ignore[no-untyped-call]
-    "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] updates, Tensor? active, Tensor keep, Tensor size) "
-    "-> ()"
+    "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] updates, int[] entries, Tensor? active, Tensor keep, "
+    "Tensor size) -> ()"
 )
 
 
@@ -47,6 +47,7 @@ def fold(
     *,
     momentum: float,
     nesterov: bool,
+    entries: Sequence[int] | None = None,
 ) -> None:
     """Fold gradients into momenta and write the directions.
 
@@ -58,16 +59,18 @@ def fold(
         gradients: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; read only.
         momenta: Likewise, each of its gradient's shape; written, and computed as its dtype says.
         directions: Likewise; written, rounded once from the momentum's dtype. Empty: none are wanted.
-        active: 1-D bool, one entry a piece, on the device. None: all are.
+        active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
         momentum: μ.
         nesterov: See above.
+        entries: The entry of each piece. None: there is one for each, in their order.
 
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
     if not gradients:
         return  # without a tensor torch would not know where
-    torch.ops.muonmesh.fold(gradients, momenta, directions, active, momentum, nesterov)
+    entries = range(len(gradients)) if entries is None else entries
+    torch.ops.muonmesh.fold(gradients, momenta, directions, entries, active, momentum, nesterov)
     torch.autograd.graph.increment_version([*momenta, *directions])
 
 
@@ -79,6 +82,7 @@ def apply(
     *,
     keep: Tensor,
     size: Tensor,
+    entries: Sequence[int] | None = None,
 ) -> None:
     """Decay and update weights: ``w ← w·keep − size·u`` in fp32, where a piece is active.
 
@@ -87,16 +91,18 @@ def apply(
         masters: Likewise, each of its weight's shape; what is computed on instead of the weight, written too. Empty:
             there are none.
         updates: Likewise, read only.
-        active: 1-D bool, one entry a piece, on the device. None: all are.
-        keep: What remains of a weight, 1 − lr·wd: 1-D fp32, one entry a piece, on the device.
+        active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
+        keep: What remains of a weight, 1 − lr·wd: 1-D fp32, likewise.
         size: Learning rate times scale, likewise.
+        entries: The entry of each piece. None: there is one for each, in their order.
 
     Raises:
         ValueError: The tensors of a piece differ in shape, or have more than 3 dims, or a dtype cannot be computed in.
     """
     if not weights:
         return
-    torch.ops.muonmesh.apply(weights, masters, updates, active, keep, size)
+    entries = range(len(weights)) if entries is None else entries
+    torch.ops.muonmesh.apply(weights, masters, updates, entries, active, keep, size)
     torch.autograd.graph.increment_version([*weights, *masters])
 
 
@@ -104,11 +110,12 @@ def _fold(
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
     directions: Sequence[Tensor],
+    entries: Sequence[int],
     active: Tensor | None,
     momentum: float,
     nesterov: bool,
 ) -> None:
-    for launch in _folding(gradients, momenta, directions, active, momentum, nesterov):
+    for launch in _folding(gradients, momenta, directions, entries, active, momentum, nesterov):
         launch.run(momenta[0].device)
 
 
@@ -116,11 +123,12 @@ def _apply(
     weights: Sequence[Tensor],
     masters: Sequence[Tensor],
     updates: Sequence[Tensor],
+    entries: Sequence[int],
     active: Tensor | None,
     keep: Tensor,
     size: Tensor,
 ) -> None:
-    for launch in _applying(weights, masters, updates, active, keep, size):
+    for launch in _applying(weights, masters, updates, entries, active, keep, size):
         launch.run(weights[0].device)
 
 
@@ -135,13 +143,14 @@ def _folding(
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
     directions: Sequence[Tensor],
+    entries: Sequence[int],
     active: Tensor | None,
     momentum: float,
     nesterov: bool,
 ) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import pieces
 
-    for dtypes, rows, table in _grouped("fold", gradients, momenta, directions or momenta):
+    for dtypes, rows, table in _grouped("fold", entries, gradients, momenta, directions or momenta):
         numbers = (table, rows.pieces, _contiguous(active), 1 - momentum, momentum)
         choices = (active is not None, len(directions) > 0, nesterov, torch.finfo(dtypes[1]).tiny)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
@@ -152,13 +161,14 @@ def _applying(
     weights: Sequence[Tensor],
     masters: Sequence[Tensor],
     updates: Sequence[Tensor],
+    entries: Sequence[int],
     active: Tensor | None,
     keep: Tensor,
     size: Tensor,
 ) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import pieces
 
-    for dtypes, rows, table in _grouped("apply", weights, masters or weights, updates):
+    for dtypes, rows, table in _grouped("apply", entries, weights, masters or weights, updates):
         numbers = (table, rows.pieces, _contiguous(active), _contiguous(keep), _contiguous(size))
         choices = (active is not None, len(masters) > 0)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
@@ -172,7 +182,7 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
     return vector.view(torch.uint8) if vector.dtype == torch.bool else vector
 
 
-def _grouped(what: str, *lists: Sequence[Tensor]) -> Iterator[tuple[_Dtypes, Rows, Tensor]]:
+def _grouped(what: str, entries: Sequence[int], *lists: Sequence[Tensor]) -> Iterator[tuple[_Dtypes, Rows, Tensor]]:
     """Yield the dtypes, the rows and the table on the device for all pieces of the same dtypes."""
     groups: dict[_Dtypes, Rows] = {}
     for number, (a, b, c) in enumerate(zip(*lists, strict=True)):
@@ -184,7 +194,7 @@ def _grouped(what: str, *lists: Sequence[Tensor]) -> Iterator[tuple[_Dtypes, Row
                 found = ", ".join(map(str, dtypes))
                 raise ValueError(f"piece {number} of {what}: found {found}; needed {needed}. Write a loop over pieces")
             rows = groups[dtypes] = Rows()
-        rows.add(number, a, b, c)
+        rows.add(number, entries[number], a, b, c)
     filled = {dtypes: rows for dtypes, rows in groups.items() if rows.pieces}
     if filled:
         tables = on_device(list(filled.values()), lists[0][0].device)

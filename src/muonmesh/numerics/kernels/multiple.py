@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +12,17 @@ _AN_OCTAVE = 16
 """Multiples kept apart within a factor of 2."""
 
 
-def add_multiple(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> None:
+class _Multiply(Protocol):
+    def __call__(self, c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float) -> object: ...
+
+
+def _at_once(c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float) -> object:
+    return torch.addmm(c, a, b, beta=beta, alpha=alpha, out=out)
+
+
+def add_multiple(
+    x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor, multiply: _Multiply = _at_once
+) -> None:
     """Write s·(a·X + B X), one matrix.
 
     oneDNN, which multiplies bf16, compiles a kernel for every factor of X that it has not met before. That costs about
@@ -25,11 +36,12 @@ def add_multiple(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out
         a: A number that is the same at every step, or a tensor with one element.
         s: Likewise.
         out: Shape (rows, cols), contiguous; NaN if a or s is not finite.
+        multiply: Writes beta·C + alpha·A B into ``out``.
     """
     fresh = isinstance(a, Tensor) or isinstance(s, Tensor)
     factor, scale = (number.item() if isinstance(number, Tensor) else number for number in (a, s))
     if not fresh or x.dtype != torch.bfloat16:
-        torch.addmm(x, b, x, beta=factor * scale, alpha=scale, out=out)
+        multiply(x, b, x, out, beta=factor * scale, alpha=scale)
         return
     diagonal = b.diagonal()
     exact = diagonal.float()
@@ -39,7 +51,7 @@ def add_multiple(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out
         return
     multiple = _nearest(wanted)
     diagonal.copy_(exact + (factor - multiple / scale))
-    torch.addmm(x, b, x, beta=multiple, alpha=scale, out=out)
+    multiply(x, b, x, out, beta=multiple, alpha=scale)
     diagonal.copy_(exact)
 
 

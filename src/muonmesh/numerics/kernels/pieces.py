@@ -1,8 +1,8 @@
 """Elementwise work on many pieces in one launch, in Triton; whoever imports this file imports Triton.
 
 Each program reads from a table which piece is its own and where its elements lie. The table holds `WIDTH` numbers a
-piece, in this order: three addresses, the piece's number, its first program, its kind, three lengths, and three strides
-for each address.
+piece, in this order: three addresses, the piece's entry in vectors, its first program, its kind, three lengths, and
+three strides for each address.
 """
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
@@ -16,11 +16,11 @@ import triton.language as tl
 
 from muonmesh.numerics.kernels.rows import (
     COLS,
+    ENTRY,
     FIRST_PROGRAM,
     FLAT,
     KIND,
     LENGTHS,
-    NUMBER,
     ROWS,
     STRIDES,
     TRANSPOSED,
@@ -30,7 +30,7 @@ from muonmesh.numerics.kernels.rows import (
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 _WIDTH = tl.constexpr(WIDTH)
-_NUMBER, _FIRST_PROGRAM, _KIND = tl.constexpr(NUMBER), tl.constexpr(FIRST_PROGRAM), tl.constexpr(KIND)
+_ENTRY, _FIRST_PROGRAM, _KIND = tl.constexpr(ENTRY), tl.constexpr(FIRST_PROGRAM), tl.constexpr(KIND)
 _LENGTHS, _STRIDES = tl.constexpr(LENGTHS), tl.constexpr(STRIDES)
 _FLAT, _TRANSPOSED = tl.constexpr(FLAT), tl.constexpr(TRANSPOSED)
 _ROWS, _COLS = tl.constexpr(ROWS), tl.constexpr(COLS)
@@ -115,7 +115,7 @@ def fold(
     block = program - tl.load(row + _FIRST_PROGRAM)
     kind = tl.load(row + _KIND)
     gradient, moving, direction = _address(row, 0, G), _address(row, 1, M), _address(row, 2, D)
-    on = tl.load(active + tl.load(row + _NUMBER)) != 0 if HAS_ACTIVE else True
+    on = tl.load(active + tl.load(row + _ENTRY)) != 0 if HAS_ACTIVE else True
     if kind == _FLAT:
         length = tl.load(row + _LENGTHS + 2)
         here = block * (_ROWS * _COLS) + tl.arange(0, _ROWS * _COLS)
@@ -178,11 +178,11 @@ def apply(
     row = _row_of(table, pieces, program)
     block = program - tl.load(row + _FIRST_PROGRAM)
     kind = tl.load(row + _KIND)
-    number = tl.load(row + _NUMBER)
+    entry = tl.load(row + _ENTRY)
     weight, master, update = _address(row, 0, W), _address(row, 1, P), _address(row, 2, U)
-    keep = tl.load(keeps + number)
-    size = tl.load(sizes + number)
-    on = tl.load(active + number) != 0 if HAS_ACTIVE else True
+    keep = tl.load(keeps + entry)
+    size = tl.load(sizes + entry)
+    on = tl.load(active + entry) != 0 if HAS_ACTIVE else True
     if on:
         if kind == _FLAT:
             length = tl.load(row + _LENGTHS + 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 WIDTH = 18
 """Numbers a piece: three addresses, and those named below."""
-NUMBER, FIRST_PROGRAM, KIND, LENGTHS, STRIDES = 3, 4, 5, 6, 9
+ENTRY, FIRST_PROGRAM, KIND, LENGTHS, STRIDES = 3, 4, 5, 6, 9
 
 FLAT, STRIDED, TRANSPOSED = 0, 1, 2
 """Kinds: contiguous everywhere, in any order, and in any order with the last tensor's columns contiguous."""
@@ -35,11 +35,12 @@ class Rows:
         """How many pieces there are."""
         return len(self.numbers) // WIDTH
 
-    def add(self, number: int, a: Tensor, b: Tensor, c: Tensor) -> None:
+    def add(self, number: int, entry: int, a: Tensor, b: Tensor, c: Tensor) -> None:
         """Add a piece; this is called for every piece at every step, so it is written to take little time.
 
         Args:
-            number: Its number among all pieces.
+            number: Its number among all pieces, for errors.
+            entry: Where in vectors with one entry for one or more pieces its own is.
             a: At most 3 dims, any strides.
             b: Of the same shape.
             c: Of the same shape. The same tensor may be given twice where one is not wanted.
@@ -57,14 +58,14 @@ class Rows:
             return
         x, y, z = a.data_ptr(), b.data_ptr(), c.data_ptr()
         if a.is_contiguous() and b.is_contiguous() and c.is_contiguous() and not (x | y | z) % _ALIGNMENT:
-            self.numbers += (x, y, z, number, start, FLAT, 1, 1, size, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+            self.numbers += (x, y, z, entry, start, FLAT, 1, 1, size, 0, 0, 0, 0, 0, 0, 0, 0, 0)
             self.programs = start - -size // (ROWS * COLS)
             return
         missing = _MISSING[dims]
         planes, rows, cols = lengths = _ONES[dims] + shape
         strides = missing + a.stride() + missing + b.stride() + missing + c.stride()
         kind = TRANSPOSED if strides[7] < strides[8] and rows > 1 else STRIDED
-        self.numbers += (x, y, z, number, start, kind, *lengths, *strides)
+        self.numbers += (x, y, z, entry, start, kind, *lengths, *strides)
         self.programs = start + planes * (-(-rows // ROWS)) * (-(-cols // COLS))
 
 

@@ -23,8 +23,8 @@ class Matmuls:
         apply: `apply(X, B, a, s, out)`: s·(a·X + B X); each of `a` and `s` is a number that is the same at
             every optimizer step, or a tensor with one number a matrix, as above.
         at_once: How many matrices of this shape one call should be given at most.
-        together: Whether reductions and elementwise operations should take all matrices at once: not on a CPU,
-            where one at a time is as fast and its bits depend on nothing else.
+        together: Whether reductions and elementwise operations should take all matrices at once: on a CPU only where
+            matrices are small, since for one alone there are faster operations.
     """
 
     gram: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -2,21 +2,31 @@
 
 from muonmesh.numerics.rules.adamuon import AdaMuonRule
 from muonmesh.numerics.rules.adamw import AdamWRule
+from muonmesh.numerics.rules.hyperball import HyperballRule
 from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.muon_plus import MuonPlusRule
+from muonmesh.numerics.rules.muoneq import MuonEqRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.rules.registry import RULES, is_matrix_rule, register_rule, rule_of
 from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, Kept, Rule
+from muonmesh.numerics.rules.scion_row_norm import ScionRowNormRule
+from muonmesh.numerics.rules.scion_sign import ScionSignRule
 
 __all__ = [
     "RULES",
     "AdaMuonRule",
     "AdamWRule",
     "DecayMode",
+    "HyperballRule",
     "Hyperparameters",
     "Kept",
+    "MuonEqRule",
+    "MuonPlusRule",
     "MuonRule",
     "NorMuonRule",
     "Rule",
+    "ScionRowNormRule",
+    "ScionSignRule",
     "is_matrix_rule",
     "register_rule",
     "rule_of",

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.rules.even import frobenius
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.rule import Kept, Rule
 
@@ -68,11 +69,6 @@ class NorMuonRule(MuonRule):
         second = state["col_second_moment" if by_cols else "row_second_moment"]
         second.lerp_(update.square().mean(-2 if by_cols else -1, keepdim=True), 1 - self.beta2)
         paced = update / (second.sqrt() + self.eps)
-        before, after = _norm(update), _norm(paced)
+        before, after = frobenius(update), frobenius(paced)
         # A matrix of zeros stays one.
         return paced.mul_(torch.where(after == 0, 1.0, before / after))
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Return Frobenius norms, (batch, 1, 1). By rows first: one fp32 sum of ten million terms would stop growing."""
-    return x.square().sum(-1, keepdim=True).sum(-2, keepdim=True).sqrt_()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -77,20 +77,37 @@ def change_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, row
         state: What is kept as "rows", (rows,), "cols", (cols,), and "matrix", (1,), contiguous, written.
         rows, cols: Size of the matrix, out × in.
     """
-    exact = torch.promote_types(matrix.dtype, torch.float32)
-    for value in state.values():
-        exact = torch.promote_types(exact, value.dtype)
     shapes = {"rows": (1, rows, 1), "cols": (1, 1, cols), "matrix": (1, 1, 1)}
     kinds = rule.keeps()
+    kept = {key: value.view(shapes[kinds[key]]) for key, value in state.items()}
+    _change(matrix, lambda update: rule.whole(update, kept), state.values(), rows=rows, cols=cols)
+
+
+def balance_whole(rule: Rule, matrix: Tensor, *, rows: int, cols: int) -> None:
+    """Run a rule's part on one whole direction before it is orthogonalised, in place, given as by `change_whole`.
+
+    Args:
+        rule: Whose `Rule.balance`.
+        matrix: The direction in its wide orientation, contiguous, written.
+        rows, cols: Size of the matrix, out × in.
+    """
+    _change(matrix, rule.balance, (), rows=rows, cols=cols)
+
+
+def _change(
+    matrix: Tensor, part: Callable[[Tensor], Tensor], beside: Iterable[Tensor], *, rows: int, cols: int
+) -> None:
+    """Run a part on one whole matrix, (1, rows, cols) in fp32 or wider, as wide as what is kept beside it."""
+    exact = torch.promote_types(matrix.dtype, torch.float32)
+    for value in beside:
+        exact = torch.promote_types(exact, value.dtype)
     oriented = matrix.view(rows, cols) if rows <= cols else matrix.view(cols, rows).mT
 
     def change() -> None:
         update = scratch("whole", (1, rows, cols), dtype=exact, device=matrix.device)
         update[0].copy_(oriented)
-        kept = {key: value.view(shapes[kinds[key]]) for key, value in state.items()}
-        changed = rule.whole(update, kept)
         # Cast before transposing: torch transposes fast only within one dtype.
-        oriented.copy_(changed[0].to(matrix.dtype))
+        oriented.copy_(part(update)[0].to(matrix.dtype))
 
     run_on_one_thread(change, device=matrix.device)
 
@@ -104,6 +121,7 @@ def apply(
     scale: float,
     active: Tensor | None = None,
     sums: tuple[Tensor, ...] = (),
+    told: Mapping[str, Tensor] | None = None,
     squares: list[Tensor] | None = None,
 ) -> None:
     """Decay and update weights in place, computed in fp32 or wider and rounded once.
@@ -116,6 +134,7 @@ def apply(
         scale: Update scale of the *whole* matrix that the update is a part of.
         active: 0-d bool tensor; where it is false nothing changes. None means true.
         sums: What the `Rule.summands` add up to over the whole matrix, 0-d fp64 each.
+        told: What is kept as "matrix", 0-d fp64 each, where there are sums.
         squares: If given, sums of squares of the step without decay are appended, 0-d fp64.
     """
     size = rule.lr * scale
@@ -125,7 +144,7 @@ def apply(
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         kept = dict(zip(state, held if active is None else [value.clone() for value in held], strict=True))
         if sums:
-            rule.apply_with(fresh, wide, size, kept, sums)
+            rule.apply_with(fresh, wide, size, {**kept, **(told or {})}, sums)
         else:
             rule.apply(fresh, wide, size, kept)
         if squares is not None:

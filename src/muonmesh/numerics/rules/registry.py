@@ -7,15 +7,25 @@ from typing import Any, TypeVar
 
 from muonmesh.numerics.rules.adamuon import AdaMuonRule
 from muonmesh.numerics.rules.adamw import AdamWRule
+from muonmesh.numerics.rules.hyperball import HyperballRule
 from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.muon_plus import MuonPlusRule
+from muonmesh.numerics.rules.muoneq import MuonEqRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.rules.rule import Hyperparameters, Rule
+from muonmesh.numerics.rules.scion_row_norm import ScionRowNormRule
+from muonmesh.numerics.rules.scion_sign import ScionSignRule
 
 RULES: dict[str, type[Hyperparameters]] = {
     "muon": MuonRule,
     "adamw": AdamWRule,
     "normuon": NorMuonRule,
     "adamuon": AdaMuonRule,
+    "hyperball": HyperballRule,
+    "muoneq": MuonEqRule,
+    "muon_plus": MuonPlusRule,
+    "scion_sign": ScionSignRule,
+    "scion_row_norm": ScionRowNormRule,
 }
 """The rule of each ``algorithm`` of a group."""
 

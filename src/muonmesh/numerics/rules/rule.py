@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -12,7 +13,7 @@ from torch import Tensor
 from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
-from muonmesh.numerics.scale import ScaleMode, update_scale
+from muonmesh.numerics.scale import ScaleMode, StepSize, update_scale
 
 DecayMode: TypeAlias = Literal["full", "cautious"]
 """Which weights decay: all; or those that the update moves towards zero, as the decay does (arXiv 2510.12402)."""
@@ -96,10 +97,11 @@ class Rule(Hyperparameters):
     """What a group does with its matrices, in the order in which a step calls it.
 
     1. `fold` and `direction`, element by element, on every rank that stores some of the gradient.
-    2. The direction is gathered and orthogonalised; `whole` has the whole matrix, on one rank.
+    2. The direction is gathered to one rank, which has the whole matrix: `balance`, orthogonalised, `whole`.
     3. `summands`, if a rule asks for sums over whole matrices, element by element, on every rank that stores some of
        the weights; what they add up to is the same on all of these ranks.
     4. `apply`, or `apply_with` the sums, element by element, on every rank that stores some of the weights.
+    5. `keep`, if sums are asked for, on the rank of 2.
 
     A rule of your own overrides some of these, says with `keeps` what they keep from step to step, and is made known
     with `register_rule`. By themselves they are Muon without momentum.
@@ -110,6 +112,8 @@ class Rule(Hyperparameters):
     `muonmesh.testing.prove_rule` shows whether a rule keeps to that.
 
     Attributes:
+        orthogonalizes: Whether directions are orthogonalised; if not, `whole` is given what `balance` returns.
+        lacking: What the optimizer tells of a matrix of which `lacks` is true, with {name} where its parameter's is.
         scale_mode: See `update_scale`.
         extra_scale_factor: Multiplies the scale.
         coefficients: Coefficient set, see `orthogonalize`; the key of a group is ``ns_coefficients``.
@@ -122,6 +126,8 @@ class Rule(Hyperparameters):
         "steps": "ns_steps",
         "method": "ns_method",
     }
+    orthogonalizes: ClassVar[bool] = True
+    lacking: ClassVar[str] = ""
 
     scale_mode: ScaleMode
     extra_scale_factor: float
@@ -155,6 +161,20 @@ class Rule(Hyperparameters):
             The same shape, any real dtype; it is rounded to the compute dtype.
         """
         return gradient
+
+    def balance(self, direction: Tensor) -> Tensor:
+        """Return what becomes of whole matrices of directions before they are orthogonalised.
+
+        As in `whole`, any operation may be used here. Only the direction counts: orthogonalising does not see the scale
+        of a matrix.
+
+        Args:
+            direction: Shape (batch, rows, cols), out × in whatever the module stores; fp32 or wider; may be written.
+
+        Returns:
+            Shape (batch, rows, cols); it is rounded to the compute dtype.
+        """
+        return direction
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return what becomes of orthogonalised matrices, before they are scattered and scaled.
@@ -221,10 +241,30 @@ class Rule(Hyperparameters):
             weights: As in `apply`.
             update: As in `apply`.
             size: As in `apply`.
-            state: As in `apply`.
+            state: As in `apply`, and besides what is kept as "matrix", 0-d fp64, read only: see `keep`.
             sums: What each of the `summands` adds up to over the whole matrix, 0-d fp64; NaN if one was not finite.
         """
         self.apply(weights, update, size, state)
+
+    def keep(self, state: Mapping[str, Tensor], sums: tuple[Tensor, ...]) -> None:
+        """Keep something of the sums over a matrix until the next step.
+
+        Args:
+            state: What is kept as "matrix", 0-d each, fp32 or wider, written in place. `apply_with` is given what is
+                kept before that.
+            sums: As in `apply_with`.
+        """
+
+    def lacks(self, sums: tuple[Tensor, ...]) -> Tensor | None:
+        """Return whether a matrix lacks what the rule needs, of which the optimizer warns once, 0-d bool.
+
+        Args:
+            sums: As in `apply_with`.
+
+        Returns:
+            None where no matrix can lack anything.
+        """
+        return None
 
     def sums(self) -> int:
         """Return how many sums over whole matrices the rule asks for.
@@ -251,9 +291,19 @@ class Rule(Hyperparameters):
 
     @classmethod
     def changes_matrices(cls) -> bool:
-        """Return whether there is a part on whole matrices beyond orthogonalising them."""
-        return cls.whole is not Rule.whole
+        """Return whether there is a part on whole matrices beyond orthogonalising them, or in its place."""
+        return cls.whole is not Rule.whole or cls.balances() or not cls.orthogonalizes
+
+    @classmethod
+    def balances(cls) -> bool:
+        """Return whether there is a part on whole matrices before they are orthogonalised."""
+        return cls.balance is not Rule.balance
 
     def scale(self, rows: int, cols: int) -> float:
         """Return what the learning rate is multiplied by for a whole matrix of rows × cols."""
         return self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)
+
+    def step_size(self, rows: int, cols: int) -> StepSize:
+        """Return how large one step of a whole matrix of rows × cols is, NaN where that depends on the weights."""
+        spectral = float(self.lr) * self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)
+        return StepSize(spectral / math.sqrt(max(rows, cols)), spectral)

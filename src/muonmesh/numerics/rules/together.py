@@ -57,6 +57,7 @@ class Updated(NamedTuple):
         scale: Update scale of the whole matrix.
         rounded: Weights of lower precision that the master is rounded to; None where there is no master.
         sums: What the rule's summands add up to over the whole matrix, 0-d fp64 each; empty if it asks for none.
+        told: What the rule keeps as "matrix", 0-d fp64 each, where there are sums.
         copies: How many ranks store these elements.
     """
 
@@ -67,6 +68,7 @@ class Updated(NamedTuple):
     scale: float
     rounded: Tensor | None
     sums: tuple[Tensor, ...]
+    told: Mapping[str, Tensor]
     copies: int
 
 
@@ -99,6 +101,11 @@ class Factors:
     def change(self) -> Tensor:
         """What the update is multiplied by before it is added, fp64 (n,): 0 for a matrix that is left alone."""
         return torch.where(self.active, self.scales * -self.rule.lr, torch.zeros_like(self.scales))
+
+    @cached_property
+    def size(self) -> Tensor:
+        """What the update is multiplied by before it is subtracted, fp32 (n,)."""
+        return -self.applied(torch.float32)[1]
 
     def applied(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return what weights and updates are multiplied by, each (n,), rounded to a dtype: 1 and 0 if left alone."""
@@ -161,10 +168,11 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
         _apply_plain(rest, factors)
         pieces = rest  # the kernel has rounded the masters of the others
     else:
-        for weights, update, state, matrix, scale, _, sums, copies in pieces:
+        for weights, update, state, matrix, scale, _, sums, kept, copies in pieces:
             own: list[Tensor] = []
             told = own if measured else None
-            parts.apply(rule, weights, update, state, scale=scale, active=active[matrix], sums=sums, squares=told)
+            on = active[matrix]
+            parts.apply(rule, weights, update, state, scale=scale, active=on, sums=sums, told=kept, squares=told)
             if squares is not None:
                 squares += [square / copies for square in own]
     masters = [piece.weights for piece in pieces if piece.rounded is not None]
@@ -281,25 +289,24 @@ def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
                 [piece.gradient for piece in some],
                 [_momentum(piece) for piece in some],
                 [piece.into for piece in some if piece.into is not None],
-                _of_each([piece.matrix for piece in some], factors.active)[0][:, 0],
+                factors.active,
                 momentum=rule.momentum,
                 nesterov=rule.nesterov,
+                entries=[piece.matrix for piece in some],
             )
 
 
 def _apply_fused(pieces: Sequence[Updated], factors: Factors) -> None:
-    keep, change = factors.applied(torch.float32)
     for some in ([p for p in pieces if p.rounded is not None], [p for p in pieces if p.rounded is None]):
         if some:
-            numbers = [piece.matrix for piece in some]
-            active, kept, changed = (factor[:, 0] for factor in _of_each(numbers, factors.active, keep, change))
             fused.apply(
                 [piece.weights if piece.rounded is None else piece.rounded for piece in some],
                 [piece.weights for piece in some if piece.rounded is not None],
                 [piece.update for piece in some],
-                active,
-                keep=kept,
-                size=-changed,
+                factors.active,
+                keep=factors.applied(torch.float32)[0],
+                size=factors.size,
+                entries=[piece.matrix for piece in some],
             )
 
 

@@ -1,0 +1,31 @@
+"""Team: the ranks that multiply one matrix together, each of them some blocks of every product."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.comm.wire import Wire
+
+
+class Team:
+    """One rank's part in a team, a `muonmesh.numerics.kernels.Share`.
+
+    Args:
+        ranks: The members, the owner first.
+        group: A process group of exactly these ranks, in any order.
+        wire: Counts what travels.
+        rank: This one.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup, wire: Wire, *, rank: int) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.size = len(ranks)
+        self.index = self.ranks.index(rank)
+        self.is_owner = rank == ranks[0]
+        self._group = group
+        self._wire = wire
+
+    def gather(self, mine: Tensor, everyone: Tensor) -> None:
+        """Fill ``everyone`` (size, ...) with ``mine`` (...) of each member."""
+        self._wire.collect(f"a product of the team {self.ranks}", mine, everyone, self._group)

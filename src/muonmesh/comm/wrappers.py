@@ -1,0 +1,82 @@
+"""Wrappers: what DistributedDataParallel says of who holds plain parameters alike, so that nobody has to repeat it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from muonmesh.errors import LayoutError, explain_error
+
+Living = TypeVar("Living")
+
+
+def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup | None:
+    """Return the ranks among which a model is replicated, if it is a DistributedDataParallel, compiled or not."""
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, DistributedDataParallel):
+        return None
+    group: dist.ProcessGroup = inner.process_group
+    return "world" if group is dist.group.WORLD else group  # "world" can be pickled
+
+
+def living(kind: type[Living]) -> list[Living]:
+    """Return the objects of a class that this process has now.
+
+    They are found among all objects that Python can collect, which takes about a tenth of a second for a million of
+    them. After ``gc.freeze()`` those made before are not found.
+    """
+    # Not isinstance: that asks some objects for their __class__, and deprecated ones warn then.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | None:
+    """Return the ranks among which the wrappers that now exist in this process average the gradients of parameters.
+
+    A host wraps the model itself, wherever it keeps the wrapper, and often after the optimizer was made. So the living
+    wrappers are asked which parameters they hold, once a plan.
+
+    Args:
+        tensors: Parameters by name.
+
+    Returns:
+        The group; None if no wrapper holds any of them.
+
+    Raises:
+        LayoutError: some wrapper holds others of the parameters but not all that are plain tensors, or the wrappers
+            of two of them have groups of different ranks.
+    """
+    found: dict[int, dist.ProcessGroup] = {}
+    for wrapper in living(DistributedDataParallel):
+        left_out = wrapper.parameters_to_ignore
+        averaged = (p for name, p in wrapper.module.named_parameters() if name not in left_out)
+        found |= {id(parameter): wrapper.process_group for parameter in averaged}
+    held = {name: found[id(tensor)] for name, tensor in tensors.items() if id(tensor) in found}
+    if not held:
+        return None
+    first, group = next(iter(held.items()))
+    ranks = dist.get_process_group_ranks(group)
+    for name, tensor in tensors.items():
+        if name not in held:
+            if isinstance(tensor, DTensor):
+                continue
+            raise LayoutError(
+                explain_error(
+                    name,
+                    f"a plain tensor that no DistributedDataParallel averages, while one averages {first}",
+                    "to know which ranks hold it; guessing wrong would train silently wrong",
+                    'Write Muon(..., process_group="world") if your loop averages its gradient among all ranks, or '
+                    "leave it out of the groups",
+                )
+            )
+        other = dist.get_process_group_ranks(held[name])
+        if other != ranks:
+            found_ranks = f"a DistributedDataParallel of ranks {other}, while that of {first} has ranks {ranks}"
+            write = "Give each its own optimizer, or write gradients= with a GradientSource whose group() tells them"
+            raise LayoutError(explain_error(name, found_ranks, "one group for all parameters", write))
+    return group

@@ -1,0 +1,192 @@
+"""Heads: attention weights cut into one matrix for each head, by what the attention module says of itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
+
+from torch import nn
+
+from muonmesh.errors import explain_error
+from muonmesh.groups.fused import class_names
+from muonmesh.groups.sites import Role, Site
+
+HeadPart: TypeAlias = Literal["q", "k", "v", "o"]
+"""A projection that `split_params` may cut into heads."""
+
+DEFAULT: tuple[HeadPart, ...] = ("q", "k")
+
+# What attention modules call their projections; the key of a parameter that they hold themselves, without its ending.
+_PARTS: dict[str, tuple[str, ...]] = {
+    r"q|query|q_b|wq|q_lin|to_q|query_proj|q_proj|q_b_proj|linear_q|linear_q_proj|linear_q_up_proj|q_proj_weight": (
+        "q",
+    ),
+    r"k|key|wk|k_lin|to_k|key_proj|k_proj|linear_k|k_proj_weight": ("k",),
+    r"v|value|wv|v_lin|to_v|value_proj|v_proj|linear_v|v_proj_weight": ("v",),
+    r"o_proj|out_proj|out_lin|wo|c_proj|linear_proj|dense|to_out": ("o",),
+    r"kv_b_proj|linear_kv_up_proj|kv_proj|to_kv": ("k", "v"),
+    r"(?i:.*qkv.*|query_key_value|c_attn|in_proj|in_proj_weight|att_proj)": ("q", "k", "v"),
+}
+
+
+def parts_of(per_head: object) -> tuple[HeadPart, ...]:
+    """Return which projections are cut into heads, by what `split_params` was told.
+
+    Raises:
+        ValueError: it is neither a bool nor some of the projections.
+    """
+    if isinstance(per_head, bool):
+        return DEFAULT if per_head else ()
+    known = get_args(HeadPart)
+    given = tuple(per_head) if isinstance(per_head, Collection) and not isinstance(per_head, str) else ()
+    if not given or any(part not in known for part in given):
+        needed = 'True, which means ("q", "k"), False, or some of "q", "k", "v", "o"'
+        raise ValueError(explain_error("split_params", f"per_head={per_head!r}", needed, 'Write per_head=("q", "k")'))
+    return tuple(part for part in known if part in given)
+
+
+def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role, tuple[HeadPart, ...]]:
+    """Return the role of a parameter with its projections cut into heads, and which these are.
+
+    Where q, k and v of one head follow each other in storage (NeoX, Megatron), each of them becomes a matrix for each
+    head, also v: what lies between others cannot stay one matrix.
+
+    Args:
+        site: Where the parameter is.
+        role: What it is; AdamW's are left alone.
+        parts: Which projections to cut.
+
+    Raises:
+        ValueError: it is such a projection, and the module does not say of how many heads, or they do not add up to it.
+    """
+    if role.algorithm != "muon" or len(site.shape) != 2:
+        return role, ()
+    attribute, owner = place_of(site)
+    named = named_parts(attribute)
+    wanted = tuple(part for part in get_args(HeadPart) if part in named and part in parts)
+    if not wanted or not any("Attention" in name for name in class_names(owner)):
+        return role, ()
+    form: Any = role.matrices
+    transposed = isinstance(form, tuple) and form[0] == "transposed"
+    if transposed:
+        form = form[1]
+    length = site.shape[int((named == ("o",)) != transposed)]
+    cut = _cut(site, owner, form, named, wanted, length)
+    told = ", ".join(wanted)
+    if form != "whole" and len(cut) and cut[0] == "heads":
+        told = ", ".join(named)  # all of what lies head by head
+    matrices: Any = ("transposed", cut) if transposed else cut
+    return replace(role, matrices=matrices, reason=f"{role.reason}; one matrix for each head of {told}"), wanted
+
+
+def refuse_none(model: nn.Module, missing: Collection[str]) -> None:
+    """Raise if some projections that were asked for are nowhere.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if missing:
+        found = f"no attention module whose {', '.join(missing)} split_params knows"
+        needed = f"one for each of the projections in per_head, {', '.join(missing)} too"
+        write = (
+            'Write overrides={"name": {"algorithm": "muon", "matrices": ("heads", 12, 0)}} for each, or leave it out'
+        )
+        raise ValueError(explain_error(type(model).__name__, found, needed, write))
+
+
+def named_parts(attribute: str) -> tuple[str, ...]:
+    """Return the projections that a parameter of this name holds, in their order; none if the name is not known."""
+    return next((names for pattern, names in _PARTS.items() if re.fullmatch(pattern, attribute)), ())
+
+
+def place_of(site: Site) -> tuple[str, nn.Module]:
+    """Return what an attention module would call the projection, and that module."""
+    if site.key not in ("weight", "bias") or len(site.owners) < 2:
+        return site.key.replace("bias", "weight"), site.module
+    return site.owners[0][0], site.owners[1][1]
+
+
+def _cut(
+    site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], wanted: tuple[str, ...], length: int
+) -> tuple[Any, ...]:
+    """Return how the dim of a projection that consists of heads is cut into them.
+
+    Args:
+        site: Of the parameter.
+        owner: The attention module.
+        form: How it splits without heads.
+        named: The projections in it, in their order.
+        wanted: Those to cut.
+        length: Size of the dim.
+    """
+    dim = int(named == ("o",))
+    if form == "whole" and len(named) == 1:
+        count, size = heads_of(owner, named[0])
+        if count is None or size is None or count * size != length:
+            refuse_heads(site, owner, named[0], count, size, length)
+        return ("heads", count, dim)
+    if form == "whole" and named == ("k", "v"):  # DeepSeek's, whose heads of k and v differ in size
+        count, _ = heads_of(owner, "q")
+        key, value = getattr(owner, "qk_nope_head_dim", None), getattr(owner, "v_head_dim", None)
+        if count is None or key is None or value is None or count * (key + value) != length:
+            refuse_heads(site, owner, "k, v", count, None if key is None or value is None else key + value, length)
+        return ("rows", *(key, value) * count)
+    if isinstance(form, tuple) and form[0] == "interleaved":
+        runs = form[1] if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
+        _, size = heads_of(owner, "k")
+        size = min(runs) if size is None else size
+        if any(run % size for run in runs) or length % size:
+            refuse_heads(site, owner, ", ".join(named), None, size, length)
+        return ("heads", length // size, 0)
+    if isinstance(form, tuple) and form[0] == "rows" and len(form) == len(named) + 1:
+        sizes: list[int] = []
+        for part, rows in zip(named, form[1:], strict=True):
+            count, size = heads_of(owner, part)
+            if part not in wanted:
+                sizes.append(rows)
+            elif count is None or size is None or count * size != rows:
+                refuse_heads(site, owner, part, count, size, rows)
+            else:
+                sizes += [size] * count
+        return ("rows", *sizes)
+    refuse_heads(site, owner, ", ".join(named), None, None, length)
+
+
+def heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
+    """Return how many heads a projection has and how large each is; None for what the module does not say."""
+    queries = said_by(
+        owner, "num_attention_heads", "num_heads", "n_heads", "n_head", "num_attention_heads_per_partition"
+    )
+    grouped = said_by(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
+    count = queries if part in ("q", "o") else grouped or queries
+    value = said_by(owner, "v_head_dim")
+    names = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "hidden_size_per_attention_head")
+    size = value if part in ("v", "o") and value is not None else said_by(owner, *names)
+    if size is None and queries is not None and (width := said_by(owner, "embed_dim", "hidden_size")) is not None:
+        size = width // queries if width % queries == 0 else None
+    return count, size
+
+
+def said_by(owner: nn.Module, *names: str) -> int | None:
+    """Return what a module or its config says under the first of these names that it has."""
+    for holder in (owner, getattr(owner, "config", None)):
+        for name in names:
+            found = getattr(holder, name, None)
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+    return None
+
+
+def refuse_heads(site: Site, owner: nn.Module, part: str, count: int | None, size: int | None, length: int) -> NoReturn:
+    """Raise because a projection does not consist of whole heads, for all that its module says."""
+    of = "an unknown number" if count is None else f"{count}"
+    each = "of unknown size" if size is None else f"of {size}"
+    found = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {each}"
+    write = f'overrides={{"{site.name}": {{"algorithm": "muon", "matrices": ("heads", n, 0)}}}}'
+    raise ValueError(
+        explain_error(
+            site.name, found, "whole heads: half a head is no matrix of its own", f"Write {write}, or leave it out"
+        )
+    )

@@ -1,0 +1,172 @@
+"""Logits: which rows of which weights make the attention logits of one head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from muonmesh.errors import explain_error
+from muonmesh.groups.fused import class_names
+from muonmesh.groups.heads import heads_of, named_parts, place_of, refuse_heads, said_by
+from muonmesh.groups.roles import role
+from muonmesh.groups.sites import Site, sites
+
+_NORM = re.compile(r"(q|k|query|key)_?(norm|layernorm|ln)")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Indices low … high of one dim of a parameter, by which the logits of a head are a product.
+
+    Attributes:
+        name: Canonical name of the parameter.
+        dim: The dim.
+        low, high: The first index, and the one behind the last.
+        head: Number of the head.
+        power: Of the factor by which the head's logits are to change, what these elements are multiplied by.
+    """
+
+    name: str
+    dim: int
+    low: int
+    high: int
+    head: int
+    power: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention module.
+
+    Attributes:
+        name: Canonical name.
+        module: It.
+        heads: How many heads its queries have.
+        rows: What makes their logits.
+        queries: The module and key of the weight that makes the queries.
+    """
+
+    name: str
+    module: nn.Module
+    heads: int
+    rows: tuple[Rows, ...]
+    queries: tuple[nn.Module, str]
+
+
+def attentions(model: nn.Module) -> list[Attention]:
+    """Return the attention modules of a model, in its order.
+
+    The factor γ of a head's logits goes to the queries and keys of this head by √γ each. Where several heads of queries
+    share one of keys, the keys stay and the queries take all of γ, so that no other head changes. In latent attention
+    (MLA) q_C and k_C take √γ, the rotary q_R takes γ, and k_R, which all heads share, stays (arXiv 2507.20534).
+
+    Raises:
+        ValueError: there is none that is known; or the logits of one do not depend on the size of its weights.
+    """
+    found: dict[int, list[tuple[Site, str, nn.Module, Any]]] = {}
+    forms: dict[int, Any] = {}
+    for site in sites(model):
+        attribute, owner = place_of(site)
+        if not {"q", "k"} & set(named_parts(attribute)) or not any("Attention" in name for name in class_names(owner)):
+            continue
+        if site.key.endswith("weight"):
+            forms[id(site.module)] = role(site, {}).matrices
+        if site.key.endswith("weight") or site.key.endswith("bias"):
+            found.setdefault(id(owner), []).append((site, attribute, owner, forms.get(id(site.module), "whole")))
+    result = []
+    for entries in found.values():
+        owner = entries[0][2]
+        if any("CodeGen" in kind for kind in class_names(owner)):  # q, v, k by quarters
+            refuse_heads(entries[0][0], owner, "q, v, k", None, None, entries[0][0].shape[0])
+        name = entries[0][0].name.rsplit(".", 1 if entries[0][0].module is owner else 2)[0]
+        _refuse_norms(name, owner)
+        heads, _ = heads_of(owner, "q")
+        if heads is None:
+            refuse_heads(entries[0][0], owner, "q", None, None, entries[0][0].shape[0])
+        rows = tuple(row for site, attribute, _, form in entries for row in _rows(site, owner, attribute, form))
+        held = next(site for site, attribute, *_ in entries if "q" in named_parts(attribute) and len(site.shape) == 2)
+        result.append(Attention(name, owner, heads, rows, (held.module, held.key)))
+    if not result:
+        found_none = "no attention module whose queries and keys are known"
+        needed = "modules called ...Attention that hold q_proj and k_proj, or a fused projection that is known"
+        write = "Leave QKClip out, or name the projections so"
+        raise ValueError(explain_error(type(model).__name__, found_none, needed, write))
+    return result
+
+
+def _refuse_norms(name: str, owner: nn.Module) -> None:
+    for key, child in owner._modules.items():
+        if child is not None and not isinstance(child, nn.Identity) and _NORM.fullmatch(key):
+            found = f"{key}, which norms queries or keys, so that their weights' size does not change the logits"
+            needed = "attention whose logits grow with its weights"
+            raise ValueError(explain_error(name, found, needed, "Leave QKClip out: the norm already bounds the logits"))
+
+
+def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[Rows]:
+    """Yield the rows of one parameter, weight or bias."""
+    stored = isinstance(form, tuple) and form[0] == "transposed"
+    if stored:
+        form = form[1]
+    dim = int(stored and len(site.shape) == 2)
+    grouped = heads_of(owner, "k")[0] != heads_of(owner, "q")[0]
+    nope, rope = said_by(owner, "qk_nope_head_dim"), said_by(owner, "qk_rope_head_dim")
+    latent = nope is not None and rope is not None
+    for part, head, low, high in _blocks(site, owner, attribute, form, site.shape[dim]):
+        if latent and part == "q":
+            assert nope is not None
+            yield Rows(site.name, dim, low, low + nope, head, 0.5)
+            yield Rows(site.name, dim, low + nope, high, head, 1.0)
+        elif part == "q":
+            yield Rows(site.name, dim, low, high, head, 1.0 if grouped else 0.5)
+        elif latent or not grouped:
+            yield Rows(site.name, dim, low, high, head, 0.5)
+
+
+def _blocks(
+    site: Site, owner: nn.Module, attribute: str, form: Any, length: int
+) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (projection, head, low, high) of the queries and keys that a projection of some length holds."""
+    named = named_parts(attribute)
+    queries, _ = heads_of(owner, "q")
+    assert queries is not None
+    spans: list[tuple[str, int, int]] = []
+    if form == "whole" and named == ("k", "v"):  # DeepSeek's, whose heads of k and v differ in size
+        key, value = said_by(owner, "qk_nope_head_dim"), said_by(owner, "v_head_dim")
+        if key is None or value is None or queries * (key + value) != length:
+            refuse_heads(site, owner, "k, v", queries, None, length)
+        spans = [("k", start, key) for start in range(0, length, key + value)]
+    elif form == "whole" and len(named) == 1:
+        count, size = heads_of(owner, named[0])
+        if count is None or size is None or count * size != length:
+            refuse_heads(site, owner, named[0], count, size, length)
+        spans = [(named[0], start, size) for start in range(0, length, size)]
+    elif isinstance(form, tuple) and form[0] == "rows" and len(form) == len(named) + 1:
+        start = 0
+        for part, rows in zip(named, form[1:], strict=True):
+            count, size = heads_of(owner, part)
+            if count is None or size is None or count * size != rows:
+                refuse_heads(site, owner, part, count, size, rows)
+            spans += [(part, start + head * size, size) for head in range(count)]
+            start += rows
+    elif isinstance(form, tuple) and form[0] == "interleaved":
+        runs = list(form[1]) if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
+        size = min(runs)
+        known = said_by(owner, "qk_nope_head_dim") if named == ("k", "v") else heads_of(owner, "k")[1]
+        if known != size or len(runs) != len(named) or any(run % size for run in runs):
+            refuse_heads(site, owner, ", ".join(named), queries, known, length)
+        for turn in range(0, length, sum(runs)):
+            start = turn
+            for part, run in zip(named, runs, strict=True):
+                spans += [(part, start + at, size) for at in range(0, run, size)]
+                start += run
+    else:
+        refuse_heads(site, owner, ", ".join(named), queries, None, length)
+    count_of = dict.fromkeys(named, 0)
+    for part, low, size in spans:
+        if part in ("q", "k"):
+            yield part, count_of[part], low, low + size
+        count_of[part] += 1

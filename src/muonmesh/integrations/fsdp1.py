@@ -1,0 +1,100 @@
+"""FSDP1: where its wrapper keeps the parameters that it has flattened.
+
+The wrapper lays the parameters of a module end to end, pads the whole, and gives each rank an equal part. With
+``use_orig_params=True`` each parameter of the model is then a view of what the rank holds of it, maybe of nothing::
+
+    groups = muonmesh.split_params(model)  # before the wrapper: a flat piece does not say what it was
+    model = FullyShardedDataParallel(model, use_orig_params=True, ...)
+    optimizer = muonmesh.Muon(groups, lr=3e-4, layouts=declared_layouts(model))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Replicate
+
+from muonmesh.comm.storage import Declared, this_rank, world_size
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.layout import FlatShards, Interval, MeshLayout
+from muonmesh.names import canonical_name
+
+
+def declared_layouts(model: nn.Module) -> dict[str, Declared]:
+    """Return for every parameter that FSDP1 has flattened where its pieces are, for ``Muon(..., layouts=...)``.
+
+    All of its strategies are known: whole on every rank, sharded over all, and sharded within a group of ranks beside
+    replicas in others. Nothing is sent.
+
+    Args:
+        model: With ``FullyShardedDataParallel`` around it, or around modules in it.
+
+    Raises:
+        ValueError: there is no such wrapper.
+        LayoutError: one was made without ``use_orig_params=True``, so that the model has flat parameters alone.
+    """
+    wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    if not wrappers:
+        found = "no module wrapped by FullyShardedDataParallel"
+        write = "Pass what FullyShardedDataParallel(model, use_orig_params=True) returns; fully_shard needs no layouts"
+        raise ValueError(explain_error("declared_layouts", found, "a model under FSDP1", write))
+    names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
+    layouts: dict[str, Declared] = {}
+    for wrapper in wrappers:
+        if wrapper._handle is not None and world_size() > 1:
+            layouts.update(_of_handle(wrapper, wrapper._handle, names))
+    return layouts
+
+
+def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, str]) -> dict[str, Declared]:
+    """Return the layouts of the parameters in one flat buffer."""
+    flat = handle.flat_param
+    if flat._params is None:
+        raise LayoutError(
+            explain_error(
+                ", ".join(flat._fqns),
+                "one flat parameter instead of them",
+                "views of it, one for each of them",
+                "Write FullyShardedDataParallel(..., use_orig_params=True), or shard with fully_shard",
+            )
+        )
+    group = wrapper.process_group
+    assert group is not None
+    sharing = tuple(dist.get_process_group_ranks(group))
+    if not handle.uses_sharded_strategy:
+        mesh = DeviceMesh.from_group(group, handle.device.type)
+        return {names[id(p)]: (mesh, [Replicate()]) for p in flat._params}
+    replicas = _replicas(sharing, getattr(wrapper, "_inter_node_pg", None))
+    ranks = tuple(rank for replica in replicas for rank in replica)
+    size = flat._sharded_size.numel()
+    borders = [(size * place, size * (place + 1)) for place in range(len(sharing))]
+    places = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+    offsets = [place for place, is_padding in places if not is_padding]
+    layouts: dict[str, Declared] = {}
+    for parameter, shape, (first, last) in zip(flat._params, flat._shapes, offsets, strict=True):
+        cuts = [_overlap(first, last + 1, *border) for border in borders] * len(replicas)
+        sizes = tuple(sum(interval.length for interval in some) for some in cuts)
+        within = MeshLayout.replicated(tuple(shape), ranks)
+        layouts[names[id(parameter)]] = FlatShards(within, tuple(cuts), sizes, replicas)
+    return layouts
+
+
+def _replicas(sharing: tuple[int, ...], copies: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of ranks that each hold everything: this rank's, and where it is sharded within nodes the others.
+
+    Those of the other ranks are as far from them as this rank's are from it, as in every grid of ranks.
+    """
+    if copies is None:
+        return (sharing,)
+    me = this_rank()
+    return tuple(tuple(rank + peer - me for rank in sharing) for peer in dist.get_process_group_ranks(copies))
+
+
+def _overlap(first: int, end: int, low: int, high: int) -> tuple[Interval, ...]:
+    """Return what a rank that keeps places low to high of a flat buffer holds of a parameter at first to end."""
+    begin, stop = max(first, low), min(end, high)
+    return (Interval(begin - first, stop - begin, 0),) if begin < stop else ()

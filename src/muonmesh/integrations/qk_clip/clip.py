@@ -1,0 +1,211 @@
+"""QKClip: MuonClip's bound on attention logits (Kimi Team, arXiv 2507.20534)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from muonmesh.comm.storage import Storage, local_of, storage_of
+from muonmesh.errors import explain_error
+from muonmesh.groups.logits import Attention, Rows, attentions
+from muonmesh.integrations.qk_clip.attention import watch
+from muonmesh.integrations.qk_clip.logits import largest_logits
+from muonmesh.names import canonical_name
+from muonmesh.optimizer import Muon
+
+
+class QKClip:
+    """Keeps the attention logits of a model below a threshold, by the weights that make them.
+
+    While the model trains, the largest logit S of each head is noted: of `transformers` models through their attention
+    interface (sdpa, eager and flex attention), of others by `observe` or `record`. After a step the logits of a head
+    are to be multiplied by γ = min(1, threshold/S): its rows of W_q and W_k, and of their biases, are multiplied by √γ
+    each. Where heads share a key, and for the rotary part of latent attention, only the queries are changed, by γ
+    (`muonmesh.groups.logits`). Momentum is left alone.
+
+    All ranks that share the model call `step`: one all-reduce takes the largest S of all heads over them. The host
+    waits for nothing.
+
+    Args:
+        model: Any module, sharded or not, as it is trained.
+        threshold: Logits above it are brought back to it.
+        optimizer: After whose steps the weights are clipped; it knows shards that are no DTensors, flat buffers and
+            masters, which are clipped too. None: write ``clip.step()`` after each step, for plain weights and DTensors.
+        process_group: The ranks that train this model, or this stage of it; None: all.
+
+    Raises:
+        ValueError: no attention is known, its logits are bounded by norms of queries and keys, or the threshold is not
+            above 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        threshold: float = 100.0,
+        *,
+        optimizer: Muon | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
+            raise ValueError(explain_error("threshold", f"{threshold!r}", "a number above 0", "Write threshold=100"))
+        self.threshold = float(threshold)
+        self._model, self._optimizer, self._group = model, optimizer, process_group
+        self._attentions = attentions(model)
+        self._starts: dict[int, int] = {}
+        total = 0
+        for attention in self._attentions:
+            self._starts[id(attention.module)] = total
+            total += attention.heads
+        self._of = {id(attention.module): attention for attention in self._attentions}
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._largest = torch.full((total,), -torch.inf, device=device)
+        self._last = self._largest
+        known = [a.module for a in self._attentions if _is_of_transformers(a.module)]
+        if known:
+            watch(model, known, self)
+        if optimizer is not None:
+            optimizer.register_step_post_hook(lambda *_: self.step())
+
+    @property
+    def largest(self) -> Mapping[str, Tensor]:
+        """The largest logit of each head before the last step, over all ranks, by attention module: fp32 (heads,)."""
+        return {a.name: self._last[self._starts[id(a.module)] :][: a.heads] for a in self._attentions}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def observe(
+        self, module: nn.Module, query: Tensor, key: Tensor, *, scale: float, mask: Any = None, causal: bool = False
+    ) -> None:
+        """Note the logits of one call of an attention module of one's own.
+
+        Args:
+            module: The attention module.
+            query: Shape (batch, heads, queries, size), after rotary embedding; the heads that this rank computes.
+            key: Shape (batch, groups, keys, size).
+            scale: What the products are multiplied by.
+            mask: None, bool, numbers to be added, or a BlockMask, see `largest_logits`.
+            causal: Whether a query looks at no later key.
+        """
+        self.record(module, largest_logits(query, key, scale=scale, mask=mask, causal=causal))
+
+    def record(self, module: nn.Module, largest: Tensor, *, first: int | None = None) -> None:
+        """Note the largest logit of some heads of an attention module.
+
+        Args:
+            module: The attention module.
+            largest: Shape (heads,).
+            first: Number of the first of these heads, where a rank computes some of them; None: all of them, or those
+                whose weight it holds, a DTensor.
+
+        Raises:
+            ValueError: the module is not among those whose weights are known, or these are not its heads.
+        """
+        attention = self._of.get(id(module))
+        if attention is None:
+            known = ", ".join(a.name for a in self._attentions)
+            raise ValueError(explain_error(type(module).__name__, "a module that is not known", f"one of {known}"))
+        if first is None:
+            first = _first_head(attention, len(largest))
+        if first < 0 or first + len(largest) > attention.heads:
+            found, needed = f"heads {first} to {first + len(largest) - 1}", f"some of its {attention.heads}"
+            raise ValueError(explain_error(attention.name, found, needed, "Write record(..., first=...)"))
+        if self._largest.device != largest.device:
+            self._largest = self._largest.to(largest.device)
+        start = self._starts[id(module)] + first
+        mine = self._largest[start : start + len(largest)]
+        mine.copy_(torch.maximum(mine, largest.detach().float()))  # NaN stays NaN
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip the weights by what was noted since the last call; all ranks call it, after the optimizer's step."""
+        largest, self._largest = self._largest, torch.full_like(self._largest, -torch.inf)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        self._last = largest
+        # What is not finite says nothing of how much too large it is; the optimizer's skipping is for that.
+        gamma = torch.where((largest > self.threshold) & largest.isfinite(), self.threshold / largest.double(), 1.0)
+        factors: dict[str, list[tuple[Rows, Tensor]]] = {}
+        for attention in self._attentions:
+            own = gamma[self._starts[id(attention.module)] :]
+            for rows in attention.rows:
+                factors.setdefault(rows.name, []).append((rows, own[rows.head] ** rows.power))
+        for name, storage, local, master in self._stored():
+            if name in factors:
+                scale_rows(local if master is None else master, storage, factors[name])
+                if master is not None:
+                    local.copy_(master)
+
+    def _stored(self) -> list[tuple[str, Storage, Tensor, Tensor | None]]:
+        """Return what this rank stores of all parameters: name, where it lives, local tensor, that of the master."""
+        found: list[tuple[str, Storage, Tensor, Tensor | None]] = []
+        if self._optimizer is not None:
+            for member in self._optimizer.members:
+                master = self._optimizer.state.get(member.tensor, {}).get("master")
+                master = None if master is None else local_of(master.detach())
+                found.append((member.name, member.storage, local_of(member.tensor.detach()), master))
+            return found
+        for key, parameter in self._model.named_parameters():
+            replicas = None if isinstance(parameter, DTensor) else (0,)
+            storage = storage_of(canonical_name(key), parameter, replicas)
+            found.append((canonical_name(key), storage, local_of(parameter.detach()), None))
+        return found
+
+
+def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[Rows, Tensor]]) -> None:
+    """Multiply rows, or columns, of a parameter by numbers, in what this rank stores of it.
+
+    Computed in fp32 or wider and rounded once, element by element, so every sharding gives the same bits; a factor of 1
+    changes none.
+
+    Args:
+        local: The local tensor, written.
+        storage: Where the parameter lives.
+        factors: Which rows, and 0-d fp64 numbers.
+    """
+    dim, length = factors[0][0].dim, storage.shape[factors[0][0].dim]
+    each = torch.ones(length, dtype=torch.float64, device=local.device)
+    for rows, factor in factors:
+        each[rows.low : rows.high] = factor
+    wide = torch.promote_types(local.dtype, torch.float32)
+    if storage.layout is None:  # plain, and nobody said who else holds it
+        _scale(local, each, dim, wide)
+        return
+    contiguous = local.contiguous()
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    rank = rank if rank in storage.layout.ranks else storage.layout.ranks[0]
+    for block in storage.layout.blocks(rank):
+        region = block.region
+        view = contiguous.as_strided(region.shape, block.strides, contiguous.storage_offset() + block.start)
+        _scale(view, each[region.offset[dim] :][: region.shape[dim]], dim, wide)
+    if contiguous is not local:
+        local.copy_(contiguous)
+
+
+def _scale(view: Tensor, each: Tensor, dim: int, wide: torch.dtype) -> None:
+    shape = [1] * view.ndim
+    shape[dim] = -1
+    view.copy_(view.to(wide) * each.to(wide).view(shape))
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return any(c.__module__.startswith("transformers.") for c in type(module).__mro__)
+
+
+def _first_head(attention: Attention, count: int) -> int:
+    """Return the number of the first head that this rank computes: all, or those whose queries' weight it holds."""
+    if count == attention.heads:
+        return 0
+    module, key = attention.queries
+    weight = getattr(module, key)
+    if isinstance(weight, DTensor) and weight.placements and isinstance(weight.placements[-1], Shard):
+        mesh = weight.device_mesh  # tensor parallelism is its last axis, under FSDP too
+        if mesh.size(mesh.ndim - 1) * count == attention.heads:
+            return mesh.get_local_rank(mesh.ndim - 1) * count
+    found = f"the logits of {count} of {attention.heads} heads"
+    needed = "to know which: a weight that is a DTensor, cut by heads along the last axis of its mesh"
+    raise ValueError(explain_error(attention.name, found, needed, "Write clip.record(module, largest, first=...)"))

@@ -1,0 +1,173 @@
+"""The Trainer of `transformers`, and those made of it, TRL's: its optimizer, its clipping and what it logs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+from transformers.utils import logging
+
+from muonmesh.clip import ClipPolicy
+from muonmesh.comm.wrappers import living
+from muonmesh.errors import explain_error
+from muonmesh.integrations.accelerate import tell_of_skipped_steps
+from muonmesh.integrations.settings import check_settings
+from muonmesh.optimizer import Muon, from_model
+
+_logger = logging.get_logger(__name__)
+
+
+class MuonFactory:
+    """Makes the optimizer of a Trainer, as ``optimizer_cls_and_kwargs=(MuonFactory, {"args": args})``.
+
+    A Trainer calls the class without arguments and the object with the model and the rest of the pair. Learning rate,
+    weight decay, betas and ε are those of its `TrainingArguments`; who holds plain matrices is found at the first step.
+    So one script trains in one process, under DDP and under FSDP2.
+    """
+
+    def __call__(self, model: nn.Module, *, args: TrainingArguments | None = None, **settings: Any) -> Muon:
+        """Return the optimizer.
+
+        Args:
+            model: As the Trainer will wrap or shard it.
+            args: The Trainer's own; ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and
+                ``adam_epsilon`` are read.
+            settings: Arguments of `muonmesh.from_model`, by name; they win over ``args``.
+
+        Raises:
+            TypeError, ValueError: a setting is unknown or wrong, or ``args`` asks for what nobody would read.
+        """
+        if args is None:
+            write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
+            raise TypeError(explain_error("MuonFactory", "no args", "the TrainingArguments, for their rates", write))
+        if args.optim_args:
+            found, needed = f"optim_args={args.optim_args!r}", "settings of muonmesh.from_model, beside args"
+            write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args, "momentum": 0.95})'
+            raise ValueError(explain_error("TrainingArguments", found, needed, write))
+        check_settings("MuonFactory", settings, from_model, decided=("model",))
+        given = {
+            "lr": args.learning_rate,
+            "weight_decay": args.weight_decay,
+            "adamw_betas": (args.adam_beta1, args.adam_beta2),
+            "adamw_eps": args.adam_epsilon,
+            "process_group": "auto",
+        }
+        optimizer = from_model(model, **{**given, **settings})
+        tell_of_skipped_steps(optimizer, lambda: _scaled_by(optimizer))
+        return optimizer
+
+
+class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not checked with us
+    """Clips in place of a Trainer, and adds the optimizer's figures to what the Trainer logs.
+
+    The learning rate of each group is logged as ``learning_rate/<group>``; a Trainer logs that of the first alone.
+
+    Args:
+        clip: Largest norm, by the policy; None: nothing is clipped here, and the Trainer's ``max_grad_norm`` counts.
+            Else that is set to 0, since gradients that were clipped already say nothing of their norm. (Muon feels
+            neither.)
+        policy: See `muonmesh.Muon.clip_grad_norm_`.
+        skip_above: Steps with a larger norm, or one that is not finite, change nothing on any rank, and the schedule
+            stays where it is.
+        metrics: Whether `muonmesh.Muon.metrics` are logged, with what else is logged.
+
+    Raises:
+        ValueError: an argument is out of range; at the beginning of the training: the Trainer has another optimizer.
+    """
+
+    def __init__(
+        self,
+        *,
+        clip: float | None = None,
+        policy: ClipPolicy = "adamw_only",
+        skip_above: float = math.inf,
+        metrics: bool = False,
+    ) -> None:
+        self.clip = clip
+        self.policy = policy
+        self.skip_above = skip_above
+        self.metrics = metrics
+        self._figures: dict[str, float] = {}
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are measured here."""
+        return self.clip is not None or self.skip_above < math.inf
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take over the clipping, and step before the loggers."""
+        muon = _muon_in(kwargs["optimizer"])
+        if self.clips and args.max_grad_norm:
+            _logger.info(f"MuonCallback clips, so max_grad_norm is set from {args.max_grad_norm} to 0")
+            args.max_grad_norm = 0.0
+        if self.metrics:
+            muon.metrics()  # from here on updates are recorded
+        for handler in living(CallbackHandler):
+            if self in handler.callbacks:
+                handler.callbacks.remove(self)
+                handler.callbacks.insert(0, self)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Clip; a Trainer has unscaled the gradients by now."""
+        if self.clips:
+            limit = math.inf if self.clip is None else self.clip
+            _muon_in(kwargs["optimizer"]).clip_grad_norm_(limit, policy=self.policy, skip_above=self.skip_above)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell the Trainer of a skipped step before it moves the schedule; measure while there are gradients."""
+        wrapper = kwargs["optimizer"]
+        muon = _muon_in(wrapper)
+        wrapper._is_overflow = muon.skipped
+        self._figures = {f"learning_rate/{group['name']}": float(group["lr"]) for group in muon.param_groups}
+        if self.metrics and _logs_next(args, state):
+            self._figures |= muon.metrics()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the figures to a training step's log, which the loggers see next."""
+        if logs is not None and "loss" in logs:
+            logs.update(self._figures)
+            state.log_history[-1].update(self._figures)
+
+
+def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the step that is under way may be logged; all ranks say the same."""
+    step = state.global_step + 1
+    if args.logging_strategy != "steps" or (step == 1 and args.logging_first_step):
+        return True  # at the end of an epoch, whose last step is not known here
+    return bool(step % state.logging_steps == 0 or step >= state.max_steps)
+
+
+def _muon_in(optimizer: Any) -> Muon:
+    """Return the optimizer that Accelerate's wrapper holds."""
+    inner = optimizer
+    while not isinstance(inner, Muon) and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not isinstance(inner, Muon):
+        found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
+        raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
+    return inner
+
+
+def _scaled_by(optimizer: Muon) -> list[AcceleratedOptimizer]:
+    """Return Accelerate's wrapper while its GradScaler steps the optimizer: it has put a step of its own there then."""
+    step = vars(optimizer).get("step")
+    names = inspect.getclosurevars(step).nonlocals if inspect.isfunction(step) else {}
+    return [value for value in names.values() if isinstance(value, AcceleratedOptimizer)]

@@ -1,0 +1,76 @@
+"""The rational step of QDWH: x (a + b·x²) / (1 + c·x²) on the singular values, by one inverse.
+
+On X that is P X with P = b/c + (a − b/c) (1 + c·X Xᵀ)⁻¹. The matrix to be inverted is symmetric and positive definite,
+and the ratio of its largest to its smallest eigenvalue is at most 1 + c, so fp32 and Cholesky's factorisation are exact
+enough (Nakatsukasa, Bai and Gygi 2010, doi 10.1137/090774999). X Xᵀ in bf16 would not be: c is 16 000.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.kernels import KernelName, select
+from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.normalize import sums
+from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.threads import run_on_one_thread
+
+_ABOVE = 1.005
+"""By how much the bound of the largest singular value is widened, since X is rounded."""
+
+
+def rational_factor(
+    x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write the factor of X less the mean of its diagonal, which rounding to bf16 would shift as a whole.
+
+    On a CPU each matrix has one thread: sums round otherwise on another number of threads, products and LAPACK's too.
+
+    Args:
+        x: The matrices times their norms, shape (batch, rows, cols), rows ≤ cols, compute dtype.
+        norm: Their Frobenius norms, shape (batch, 1, 1).
+        step: (a, b, c).
+        kernels: Implementation of the products.
+        out: Shape (batch, rows, rows), compute dtype, written.
+
+    Returns:
+        The means, and by what X is divided beside its norm: both (batch, 1, 1).
+    """
+    if x.device.type != "cpu":
+        return _factor(x, norm, step, kernels, out)
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def each() -> None:
+        for i in range(len(x)):  # in fp32 a batch has other bits than a matrix alone
+            one = slice(i, i + 1)
+            found.append(_factor(x[one], norm[one], step, kernels, out[one]))
+
+    run_on_one_thread(each, device=x.device)
+    means, bounds = zip(*found, strict=True)
+    return torch.cat(means), torch.cat(bounds)
+
+
+def _factor(
+    x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    a, b, c = step
+    exact = torch.promote_types(x.dtype, torch.float32)
+    rows, cols = x.shape[1:]
+    with exact_fp32(exact):
+        wide = x
+        if x.dtype != exact or x.device.type == "cpu":
+            wide = scratch("rational x", x.shape, dtype=exact, device=x.device).copy_(x)
+        square = scratch("rational square", out.shape, dtype=exact, device=x.device)
+        matmuls = select(kernels, device=x.device, dtype=exact, rows=rows, cols=cols)
+        gram = matmuls.gram(wide, norm.square().reciprocal(), square)
+        # ‖X Xᵀ‖² is the sum of the fourth powers of the singular values, so its fourth root bounds the largest.
+        fourth = sums(sums(gram.square().flatten(0, 1)).view(-1, rows))[:, None, None]
+        bound = torch.where(fourth == 0, 1.0, fourth.sqrt().sqrt() * _ABOVE)
+        gram.mul_(c / bound.square()).diagonal(dim1=-2, dim2=-1).add_(1.0)
+        lower, _ = torch.linalg.cholesky_ex(gram)
+        inverse = torch.cholesky_inverse(lower).mul_(a - b / c)
+    diagonal = inverse.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1, keepdim=True)[..., None]
+    out.copy_(inverse).diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean[..., 0])
+    return mean + b / c, bound

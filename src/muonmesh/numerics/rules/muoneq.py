@@ -1,0 +1,50 @@
+"""MuonEq: Muon of directions whose rows have been brought to one norm (Chang et al., arXiv 2603.28254)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias, get_args
+
+from torch import Tensor
+
+from muonmesh.numerics.rules.even import norm, over, unit
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import Rule
+
+MuonEqSides: TypeAlias = Literal["rows", "cols", "both"]
+"""What MuonEq brings to one norm: the paper's R, its default; C; and RC, by the norms of both before the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuonEqRule(MuonRule):
+    """Muon that equilibrates the direction before it is orthogonalised; it keeps nothing but the momentum.
+
+    With X the m × n direction and D the diagonal matrix of its rows' norms, ``D⁻¹·X·‖X‖_F/√m`` is orthogonalised, whose
+    rows all have the norm that they had on average. As orthogonalising does not see the scale of a matrix, the factor
+    ‖X‖_F/√m is left out. For "both", ``D⁻¹·X·C⁻¹`` with the norms C of the columns of X. A row of zeros stays one, and
+    there is no ε, which would swallow small gradients.
+
+    Attributes:
+        sides: What is brought to one norm, ``muoneq_sides``.
+    """
+
+    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "sides": "muoneq_sides"}
+
+    sides: MuonEqSides = "rows"
+
+    def check(self) -> None:
+        """Check the sides.
+
+        Raises:
+            ValueError: they are unknown.
+        """
+        if self.sides not in get_args(MuonEqSides):
+            raise ValueError(f"muoneq_sides: found {self.sides!r}; needed 'rows', 'cols' or 'both'")
+
+    def balance(self, direction: Tensor) -> Tensor:
+        """Return the directions with their rows, or columns, of norm 1."""
+        if self.sides != "both":
+            return unit(direction, -1 if self.sides == "rows" else -2)
+        scaled = over(direction, direction.abs().amax((-2, -1), keepdim=True))
+        return over(unit(scaled, -1), norm(scaled, -2))

@@ -1,0 +1,68 @@
+"""Scion: what its rules for embeddings and heads have in common (Pethick et al., arXiv 2502.07529)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias, get_args
+
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import Rule
+from muonmesh.numerics.scale import ScaleMode, StepSize
+
+ScionLayer: TypeAlias = Literal["head", "embedding"]
+"""What multiplies the weight: vectors whose elements are about 1, in a head; or one index, in an embedding."""
+
+SCALES: tuple[ScaleMode, ...] = ("match_rms_adamw", "unit_rms_norm", "none")
+"""The scale modes that mean something for steps that are not orthogonal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScionRule(MuonRule):
+    """Momentum, brought to norm 1 by the operator norm of an embedding or of a head; it is not orthogonalised.
+
+    The paper decays weights by its rate γ and steps by γ times a radius ρ: write ``lr=γ·ρ`` and ``weight_decay=1/ρ``.
+    It has no look-ahead: ``nesterov=False``.
+
+    Attributes:
+        layer: What the weights are, ``scion_layer``. A tied weight is a head.
+    """
+
+    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "layer": "scion_layer"}
+    orthogonalizes: ClassVar[bool] = False
+
+    layer: ScionLayer = "head"
+
+    def check(self) -> None:
+        """Check layer and scale.
+
+        Raises:
+            ValueError: one is unknown.
+        """
+        if self.layer not in get_args(ScionLayer):
+            raise ValueError(f"scion_layer: found {self.layer!r}; needed 'head' or 'embedding'")
+        if self.scale_mode not in SCALES:
+            needed = ", ".join(map(repr, SCALES))
+            raise ValueError(
+                f"scale_mode: found {self.scale_mode!r} for a step that is not orthogonal; needed {needed}"
+            )
+
+    def rms(self, rows: int, cols: int) -> float:
+        """Return the RMS of an update before it is scaled, if no row is zero."""
+        raise NotImplementedError
+
+    def own(self, rows: int, cols: int) -> float:
+        """Return the factor by which the update has Scion's operator norm 1."""
+        raise NotImplementedError
+
+    def scale(self, rows: int, cols: int) -> float:
+        """Return what the learning rate is multiplied by.
+
+        "match_rms_adamw" gives the step an RMS of 0.2, as it does Muon's; "unit_rms_norm" is Scion's own; "none": 1.
+        """
+        factor = {"match_rms_adamw": 0.2 / self.rms(rows, cols), "unit_rms_norm": self.own(rows, cols), "none": 1.0}
+        return self.extra_scale_factor * factor[self.scale_mode]
+
+    def step_size(self, rows: int, cols: int) -> StepSize:
+        """Return the RMS of one step; its spectral norm is another for every matrix."""
+        return StepSize(float(self.lr) * self.scale(rows, cols) * self.rms(rows, cols), float("nan"))

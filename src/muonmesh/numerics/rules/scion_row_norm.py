@@ -1,0 +1,34 @@
+"""Scion's RowNorm: rows of one norm, for a head or an embedding (Pethick et al., arXiv 2502.07529)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from muonmesh.numerics.rules.even import unit
+from muonmesh.numerics.rules.scion import ScionRule
+
+
+@dataclass(frozen=True, slots=True)
+class ScionRowNormRule(ScionRule):
+    """The rows of the momentum, each divided by its norm: one token's at a time.
+
+    With "unit_rms_norm" a row of a head has the norm 1/√cols, so that its largest output is 1 (the authors' RowNorm),
+    and a row of an embedding has an RMS of 1 (their ColNorm of the transposed weight, as torch stores it). A row of
+    zeros, that of a token without a gradient so far, stays one. There is no ε.
+    """
+
+    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the matrices with rows of norm 1."""
+        return unit(update, -1)
+
+    def rms(self, rows: int, cols: int) -> float:
+        """Return the RMS of rows of norm 1."""
+        return 1 / math.sqrt(cols)
+
+    def own(self, rows: int, cols: int) -> float:
+        """Return 1/√cols for a head, and √cols for an embedding."""
+        return 1 / math.sqrt(cols) if self.layer == "head" else math.sqrt(cols)

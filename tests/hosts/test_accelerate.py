@@ -1,0 +1,123 @@
+"""The real Accelerator: what `prepare` makes of model and optimizer trains as a plain loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from torch.utils.data import DataLoader
+
+from muonmesh.integrations.accelerate import from_model
+from tests.hosts.replay import Given, different, replayed, weights
+from tests.hosts.tiny import Tokens, llama
+from tests.hosts.world import accelerated, launched
+
+BATCHES = 8
+RATE = 0.05
+SETTINGS: dict[str, Any] = {"lr": RATE, "weight_decay": 0.1, "compute_dtype": torch.float32}
+
+
+def accelerator_for(how: str, micro: int) -> Accelerator:
+    """Make it with so many micro-batches a step."""
+    if how == "fsdp2":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=micro)
+    if how.startswith("zero"):
+        config = {
+            "zero_optimization": {"stage": int(how[-1])},
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": micro,
+            "gradient_clipping": 0.0,
+        }
+        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=micro)
+    return Accelerator(cpu=True, gradient_accumulation_steps=micro)
+
+
+def train(how: str, folder: str, micro: int, resume: bool = False) -> dict[str, Any]:
+    """Eight micro-batches, saved after four, or the last four of them."""
+    deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true"} if how.startswith("zero") else {}
+    with launched(**deepspeed), accelerated(how not in ("alone", "ddp")):
+        accelerator = accelerator_for(how, micro)
+        model: Any = llama()
+        optimizer = from_model(accelerator, model, **SETTINGS)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        loader = DataLoader(Tokens(), batch_size=2)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        if resume:
+            accelerator.load_state(folder)
+            loader = accelerator.skip_first_batches(loader, 4)
+        given, seen, losses = list[Given](), [], list[float]()
+        for step, batch in enumerate(loader, start=5 if resume else 1):
+            if step > BATCHES:
+                break
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                losses.append(loss.item())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and not deepspeed:
+                    seen.append(weights(model))
+                    accelerator.clip_grad_norm_(model.parameters(), 1e-6 if micro == 2 else 1e6)
+                    given.append(Given.to(optimizer))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if step == 4 and not resume:
+                accelerator.save_state(folder)
+        final = {} if deepspeed else weights(model)
+        if deepspeed:
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            final = {
+                name: safe_get_full_fp32_param(p).clone()
+                for name, p in accelerator.unwrap_model(model).named_parameters()
+            }
+        return {
+            "type": accelerator.distributed_type,
+            "given": given,
+            "weights": [*seen, final],
+            "losses": losses,
+            "skipped": accelerator.optimizer_step_was_skipped,
+        }
+
+
+@pytest.fixture(scope="module")
+def ddp(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """DDP's weights and losses; the other ways of holding the same parameters are compared with them."""
+
+    @cache
+    def found(micro: int) -> dict[str, Any]:
+        folder = str(tmp_path_factory.mktemp("ddp"))
+        return workers(2).run(train, "ddp", folder, micro, timeout=90.0)[0]
+
+    return found
+
+
+def test_ddp_is_a_plain_loop(ddp: Callable[[int], dict[str, Any]]) -> None:
+    found = ddp(2)
+    assert found["type"] == DistributedType.MULTI_CPU
+    assert len(found["given"]) == BATCHES // 2
+    assert different(found["weights"][-1], replayed(llama(), found["given"], **SETTINGS)) == []
+
+
+# DeepSpeed sums micro-batches in another order, so it is given one a step.
+@pytest.mark.parametrize(("how", "micro"), [("fsdp2", 2), ("zero2", 1), ("zero3", 1)])
+def test_other_ways_are_ddp(workers: Any, ddp: Any, tmp_path: Path, how: str, micro: int) -> None:
+    expected = ddp(micro)
+    found = workers(2).run(train, how, str(tmp_path), micro, timeout=90.0)[0]
+    assert found["type"] == (DistributedType.FSDP if how == "fsdp2" else DistributedType.DEEPSPEED)
+    assert found["losses"] == expected["losses"]
+    assert different(found["weights"][-1], expected["weights"][-1]) == []
+    resumed = workers(2).run(train, how, str(tmp_path), micro, resume=True, timeout=90.0)[0]
+    assert resumed["losses"] == expected["losses"][BATCHES // 2 :]
+    assert different(resumed["weights"][-1], expected["weights"][-1]) == []

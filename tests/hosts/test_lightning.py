@@ -1,0 +1,303 @@
+"""Lightning 2.6: Trainer and Fabric train, clip, log, save and resume with `muonmesh.integrations.lightning`."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning
+import pytest
+import torch
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+import muonmesh as mm
+from muonmesh.integrations.lightning import MuonMetrics, MuonModule, from_model
+from tests.hosts.replay import Given, different, replayed, strengths, weights
+from tests.hosts.tiny import Tokens, llama
+from tests.hosts.world import launched
+
+SETTINGS: dict[str, Any] = {"lr": 0.02, "compute_dtype": torch.float32}
+STEPS = 6
+LAUNCHED = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # what Lightning asks to know torchrun by
+
+
+def cut(model: nn.Module, how: str, mesh: Any) -> None:
+    """Cut a Llama as ``configure_model`` does: by FSDP2, or the MLPs by tensor parallelism and the rest not at all."""
+    for layer in model.model.layers:
+        if how == "fsdp2":
+            fully_shard(layer, mesh=mesh)
+            continue
+        plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+        parallelize_module(layer.mlp, mesh, plan)
+    if how == "fsdp2":
+        fully_shard(model, mesh=mesh)
+
+
+class Model(MuonModule):
+    muon = SETTINGS
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.model = llama()
+        self.how = how
+        self.given: list[Given] = []
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.how in ("fsdp2", "tp"):
+            axis = {"fsdp2": "data_parallel", "tp": "tensor_parallel"}[self.how]
+            cut(self.model, self.how, self.device_mesh[axis])
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.log("loss", loss)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **settings: Any) -> None:
+        super().configure_gradient_clipping(optimizer, *args, **settings)
+        self.given.append(Given.to(optimizer))
+
+
+def train(folder: Path, how: str = "", resume: str | None = None, **more: Any) -> tuple[Model, lightning.Trainer]:
+    """Train two epochs of three steps of four sequences a rank, clipped hard, with a checkpoint after each."""
+    parallel = {
+        "fsdp2": {"data_parallel_size": 2, "tensor_parallel_size": 1},
+        "tp": {"data_parallel_size": 1, "tensor_parallel_size": 2},
+    }
+    strategy = ModelParallelStrategy(**parallel[how]) if how in parallel else how or "auto"
+    module = more.pop("module", None) or Model(how)
+    keep = ModelCheckpoint(dirpath=folder / "kept", every_n_epochs=1, save_top_k=-1, filename="{step}")
+    trainer = lightning.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 2 if how else 1,
+            "strategy": strategy,
+            "max_epochs": 2,
+            "gradient_clip_val": 1e-6,
+            "logger": CSVLogger(
+                folder, name="log", version="resumed" if resume else "whole", flush_logs_every_n_steps=1
+            ),
+            "log_every_n_steps": 1,
+            "callbacks": [keep, LearningRateMonitor(), MuonMetrics()],
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **more,
+        }
+    )
+    tokens = Tokens(24 if how in ("ddp", "fsdp2") else 12)  # three steps an epoch
+    trainer.fit(module, DataLoader(tokens, batch_size=4), ckpt_path=resume, weights_only=False)
+    return module, trainer
+
+
+def rows(folder: Path, version: str) -> list[dict[str, str]]:
+    """What the logger wrote, one row a step."""
+    merged: dict[str, dict[str, str]] = {}
+    with (folder / "log" / version / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            merged.setdefault(row["step"], {}).update({key: value for key, value in row.items() if value})
+    return [merged[step] for step in sorted(merged, key=int)]
+
+
+def both(folder: Path, how: str) -> dict[str, Any]:
+    """Train, train again from the middle, and replay the gradients in one process."""
+    with launched(**LAUNCHED):
+        before = weights(Model())
+        module, trainer = train(folder, how)
+        after = weights(module)
+        second = train(folder, how, resume=str(folder / "kept" / "step=3.ckpt"))[0]
+        rank = trainer.global_rank
+    first = replayed(Model(), module.given[:1], **SETTINGS)
+    return {
+        "plain loop": different(after, replayed(Model(), module.given, **SETTINGS)),
+        "resumed": different(after, weights(second)),
+        "losses": (module.losses[3:], second.losses),
+        "weakest": min(v for n, v in strengths(before, first, module.given[0].rates["muon"]).items() if "proj" in n),
+        "rows": rows(folder, "whole") if rank == 0 else None,
+    }
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found["plain loop"] == []
+    assert found["resumed"] == []
+    assert found["losses"][0] == found["losses"][1]
+    assert len(found["losses"][1]) == STEPS - 3
+    assert found["weakest"] > 0.1  # of AdamW's RMS: a norm of 1e-6 stalls nothing
+    if found["rows"] is not None:
+        rates = [float(row["lr-Muon/muon"]) for row in found["rows"]]
+        assert rates == pytest.approx([SETTINGS["lr"] * (1 + 2 * step / STEPS) / 3 for step in range(STEPS)])
+        for row in found["rows"]:
+            assert float(row["muon/muon/update_to_weight"]) > 0
+            assert math.isfinite(float(row["muon/adamw.embeddings/gradient_rms"]))
+
+
+def test_a_trainer_in_one_process(tmp_path: Path) -> None:
+    check(both(tmp_path, ""))
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp"])
+def test_a_trainer_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
+    for found in workers(2).run(both, tmp_path, how, timeout=300):
+        check(found)
+
+
+# ------------------------------------------------------------------ what is said through the wrappers
+
+
+def test_what_is_said_through_lightnings_wrapper_reaches_the_optimizer(tmp_path: Path) -> None:
+    """A step above ``skip_above`` changes nothing, and the running norms of ``per_matrix`` are kept."""
+
+    class Skipping(Model):
+        muon_clip: ClassVar = {"skip_above": 1e-9, "policy": "per_matrix"}
+
+    before = weights(Skipping())
+    skipped, _ = train(tmp_path, module=Skipping(), callbacks=[], gradient_clip_val=None)
+    assert different(before, weights(skipped)) == []
+
+    class Limited(Model):
+        muon_clip: ClassVar = {"policy": "per_matrix"}
+
+    limited, trainer = train(tmp_path, module=Limited(), callbacks=[], gradient_clip_val=1.0)
+    assert different(before, weights(limited)) == list(before)
+    optimizer = trainer.optimizers[0]
+    matrix = limited.model.model.layers[0].mlp.up_proj.weight
+    assert float(optimizer.state[matrix]["running_norm"]) > 0
+    assert int(optimizer.state[matrix]["running_norm_steps"]) == STEPS
+
+    class Wrong(Model):
+        muon_clip: ClassVar = {"max_norm": 1.0}
+
+    with pytest.raises(ValueError, match=r"muon_clip: found \['max_norm'\]; .*gradient_clip_val="):
+        train(tmp_path, module=Wrong(), callbacks=[])
+    with pytest.raises(
+        ValueError, match=r'Trainer: found gradient_clip_algorithm="value"; .* Write gradient_clip_algorithm="norm"'
+    ):
+        train(tmp_path, module=Model(), callbacks=[], gradient_clip_algorithm="value")
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains the embedding and the second layer from the second epoch on."""
+
+    def __init__(self, ours: bool) -> None:
+        super().__init__()
+        self.ours = ours
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze([module.model.model.embed_tokens, module.model.model.layers[1]])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch != 1:
+            return
+        held = [module.model.model.embed_tokens, module.model.model.layers[1]]
+        if self.ours:
+            module.unfreeze(held, optimizer)
+        else:
+            self.unfreeze_and_add_param_group(held, optimizer)
+
+
+def test_modules_that_are_unfrozen_later_go_to_the_half_they_belong_to(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='found no "algorithm" in a group that is added later'):
+        train(tmp_path, callbacks=[Unfreezing(ours=False)])
+    before = weights(Model())
+    module, trainer = train(tmp_path, callbacks=[Unfreezing(ours=True)])
+    assert different(before, weights(module)) == list(before)
+    algorithms = {n: g["algorithm"] for g in trainer.optimizers[0].param_groups for n in g["param_names"]}
+    expected = {n: g["algorithm"] for g in mm.split_params(Model()) for n in g["param_names"]}
+    assert algorithms == expected
+    names = [group["name"] for group in trainer.optimizers[0].param_groups]
+    assert {"muon", "muon-2", "adamw.embeddings", "adamw.vectors-2"} <= set(names)
+
+
+# ------------------------------------------------------------------ Fabric
+
+
+def fabric_loop(how: str, folder: Path) -> dict[str, Any]:
+    """Three steps, saved whole, three more; again from what was saved; and the same gradients in one process."""
+    with launched(**LAUNCHED):
+        strategy: Any = how or "auto"
+        if how in ("fsdp2", "tp"):
+            sizes = {"fsdp2": (2, 1), "tp": (1, 2)}[how]
+            strategy = FabricModelParallel(
+                lambda model, mesh: (
+                    cut(model, how, mesh[{"fsdp2": "data_parallel", "tp": "tensor_parallel"}[how]]) or model
+                ),
+                data_parallel_size=sizes[0],
+                tensor_parallel_size=sizes[1],
+            )
+        fabric = lightning.Fabric(accelerator="cpu", devices=2 if how else 1, strategy=strategy)
+        fabric.launch()
+
+        def made() -> tuple[Any, Any]:
+            model = fabric.setup_module(llama(), move_to_device=False)
+            return model, fabric.setup_optimizers(from_model(fabric, model, **SETTINGS))
+
+        def step(model: Any, optimizer: Any, number: int) -> float:
+            tokens = Tokens(8).tokens[4 * (number % 2) :][:4]
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            fabric.backward(loss)
+            optimizer.clip_grad_norm_(1e-6)
+            given.append(Given.to(optimizer))
+            optimizer.step()
+            return float(loss.detach())
+
+        given: list[Given] = []
+        model, optimizer = made()
+        optimizer.metrics()
+        losses = [step(model, optimizer, number) for number in range(3)]
+        fabric.save(folder / "fabric", {"model": model, "optimizer": optimizer})
+        losses += [step(model, optimizer, number) for number in range(3, 6)]
+        figures = optimizer.metrics()
+        after = weights(model)
+        second, other = made()
+        fabric.load(folder / "fabric", {"model": second, "optimizer": other}, weights_only=False)
+        seen, given = given, []
+        again = [step(second, other, number) for number in range(3, 6)]
+        resumed = different(after, weights(second))
+        norms = other.clip_grad_norm_(1.0, skip_above=1e-12)
+        other.step()
+        return {
+            "plain loop": different(after, replayed(llama(), seen, **SETTINGS)),
+            "resumed": resumed,
+            "losses": (losses[3:], again),
+            "skipped": (bool(norms.skipped), different(weights(second), after)),
+            "figures": figures,
+        }
+
+
+def check_fabric(found: dict[str, Any]) -> None:
+    assert found["plain loop"] == []
+    assert found["resumed"] == []
+    assert found["losses"][0] == found["losses"][1]
+    assert found["skipped"] == (True, [])
+    assert found["figures"]["muon/update_to_weight"] > 0
+
+
+def test_fabric_in_one_process(tmp_path: Path) -> None:
+    check_fabric(fabric_loop("", tmp_path))
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp"])
+def test_fabric_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
+    for found in workers(2).run(fabric_loop, how, tmp_path, timeout=300):
+        check_fabric(found)
+
+
+def test_a_setting_that_nobody_knows_is_refused() -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(TypeError, match=r"from_model: found the setting 'momentun'; .* Write momentum="):
+        from_model(fabric, llama(), momentun=0.9)

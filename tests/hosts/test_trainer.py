@@ -1,0 +1,91 @@
+"""The real Trainer of `transformers`: what it writes into the optimizer, what it makes of it, and what it logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from muonmesh.integrations.transformers import MuonCallback, MuonFactory
+from tests.hosts.replay import Given, different, replayed, strengths
+from tests.hosts.tiny import MATRICES, Tokens, llama
+from tests.hosts.watch import Watch, losses
+from tests.hosts.world import accelerated, launched
+
+STEPS = 4
+SETTINGS: dict[str, Any] = {"compute_dtype": torch.float32, "momentum": 0.9}
+OF_ARGUMENTS = {"weight_decay": 0.3, "adamw_betas": (0.8, 0.99), "adamw_eps": 1e-7}
+
+
+def arguments(folder: str, **more: Any) -> TrainingArguments:
+    settings = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.05,
+        "weight_decay": 0.3,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.99,
+        "adam_epsilon": 1e-7,
+        "max_grad_norm": 1e-6,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 1,
+        "save_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+        "use_cpu": True,
+    }
+    return TrainingArguments(folder, **{**settings, **more})
+
+
+def train(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
+    """Train under one way of launching; return what was found, which any process can compare."""
+    more = {
+        "fsdp2": {"use_cpu": False, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+    }
+    with launched(), accelerated(how == "fsdp2"):
+        args, watch = arguments(folder, **more.get(how, {})), Watch()
+        trainer = Trainer(
+            llama(),
+            args,
+            train_dataset=Tokens(),
+            callbacks=[watch, MuonCallback(metrics=True)],
+            optimizer_cls_and_kwargs=(MuonFactory, {"args": args, **SETTINGS}),
+        )
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+        return type(trainer.model_wrapped).__name__, watch.given, watch.weights, trainer.state.log_history
+
+
+def check(model: str, given: list[Given], seen: list[dict[str, torch.Tensor]], logs: list[dict[str, float]]) -> None:
+    """What holds under any way of launching."""
+    assert [step.rates["muon"] for step in given] == [0.05 * (1 - n / STEPS) for n in range(STEPS)]
+    assert different(seen[-1], replayed(llama(), given, **OF_ARGUMENTS, **SETTINGS)) == []
+    # The Trainer has scaled all gradients to a norm of 1e-6. AdamW's ε is far above them, Muon does not feel it.
+    moved = strengths(seen[0], seen[1], 0.05)
+    muon = [moved[name] for name in moved if name.endswith("_proj.weight")]
+    assert len(muon) == MATRICES
+    assert min(muon) > 0.1
+    assert moved["lm_head.weight"] < 0.5
+    told = [entry for entry in logs if "loss" in entry]
+    assert [entry["learning_rate/adamw.head"] for entry in told] == [entry["learning_rate"] for entry in told]
+    assert all(entry["muon/gradient_rms"] > 0 and entry["muon/update_rms"] > 0 for entry in told)
+
+
+def test_in_one_process(tmp_path: Path) -> None:
+    whole = train(str(tmp_path), "alone")
+    check(*whole)
+    assert different(train(str(tmp_path), "alone", resume=True)[2][-1], whole[2][-1]) == []
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_on_two_ranks(workers: Any, tmp_path: Path, how: str) -> None:
+    first, second = workers(2).run(train, str(tmp_path), how, timeout=300.0)
+    assert first[0] == {"ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM"}[how]
+    check(*first)
+    assert different(first[2][-1], second[2][-1]) == []
+    resumed = workers(2).run(train, str(tmp_path), how, resume=True, timeout=300.0)
+    assert losses(resumed[0][3])[-2:] == losses(first[3])[-2:]
+    assert different(resumed[0][2][-1], first[2][-1]) == []

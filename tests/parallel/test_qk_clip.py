@@ -1,0 +1,81 @@
+"""QK-clip: the same weights whatever shards them, given the same logits on some rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import muonmesh as mm
+from tests import models, problem
+
+MODULES = [f"model.layers.{layer}.self_attn" for layer in range(2)]
+
+
+def logits(layer: int, rank: int) -> Tensor:
+    """Of eight heads; each rank has seen other data, so the largest of a head is somewhere."""
+    return torch.rand(8, generator=torch.Generator().manual_seed(10 * layer + rank)) * 200
+
+
+def own(largest: Tensor, layout: str) -> Tensor:
+    """What this rank computes of these: under tensor parallelism its own heads."""
+    ranks = {"tp": 4, "fsdp x tp": 2}.get(layout, 1)
+    return largest.chunk(ranks)[dist.get_rank() % ranks]
+
+
+def clipped(layout: str) -> list[str]:
+    held, alone = models.hold("llama", layout), models.build("llama")
+    world = dist.get_world_size()
+    results = []
+    for model, group in ((held.model, held.process_group), (alone, "local")):
+        optimizer = mm.from_model(model, lr=0.01, process_group=group)
+        clip = mm.QKClip(model, threshold=100.0, optimizer=optimizer)
+        for step in range(2):
+            gradients = torch.Generator().manual_seed(step)
+            for _, p in sorted(model.named_parameters()):
+                p.grad = problem.placed_like(p, torch.randn(p.shape, generator=gradients))
+            for layer in range(2):
+                if model is alone:  # has seen all
+                    every = torch.stack([logits(layer, seen(layout, rank, world)) for rank in range(world)])
+                    clip.record(alone.get_submodule(MODULES[layer]), every.amax(0))
+                else:
+                    mine = own(logits(layer, seen(layout, dist.get_rank(), world)), layout)
+                    clip.record(model.get_submodule(MODULES[layer]), mine)
+            optimizer.step()
+        results.append({name: problem.whole(p) for name, p in model.named_parameters()})
+        results[-1] |= {f"{name} noted": largest for name, largest in clip.largest.items()}
+    return problem.differing(*results)
+
+
+def seen(layout: str, rank: int, world: int) -> int:
+    """Which data a rank has: those of one tensor-parallel group have the same."""
+    return {"tp": 0, "fsdp x tp": rank // 2}.get(layout, rank)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp x tp", pytest.param("hsdp", marks=pytest.mark.soak)])
+def test_weights_are_clipped_bit_for_bit(workers, layout: str) -> None:
+    assert workers(4).run(clipped, layout) == [[]] * 4
+
+
+def forward(layout: str) -> list[float]:
+    """How far the logits noted in a real forward pass are from those of one process, relative to the largest."""
+    held, alone = models.hold("llama", layout), models.build("llama")
+    found = []
+    for model in (held.model, alone):
+        clip = mm.QKClip(model.train())
+        batch = models.tokens(0, 4, 6)
+        model(input_ids=batch if model is alone else held.own(batch), use_cache=False)
+        if model is held.model:
+            clip.step()
+            found.append(clip.largest)
+        else:
+            found.append({name: clip._largest.view(2, 8)[layer] for layer, name in enumerate(MODULES)})
+    return [float((found[0][name] - found[1][name]).abs().max() / found[1][name].abs().max()) for name in MODULES]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp x tp"])
+def test_the_largest_logit_of_all_ranks_is_noted(workers, layout: str) -> None:
+    """Of every rank's data and heads; products of other shapes round otherwise."""
+    for distances in workers(4).run(forward, layout):
+        assert max(distances) < 1e-5

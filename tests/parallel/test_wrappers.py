@@ -1,0 +1,95 @@
+"""Who holds plain matrices is read off DDP's wrapper, given or found; what it does not hold is an error."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import muonmesh as mm
+
+FP32: dict[str, Any] = {"lr": 0.05, "compute_dtype": torch.float32}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Linear(5, 6))
+
+
+def train(model: nn.Module, optimizer: mm.Muon) -> list[Tensor]:
+    """Two steps on another batch for each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def read_off() -> list[bool]:
+    said = DistributedDataParallel(net())
+    expected = train(said, mm.from_model(said, process_group="world", **FP32))
+    given = DistributedDataParallel(net())
+    from_wrapper = mm.from_model(given, **FP32)
+    compiled = mm.from_model(torch.compile(given), **FP32)  # type: ignore[arg-type]
+    group = dist.new_group([0, 1])
+    model = net()
+    early = mm.from_model(model, process_group="auto", **FP32)  # as a host makes it: the wrapper comes later
+    wrapped = DistributedDataParallel(model, process_group=group)
+    twin = pickle.loads(pickle.dumps(early)).process_group, copy.deepcopy(early).process_group
+    found = train(wrapped, early), train(given, from_wrapper)
+    sent = early.counts.bytes_sent == from_wrapper.counts.bytes_sent > 0
+    return [
+        all(torch.equal(a, b) for some in found for a, b in zip(some, expected, strict=True)),
+        (from_wrapper.process_group, compiled.process_group, early.process_group) == ("world", "world", "auto"),
+        twin == ("auto", "auto"),
+        mm.from_model(wrapped).process_group is group,
+        sent,
+    ]
+
+
+def test_the_group_is_read_off_the_wrapper_given_or_found(workers: Any) -> None:
+    assert workers(2).run(read_off) == [[True] * 5] * 2
+
+
+def not_found(kind: str) -> None:
+    model = net()
+    optimizer = mm.from_model(model, process_group="auto", **FP32)
+    if kind == "outside":
+        model[3] = nn.Linear(5, 6)  # the optimizer has the layer that was here
+    if kind == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
+    wrapped = model if kind == "none" else DistributedDataParallel(model)
+    wrapped(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("none", "0.weight: found a plain tensor while 2 ranks run"),
+        ("ignored", "2.weight: found a plain tensor that no DistributedDataParallel averages, while one averages 0"),
+        ("outside", "3.weight: found a plain tensor that no DistributedDataParallel averages, while one averages 0"),
+    ],
+)
+def test_what_no_wrapper_averages_is_an_error(workers: Any, kind: str, message: str) -> None:
+    for outcome in workers(2).run_expecting_errors(not_found, kind, timeout=60.0):
+        assert outcome.error is mm.LayoutError
+        assert message in outcome.message
+
+
+def test_alone_there_is_nothing_to_find() -> None:
+    model = net()
+    optimizer = mm.from_model(model, process_group="auto", **FP32)
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match='needed "world", "local", a ProcessGroup'):
+        optimizer.clip_grad_norm_(1.0, process_group="auto")
+    with pytest.raises(TypeError, match=r"found no model; needed the model\. Write .*MuonFactory"):
+        mm.from_model()
