@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import re
 import sys
 import time
 import tracemalloc
@@ -33,34 +32,17 @@ from report import write_json
 from torch import nn
 
 import muonmesh as mm
-from muonmesh.layout import (
-    MeshLayout,
-    Parameter,
-    Piece,
-    Placement,
-    Plan,
-    Rates,
-    Replicate,
-    Shard,
-    StridedShard,
-    Teams,
-    cost,
-    gathered,
-    make_plan,
-    split_matrices,
-)
+from muonmesh.cli.cluster import Cluster
+from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, Rates, Teams, make_plan
+from muonmesh.layout.balance import at_home, imbalance, least_imbalance
 from muonmesh.layout.plan import Routes, pieces
-from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
-from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.report.forecast import BUCKET_ELEMENTS, muon_parameter
 
 MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.deepseek_v3.modeling_deepseek_v3")
 """Imported once, not for every figure."""
 
 SECONDS, MEGABYTES = 5.0, 500.0  # of one rank, at most
-BUCKET_ELEMENTS = 16 * 2**20 // 2  # Muon's default bucket_cap_mb, in bf16
 NODE = Rates(flops=4e14, bytes=4e11)  # bf16 products of an H100, and what NVLink moves; assumed, not measured
-DEGREES = tuple(len(step) for step in coefficient_schedule("polar_express", 5))
 
 
 def deepseek(**changes: Any) -> nn.Module:
@@ -112,19 +94,12 @@ class Case:
         replicate, shard, tensor = self.mesh
         return replicate * shard * tensor
 
-    def layout(self, name: str, shape: tuple[int, ...]) -> MeshLayout:
-        """Return where a weight lives; its ranks are a tuple of its own, as if read off a DTensor."""
-        ranks = tuple(range(self.ranks))
-        if len(shape) == 3:
-            return MeshLayout(shape, self.experts, ranks, (Replicate(), Shard(0), Shard(1)))
-        placements: tuple[Placement, ...]
-        if re.search(r"(q_a_proj|kv_a_proj_with_mqa)\.weight$", name):  # the small factors, not tensor parallel
-            placements = (Replicate(), Shard(0), Replicate())
-        elif re.search(r"(o_proj|down_proj)\.weight$", name):  # rowwise
-            placements = (Replicate(), Shard(0), Shard(1))
-        else:  # colwise: tensor parallelism cut dim 0 before FSDP2 did
-            placements = (Replicate(), StridedShard(0, self.mesh[2]), Shard(0))
-        return MeshLayout(shape, self.mesh, ranks, placements)
+    def layout(self, name: str, shape: tuple[int, ...], spec: Any) -> MeshLayout:
+        """Return where a weight lives."""
+        (replicate, shard, tensor), (copies, expert, within) = self.mesh, self.experts
+        mesh = (("replicate", replicate), ("shard", shard), ("tensor", tensor))
+        experts = (("replicate", copies), ("expert", expert), ("shard", within))
+        return Cluster(mesh, experts).layout(name, shape, spec)
 
     def weights(self) -> list[tuple[str, tuple[int, ...], Any]]:
         """Name, shape and split of every weight that Muon takes."""
@@ -144,29 +119,9 @@ CASES = {
 }
 
 
-def flops(rows: int, cols: int) -> int:
-    """What Muon's defaults cost: Polar Express, 5 steps, bf16."""
-    return cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
-
-
 def read(case: Case, weights: Sequence[tuple[str, tuple[int, ...], Any]]) -> list[Parameter]:
     """What a rank knows of its parameters."""
-    parameters = []
-    for name, shape, spec in weights:
-        matrices = split_matrices(name, shape, spec)
-        costs = {size: flops(*size) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
-        layout = case.layout(name, shape)
-        work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
-        shared = {
-            size: gathered(*size, degrees=DEGREES, gram=resolve_method(*size) == "gram")
-            if min(size) >= DIVIDED_FROM_ROWS
-            else 0
-            for size in costs
-        }
-        products = tuple(shared[matrix.rows, matrix.cols] for matrix in matrices)
-        settings = "polar_express, 5 steps, auto"
-        parameters.append(Parameter(name, layout, layout, matrices, work, settings, gathered=products))
-    return parameters
+    return [muon_parameter(name, case.layout(name, shape, spec), spec) for name, shape, spec in weights]
 
 
 def moves(plan: Plan, rank: int) -> tuple[list[Routes], list[tuple[Piece, ...]]]:
@@ -189,45 +144,6 @@ def busiest(plan: Plan) -> int:
     return blocks.most_common(1)[0][0]
 
 
-def least_imbalance(plan: Plan) -> float:
-    """A bound on what any assignment could reach, as if every rank might own every matrix.
-
-    No rank can stay below the mean, nor all below the largest matrix; between that and what the plan reached, the
-    smallest capacity that is not proved too small.
-    """
-    jobs, ranks = Counter(assignment.flops for assignment in plan.assignments), len(plan.ranks)
-    low, high = max(-(-sum(plan.loads.values()) // ranks), *jobs), max(plan.loads.values())
-    while low < high:
-        capacity = (low + high) // 2
-        low, high = (capacity + 1, high) if too_small(capacity, jobs, ranks) else (low, capacity)
-    return low * ranks / sum(plan.loads.values())
-
-
-def too_small(capacity: int, jobs: Counter[int], ranks: int) -> bool:
-    """Whether these jobs (how many of each size) provably do not fit ranks of this capacity.
-
-    By the dual-feasible functions of Fekete and Schepers (2001): sizes that stay addable to one capacity when they are
-    rounded up, for lack of a partner or because equal shares do not divide it; all of them must still fit. In integers.
-    """
-    partnerless = (
-        sum(n * (capacity if p > capacity - least else p if p >= least else 0) for p, n in jobs.items())
-        > ranks * capacity
-        for least in jobs
-        if 2 * least <= capacity
-    )
-    indivisible = (
-        sum(n * (k * p if (k + 1) * p % capacity == 0 else (k + 1) * p // capacity * capacity) for p, n in jobs.items())
-        > ranks * k * capacity
-        for k in range(1, 50)
-    )
-    return any(partnerless) or any(indivisible)
-
-
-def imbalance(plan: Plan) -> float:
-    """FLOPs of the busiest rank over the mean."""
-    return max(plan.loads.values()) * len(plan.ranks) / sum(plan.loads.values())
-
-
 def with_teams(parameters: Sequence[Parameter], teams: Teams) -> tuple[float, float, float]:
     """What teams make of it, by modelled time: busiest over mean, and the busiest's and the mean's seconds."""
     plan = make_plan(parameters, bucket_elements=BUCKET_ELEMENTS, teams=teams, itemsize=2)
@@ -238,15 +154,6 @@ def with_teams(parameters: Sequence[Parameter], teams: Teams) -> tuple[float, fl
             loads[rank] += teams.load(assignment.flops, products, 2, len(assignment.team))
     most, mean = max(loads.values()), sum(loads.values()) / len(loads)
     return most / mean, most / teams.rates.flops, mean / teams.rates.flops
-
-
-def at_home(plan: Plan) -> float:
-    """The share of matrices whose owner holds them whole."""
-    found = 0
-    for assignment in plan.assignments:
-        place = plan.parameters[assignment.parameter].momentum_storage
-        found += all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
-    return found / len(plan.assignments)
 
 
 @dataclass(frozen=True)

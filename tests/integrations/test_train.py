@@ -26,7 +26,8 @@ from typer.testing import CliRunner
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
-from muonmesh.cli.corpus import Windows, find_files, prepare_corpus, split_texts, standard_library
+from muonmesh.cli.corpus import Split, Survey, Windows, prepare_corpus, standard_library
+from muonmesh.cli.documents import find_files
 from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
@@ -108,7 +109,7 @@ def test_held_out_files_are_not_learnt_from_even_as_copies(tmp_path: Path) -> No
 
 def test_a_single_file_holds_out_its_end() -> None:
     text = "".join(f"line {i}\n" for i in range(1000))
-    (train,), (held_out,) = split_texts([("0" * 64, text)])
+    (train,), (held_out,) = Split(Survey(1, 1, frozenset())).divide("0" * 64, text)
     assert train + held_out == text
     assert 0.03 < len(held_out) / len(text) < 0.07
 

@@ -21,7 +21,9 @@ import pytest
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Parameter, Plan, Replicate, Shard, make_plan, split_matrices
+from muonmesh.layout.balance import imbalance, least_imbalance, too_small
 from muonmesh.layout.plan import Leg, pieces
+from muonmesh.report.forecast import flops_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -45,8 +47,8 @@ def planned(bench: ModuleType, case: Any) -> Plan:
 
 def check_balance(bench: ModuleType, plan: Plan) -> None:
     """5 % with at least 8 matrices a rank; else, or where one matrix is too large for that, 1 % of the best."""
-    enough = len(plan.assignments) >= 8 * len(plan.ranks) and bench.imbalance(plan) <= 1.05
-    assert enough or bench.imbalance(plan) <= 1.01 * bench.least_imbalance(plan)
+    enough = len(plan.assignments) >= 8 * len(plan.ranks) and imbalance(plan) <= 1.05
+    assert enough or imbalance(plan) <= 1.01 * least_imbalance(plan)
 
 
 def check_cover(plan: Plan) -> None:
@@ -187,7 +189,7 @@ def hsdp(bench: ModuleType, mesh: tuple[int, int], layers: int) -> Plan:
     for layer, (name, shape, spec) in itertools.product(range(layers), (*GPT2, ("down", (768, 3072), None))):
         layout = MeshLayout(shape, mesh, ranks, (Replicate(), Shard(0)))
         matrices = split_matrices(f"{layer}.{name}", shape, spec)
-        flops = tuple(bench.flops(m.rows, m.cols) for m in matrices)
+        flops = tuple(flops_of(m.rows, m.cols) for m in matrices)
         parameters.append(Parameter(f"{layer}.{name}", layout, layout, matrices, flops, ""))
     return make_plan(parameters, bucket_elements=10**7)
 
@@ -239,8 +241,8 @@ def test_the_bound_is_below_every_assignment(bench: ModuleType) -> None:
             max(sum(job for job, on in zip(jobs, owners, strict=True) if on == rank) for rank in range(ranks))
             for owners in itertools.product(range(ranks), repeat=len(jobs))
         )
-        assert not bench.too_small(best, Counter(jobs), ranks)
-        tight += bench.too_small(best - 1, Counter(jobs), ranks)
+        assert not too_small(best, Counter(jobs), ranks)
+        tight += too_small(best - 1, Counter(jobs), ranks)
     assert tight > 100  # and often it is the best itself
 
 

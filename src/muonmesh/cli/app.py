@@ -5,24 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from muonmesh.cli import options
 from muonmesh.cli.lock import RunLock
+from muonmesh.cli.plan import plan
 from muonmesh.cli.settings import (
-    Dtype,
-    OptimizerChoice,
+    CONFIG_FILE,
     Parallel,
-    ScheduleName,
     Settings,
     load_config,
     load_settings,
     tensor_parallel_ranks,
 )
-from muonmesh.cli.terminal import Lasting, make_console
+from muonmesh.cli.terminal import complain, make_console
 
 if TYPE_CHECKING:
     from muonmesh.cli.corpus import Corpus
@@ -35,148 +36,49 @@ app = typer.Typer(
     help="Muon for PyTorch that computes the same update whatever holds the matrix.",
 )
 
-WHAT = "What to learn"
-HOW = "How to learn"
-WHERE = "Where to run"
-OUTPUT = "What to keep"
 MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
 
 
-@app.callback()
-def _muonmesh() -> None:
-    """Keep ``train`` a command of its own, though it is the only one."""
+app.command()(plan)
 
 
 @app.command()
 def train(
     context: typer.Context,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Files, folders or globs of text; repeatable. Default: the Python standard library.",
-            rich_help_panel=WHAT,
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A preset (nano, small, medium, large, xl), a transformers config.json, or a model type (gpt2).",
-            rich_help_panel=WHAT,
-        ),
-    ] = Settings.model,
-    vocab: Annotated[
-        int, typer.Option(help="Size of the tokenizer that is trained.", rich_help_panel=WHAT)
-    ] = Settings.vocab,
-    seq: Annotated[int, typer.Option(help="Tokens in a sequence.", rich_help_panel=WHAT)] = Settings.seq,
-    optimizer: Annotated[
-        OptimizerChoice, typer.Option(help="Both: one after the other, from the same weights.", rich_help_panel=HOW)
-    ] = Settings.optimizer,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.", rich_help_panel=HOW)] = Settings.steps,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Sequences in a step, over all ranks. Default: 16, or the next number the ranks can share.",
-            rich_help_panel=HOW,
-            show_default=False,
-        ),
-    ] = None,
-    grad_accum: Annotated[
-        int, typer.Option(help="Forward and backward passes in a step.", rich_help_panel=HOW)
-    ] = Settings.grad_accum,
-    lr: Annotated[
-        float, typer.Option(help="Peak learning rate of Muon, both halves.", rich_help_panel=HOW)
-    ] = Settings.lr,
-    adamw_lr: Annotated[
-        float, typer.Option(help="Peak learning rate of the AdamW training.", rich_help_panel=HOW)
-    ] = Settings.adamw_lr,
-    schedule: Annotated[
-        ScheduleName,
-        typer.Option(help="After warmup; wsd is constant until its last fifth.", rich_help_panel=HOW),
-    ] = Settings.schedule,
-    warmup: Annotated[
-        int | None,
-        typer.Option(help="Steps of linear warmup. Default: a tenth.", rich_help_panel=HOW, show_default=False),
-    ] = None,
-    weight_decay: Annotated[
-        float, typer.Option(help="Decoupled; vectors are never decayed.", rich_help_panel=HOW)
-    ] = Settings.weight_decay,
-    clip: Annotated[
-        float, typer.Option(help="Largest gradient norm, of what AdamW updates; 0 never clips.", rich_help_panel=HOW)
-    ] = Settings.clip,
-    seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.", rich_help_panel=HOW)] = Settings.seed,
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="Processes. Default: one a GPU, or 2 on a CPU.", rich_help_panel=WHERE, show_default=False),
-    ] = None,
-    parallel: Annotated[
-        Parallel,
-        typer.Option(
-            help="FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; TP shares the "
-            "work in every layer of a Llama-like model; FSDP+TP shares it in pairs of ranks and shards over the "
-            "pairs; zeroN is --engine deepspeed --zero N.",
-            rich_help_panel=WHERE,
-        ),
-    ] = Settings.parallel,
-    engine: Annotated[
-        Literal["torch", "deepspeed"],
-        typer.Option(help="Who holds the weights: torch's --parallel, or DeepSpeed's --zero.", rich_help_panel=WHERE),
-    ] = "torch",
-    zero: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=3,
-            help="Stage of ZeRO with --engine deepspeed. Default: 2.",
-            rich_help_panel=WHERE,
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Auto: the GPUs where there are any.", rich_help_panel=WHERE)
-    ] = "auto",
-    dtype: Annotated[
-        Literal["auto", Dtype],
-        typer.Option(
-            help="Of forward and backward; weights are fp32. Auto: bf16 where it is native.", rich_help_panel=WHERE
-        ),
-    ] = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of the run. Default: runs/MODEL-DATE.", rich_help_panel=OUTPUT, show_default=False
-        ),
-    ] = None,
-    eval_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps between two validations. Default: a twentieth.", rich_help_panel=OUTPUT, show_default=False
-        ),
-    ] = None,
-    eval_sequences: Annotated[
-        int, typer.Option(help="Held-out sequences in a validation.", rich_help_panel=OUTPUT)
-    ] = Settings.eval_sequences,
-    checkpoint_every: Annotated[
-        int,
-        typer.Option(help="Steps between two checkpoints; 0: at the end and on Ctrl-C only.", rich_help_panel=OUTPUT),
-    ] = Settings.checkpoint_every,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of a run to go on with, as if it had never stopped. Its settings are kept; only --ranks "
-            "and --parallel may change.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
-    ] = None,
-    save_momentum: Annotated[
-        str | None,
-        typer.Option(
-            help="Also write Muon's final momentum matrices to this safetensors file.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
-    ] = None,
+    data: options.Data = None,
+    text_field: options.TextField = Settings.text_field,
+    model: options.Model = Settings.model,
+    init: options.Init = None,
+    tokenizer: options.Tokenizer = None,
+    vocab: options.Vocab = Settings.vocab,
+    seq: options.Seq = Settings.seq,
+    optimizer: options.OptimizerOption = Settings.optimizer,
+    steps: options.Steps = Settings.steps,
+    batch: options.Batch = None,
+    grad_accum: options.GradAccum = Settings.grad_accum,
+    lr: options.Lr = Settings.lr,
+    adamw_lr: options.AdamwLr = Settings.adamw_lr,
+    schedule: options.ScheduleOption = Settings.schedule,
+    warmup: options.Warmup = None,
+    weight_decay: options.WeightDecay = Settings.weight_decay,
+    clip: options.Clip = Settings.clip,
+    seed: options.Seed = Settings.seed,
+    ranks: options.Ranks = None,
+    parallel: options.ParallelOption = Settings.parallel,
+    engine: options.Engine = "torch",
+    zero: options.Zero = None,
+    device: options.DeviceOption = "auto",
+    dtype: options.DtypeOption = "auto",
+    checkpoint_activations: options.CheckpointActivations = False,
+    compile: options.Compile = False,
+    out: options.Out = None,
+    eval_every: options.EvalEvery = None,
+    eval_sequences: options.EvalSequences = Settings.eval_sequences,
+    checkpoint_every: options.CheckpointEvery = Settings.checkpoint_every,
+    resume: options.Resume = None,
+    save_momentum: options.SaveMomentum = None,
+    export: options.Export = False,
+    log: options.Log = None,
 ) -> None:
     """Train a language model with Muon, with AdamW, or with both from the same start, and compare them.
 
@@ -193,13 +95,17 @@ def train(
         parallel = _parallel(parallel, engine, zero, given)
         if given & {"engine", "zero"}:
             given = (given | {"parallel"}) - {"engine", "zero"}
-        if resume is not None:
-            run, settings = resume, _resumed(resume, given, ranks=ranks, parallel=parallel)
+        going_on = _going_on(resume, out)
+        if going_on is not None and resume != "auto":
+            settings = _resumed(going_on, given, ranks=ranks, parallel=parallel)
         else:
             settings = _new(
                 data=tuple(data or ()),
-                model=model,
-                vocab=vocab,
+                text_field=text_field,
+                model=_model(model, init, given),
+                init=init,
+                tokenizer=tokenizer,
+                vocab=_vocabulary(vocab, init, tokenizer, given),
                 seq=seq,
                 optimizer=optimizer,
                 steps=steps,
@@ -216,23 +122,28 @@ def train(
                 parallel=parallel,
                 device=device,
                 dtype=dtype,
+                checkpoint_activations=checkpoint_activations,
+                compile=compile,
                 out=out,
                 eval_every=eval_every,
                 eval_sequences=eval_sequences,
                 checkpoint_every=checkpoint_every,
                 save_momentum=save_momentum,
+                export=export,
+                log=tuple(dict.fromkeys(log or ())),
             )
-            run = settings.directory
-        resuming = resume is not None
+        if going_on is not None and resume == "auto":
+            settings = _repeated(going_on, settings, given)
+        run, resuming = settings.directory, going_on is not None
         parameters = _check(run, settings, resuming=resuming)
         with RunLock(run, option="--resume" if resuming else "--out"):
             _prepare(run, settings, parameters, resuming=resuming)
             raise SystemExit(_run(run, settings))
     except ValueError as error:
-        raise SystemExit(_complain(str(error), code=2)) from error
+        raise SystemExit(complain("train", str(error), code=2)) from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        raise SystemExit(_complain(f"{where}{error.strerror or error}", code=2)) from error
+        raise SystemExit(complain("train", f"{where}{error.strerror or error}", code=2)) from error
 
 
 def _parallel(parallel: Parallel, engine: str, zero: int | None, given: set[str]) -> Parallel:
@@ -308,6 +219,53 @@ def _new(
     )
 
 
+def _going_on(resume: str | None, out: Path | None) -> Path | None:
+    """Return the directory of the run to go on with, if there is one."""
+    if resume != "auto":
+        return None if resume is None else Path(resume)
+    if out is None:
+        raise ValueError("--resume auto: found no --out beside it, where the run is or will be. Write: --out runs/NAME")
+    return out if (out / CONFIG_FILE).is_file() else None
+
+
+def _model(model: str, init: str | None, given: set[str]) -> str:
+    """Return the model that is trained: that of ``--init``, if there is one."""
+    if init is None:
+        return model
+    if "model" in given:
+        raise ValueError(f"--init {init}: found --model {model} beside it; its own model is trained. Leave out one")
+    return init
+
+
+def _vocabulary(vocab: int, init: str | None, tokenizer: str | None, given: set[str]) -> int:
+    """Return the size of the vocabulary: of the tokenizer that is there, or of the one that is to be trained."""
+    folder = tokenizer or init
+    if folder is None:
+        return vocab
+    from muonmesh.cli.tokenizer import load_tokenizer
+
+    if "vocab" in given:
+        name = "--init" if tokenizer is None else "--tokenizer"
+        raise ValueError(
+            f"{name} {folder}: found --vocab {vocab} beside it; a tokenizer has its size. Leave out --vocab"
+        )
+    return load_tokenizer(folder).size
+
+
+def _repeated(run: Path, asked: Settings, given: set[str]) -> Settings:
+    """Return the settings of a run that is there already, which the same command has been given for again."""
+    from muonmesh.cli.settings import option
+
+    before = load_settings(run, out=str(run))
+    for name in sorted(given & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
+        if getattr(before, name) != getattr(asked, name):
+            raise ValueError(
+                f"--resume auto: found {option(name)} {getattr(asked, name)}, and {getattr(before, name)} in the run "
+                f"of {run}; needed the same. Leave it out, or choose another --out"
+            )
+    return replace(before, **{name: getattr(asked, name) for name in given & MAY_CHANGE_ON_RESUME})
+
+
 def _resumed(run: Path, given: set[str], *, ranks: int | None, parallel: Parallel) -> Settings:
     from muonmesh.cli.settings import option
 
@@ -331,6 +289,7 @@ def _check(run: Path, settings: Settings, *, resuming: bool) -> int:
     from muonmesh.cli.memory import check_memory
     from muonmesh.cli.metrics import read_metrics
     from muonmesh.cli.model import check_model
+    from muonmesh.cli.sinks import check_sinks
 
     if resuming:
         read_metrics(run)
@@ -342,8 +301,11 @@ def _check(run: Path, settings: Settings, *, resuming: bool) -> int:
         seq=settings.seq,
         tensor_parallel=settings.tensor_parallel,
         parallel=settings.parallel,
+        init=settings.init,
+        recompute=settings.checkpoint_activations,
     )
     check_memory(parameters, settings)
+    check_sinks(settings.log)
     return parameters
 
 
@@ -360,7 +322,13 @@ def _prepare(run: Path, settings: Settings, parameters: int, *, resuming: bool) 
         console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()
     )
     with status:
-        corpus = prepare_corpus(settings.data, vocab=settings.vocab, cache=run.parent / ".text")
+        corpus = prepare_corpus(
+            settings.data,
+            vocab=settings.vocab,
+            cache=run.parent / ".text",
+            tokenizer=settings.tokenizer or settings.init,
+            field=settings.text_field,
+        )
     for name, tokens in (("learn from", corpus.train_tokens), ("hold out", corpus.validation_tokens)):
         if tokens <= settings.seq:
             raise ValueError(
@@ -401,7 +369,7 @@ def _run(run: Path, settings: Settings) -> int:
     try:
         launch(run, ranks=settings.ranks)
     except RankFailed as error:
-        return _complain(str(error), code=1)
+        return complain("train", str(error), code=1)
     except (Interrupted, KeyboardInterrupt):
         stopped = True
     # A rank may also have been asked to stop on its own; then all of them did.
@@ -409,7 +377,7 @@ def _run(run: Path, settings: Settings) -> int:
     try:
         report = write_report(run, settings)
     except RunError as error:
-        return _complain(f"{error}. The training itself is whole", code=1)
+        return complain("train", f"{error}. The training itself is whole", code=1)
     console = make_console()
     if stopped:
         console.print(f"Stopped. Go on with: muonmesh train --resume {run}", soft_wrap=True)
@@ -448,8 +416,3 @@ def _has_bf16(device: str) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))
-
-
-def _complain(message: str, *, code: int) -> int:
-    Lasting(sys.stderr).write(f"muonmesh train: {message}\n")
-    return code

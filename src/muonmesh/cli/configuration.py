@@ -43,24 +43,57 @@ MOST_COUNTED = 10_000  # layers or experts; as many objects would be made before
 MOST = 2**31 - 1
 
 
-def model_config(model: str, *, vocab: int, seq: int) -> Any:
-    """The `transformers` configuration that ``--model`` names: a preset, a JSON file, or a model type.
+def model_config(model: str, *, vocab: int, seq: int, end_of_text: int = END_OF_TEXT_ID, init: bool = False) -> Any:
+    """The `transformers` configuration that ``--model`` names, for a vocabulary and a length of its own.
 
-    The vocabulary is the tokenizer's, whatever the configuration says.
+    The vocabulary is the tokenizer's, whatever the configuration says; with ``init``, whose weights are read too, the
+    tokenizer's has to fit into it.
 
     Raises:
-        ValueError: the name is none of the three, a field is unknown or impossible, or the model cannot read ``seq``
-            tokens.
+        ValueError: as `configuration` does, or the model cannot read ``seq`` tokens.
+    """
+    config = configuration(model, fields_of(model, seq=seq))
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and longest < seq:
+        raise RunError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
+    if init and vocab > text.vocab_size:
+        raise RunError(
+            f"--init {model}: has {text.vocab_size} entries of a vocabulary; the tokenizer has {vocab}. Choose a "
+            "--tokenizer that belongs to it"
+        )
+    if init:
+        return config
+    text.vocab_size = vocab
+    text.bos_token_id = text.eos_token_id = end_of_text  # those of another vocabulary may lie outside this one
+    text.pad_token_id = None  # nothing is padded, and a padding row of the embedding would never learn
+    return config
+
+
+def fields_of(model: str, *, seq: int) -> dict[str, Any]:
+    """The fields of the configuration that ``--model`` names: a preset, a JSON file, a folder with one, or a type.
+
+    Raises:
+        ValueError: there is no such file, or it is no configuration.
+    """
+    if model in PRESETS:
+        return {"model_type": "llama", **_llama(**PRESETS[model]), "max_position_embeddings": seq}
+    if Path(model).is_dir():
+        return _read(Path(model) / "config.json")
+    if model.endswith(".json") or Path(model).is_file():
+        return _read(Path(model))
+    return {"model_type": model}
+
+
+def configuration(model: str, fields: Mapping[str, Any]) -> Any:
+    """The `transformers` configuration of these fields, as they say; ``model`` names it in errors.
+
+    Raises:
+        ValueError: the type is none, or a field is unknown or impossible.
     """
     from transformers import AutoConfig
 
-    if model in PRESETS:
-        fields: dict[str, Any] = {"model_type": "llama", **_llama(**PRESETS[model]), "max_position_embeddings": seq}
-    elif model.endswith(".json") or Path(model).is_file():
-        fields = _read(Path(model))
-        _check_values(model, fields)
-    else:
-        fields = {"model_type": model}
+    _check_values(model, fields)
     given = {name: value for name, value in fields.items() if name != "model_type"}
     try:
         config = AutoConfig.for_model(fields["model_type"], **given)
@@ -72,13 +105,6 @@ def model_config(model: str, *, vocab: int, seq: int) -> Any:
             "transformers config.json, or a model type such as gpt2."
         ) from error
     _check_known(model, given, config)
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and longest < seq:
-        raise RunError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
-    text.vocab_size = vocab
-    text.bos_token_id = text.eos_token_id = END_OF_TEXT_ID  # those of another vocabulary may lie outside this one
-    text.pad_token_id = None  # nothing is padded, and a padding row of the embedding would never learn
     return config
 
 

@@ -7,23 +7,22 @@ and :attr:`Corpus.digest` lets the ranks prove it before they train.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
-import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
+from muonmesh.cli.documents import RECORDS, Source, find_files, sources_of, walk
 from muonmesh.cli.failure import RunError
 from muonmesh.cli.files import check_fields, kind_of, onto_disk, read_json, reason, write_text, writing
-from muonmesh.cli.tokenizer import END_OF_TEXT_ID, train_tokenizer
+from muonmesh.cli.tokenfile import TokenFile
+from muonmesh.cli.tokenizer import END_OF_TEXT_ID, ReadyTokenizer, load_tokenizer, train_tokenizer
 
 HELD_OUT_SHARE = 0.05
 FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is held out instead of whole files
@@ -46,6 +45,7 @@ class Corpus:
     vocab: int
     train_tokens: int
     validation_tokens: int
+    end_of_text: int = END_OF_TEXT_ID
 
     def train(self) -> np.ndarray:
         """Tokens to learn from, one-dimensional, mapped from disk; a RunError where they are not there."""
@@ -98,39 +98,23 @@ class Windows:
 def standard_library() -> list[Path]:
     """The running Python's standard library in source, tests left out: real text that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return [path for path in _walk(root, skip=NOT_LIBRARY) if path.suffix == ".py"]
+    return [path for path in walk(root, skip=NOT_LIBRARY) if path.suffix == ".py"]
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Files named by ``--data``: files, folders (everything below, hidden ones left out) and globs.
-
-    What is no file is passed over in folders and globs: named pipes, which would be waited for, sockets, devices, and
-    links to nothing.
-
-    Raises:
-        ValueError: a pattern that finds nothing, or that names something that is no file.
-    """
-    found: list[Path] = []
-    for pattern in patterns:
-        path = Path(pattern)
-        if os.path.lexists(pattern) and not path.is_dir() and not path.is_file():
-            raise ValueError(f"--data {pattern!r}: found {kind_of(path)}; needed a file, a folder or a glob.")
-        matches = [path] if os.path.lexists(pattern) else map(Path, glob.glob(pattern, recursive=True))
-        files = [
-            file for path in matches for file in (_walk(path) if path.is_dir() else [path]) if os.path.isfile(file)
-        ]
-        if not files:
-            raise ValueError(
-                f"--data {pattern!r}: found no file; needed a file, a folder or a glob such as 'src/**/*.py'."
-            )
-        found.extend(files)
-    return found
-
-
-def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpus:
+def prepare_corpus(
+    patterns: Sequence[str], *, vocab: int, cache: Path, tokenizer: str | None = None, field: str = "text"
+) -> Corpus:
     """Read, split, tokenise, and keep the result under ``cache`` by digest; a second call finds it there.
 
-    Without patterns the text is :func:`standard_library`. Files that are not UTF-8 text are passed over.
+    Without patterns the text is :func:`standard_library`. Files that are not UTF-8 text are passed over. The text is
+    read twice, a document at a time, and tokens are written as they come, so it may be larger than the memory.
+
+    Args:
+        patterns: As of ``--data``.
+        vocab: Size of the tokenizer that is trained.
+        cache: Folder of prepared texts.
+        tokenizer: Local folder of one that is there already.
+        field: Of records that holds their text.
 
     Raises:
         ValueError: a pattern finds nothing, or nothing that was found is text; a file cannot be read, or ``cache`` not
@@ -138,16 +122,25 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpu
     """
     files = find_files(patterns) if patterns else standard_library()
     source = " ".join(patterns) if patterns else "the Python standard library"
-    texts = dict(_read(files))  # by content hash: a copy of a file cannot end up on both sides
-    if not texts:
+    ready = None if tokenizer is None else load_tokenizer(tokenizer)
+    sources = sources_of(files, field=field)
+    survey = _survey(sources)
+    if not survey.documents:
         raise ValueError(f"--data {source}: found {len(files)} files, none of them UTF-8 text with anything in it.")
-    ordered = sorted(texts)
-    key = hashlib.sha256(json.dumps([FORMAT, HELD_OUT_SHARE, vocab, ordered]).encode()).hexdigest()[:16]
+    ordered = [each.digest for each in sources if each.digest not in survey.empty]
+    records = any(each.file.suffix in RECORDS for each in sources)
+    beside = ([field] if records else []) + ([ready.digest] if ready else [])
+    key = hashlib.sha256(json.dumps([FORMAT, HELD_OUT_SHARE, vocab, ordered, *beside]).encode()).hexdigest()[:16]
     directory = cache / key
     if not (directory / DESCRIPTION_FILE).is_file():
-        train, validation = split_texts([(name, texts[name]) for name in ordered])
-        tokenizer = train_tokenizer(train, vocab=vocab)
-        _write(directory, tokenizer, train, validation, source=source, files=len(texts))
+        split = Split(survey)
+        if ready is None:
+            learnt = (
+                train for each in sources for name, text in each.documents() for train in split.divide(name, text)[0]
+            )
+            trained = train_tokenizer(learnt, vocab=vocab)
+            ready = ReadyTokenizer(trained, END_OF_TEXT_ID, "")
+        _write(directory, ready, sources, split, source=source, files=len(ordered))
     corpus = load_corpus(directory)
     if corpus.measured_digest() != corpus.digest:
         raise RunError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
@@ -177,57 +170,65 @@ def load_corpus_of(run: Path) -> Corpus:
     return _described(run / DESCRIPTION_FILE)
 
 
-def split_texts(texts: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    """Divide (content hash, text) pairs into texts to learn from and texts held out.
+@dataclass(frozen=True)
+class Survey:
+    """What a first reading of all sources found.
 
-    Whole files are held out, chosen by their hash. Where there are too few files for that, the end of each file is.
+    Attributes:
+        documents: How many there are.
+        held_out: How many of them would be held out by their hash.
+        empty: Digests of the files without any.
     """
-    if len(texts) >= FILES_FOR_A_SPLIT:
-        held_out = [int(key[:8], 16) < HELD_OUT_SHARE * 16**8 for key, _ in texts]
-        if any(held_out) and not all(held_out):
-            train = [text for (_, text), out in zip(texts, held_out, strict=True) if not out]
-            validation = [text for (_, text), out in zip(texts, held_out, strict=True) if out]
-            return train, validation
-    cuts = [max(1, round(len(text) * (1 - HELD_OUT_SHARE))) for _, text in texts]
-    train = [text[:cut] for (_, text), cut in zip(texts, cuts, strict=True)]
-    return train, [text[cut:] for (_, text), cut in zip(texts, cuts, strict=True) if cut < len(text)]
+
+    documents: int
+    held_out: int
+    empty: frozenset[str]
 
 
-def _walk(root: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+class Split:
+    """Divides documents into what is learnt from and what is held out.
+
+    Whole documents are held out, chosen by their hash. Where there are too few for that, the end of each is.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        self._whole = survey.documents >= FILES_FOR_A_SPLIT and 0 < survey.held_out < survey.documents
+
+    def divide(self, name: str, text: str) -> tuple[list[str], list[str]]:
+        """Return (texts to learn from, texts held out) of a document of the hash ``name``."""
+        if self._whole:
+            return ([], [text]) if _is_held_out(name) else ([text], [])
+        cut = max(1, round(len(text) * (1 - HELD_OUT_SHARE)))
+        return [text[:cut]], [text[cut:]] if cut < len(text) else []
 
 
-def _read(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    for file in files:
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise RunError(f"--data: {file} could not be read: {reason(error)}; needed a file that can be") from error
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text.strip() and "\0" not in text:
-            yield hashlib.sha256(content).hexdigest(), text
+def _is_held_out(name: str) -> bool:
+    return int(name[:8], 16) < HELD_OUT_SHARE * 16**8
+
+
+def _survey(sources: Sequence[Source]) -> Survey:
+    documents = held_out = 0
+    empty = set()
+    for each in sources:
+        before = documents
+        for name, _ in each.documents():
+            documents += 1
+            held_out += _is_held_out(name)
+        if documents == before:
+            empty.add(each.digest)
+    return Survey(documents, held_out, frozenset(empty))
 
 
 def _described(path: Path) -> Corpus:
     content = read_json(path, needed="the description of a prepared text")
+    content.setdefault("end_of_text", END_OF_TEXT_ID)  # as older versions had it, which did not say so
     kinds = {"str": "a string", "int": "a whole number of at least 0"}
     check_fields(path, content, {field.name: kinds[str(field.type)] for field in fields(Corpus)})
     return Corpus(**content)
 
 
 def _write(
-    directory: Path,
-    tokenizer: Tokenizer,
-    train: Sequence[str],
-    validation: Sequence[str],
-    *,
-    source: str,
-    files: int,
+    directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source], split: Split, *, source: str, files: int
 ) -> None:
     """Write next to ``directory`` and move into place, so that a half-written corpus is never found.
 
@@ -238,24 +239,28 @@ def _write(
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="preparing-", dir=directory.parent))
     try:
-        arrays = {"train": _tokens(tokenizer, train), "validation": _tokens(tokenizer, validation)}
-        digest = hashlib.sha256()
-        for name, tokens in arrays.items():
-            with writing(directory):
-                np.save(scratch / f"{name}.npy", tokens)
-            digest.update(tokens.tobytes())
+        arrays = (TokenFile(scratch / "train.npy", tokenizer), TokenFile(scratch / "validation.npy", tokenizer))
+        with writing(directory):
+            for each in sources:
+                for name, text in each.documents():
+                    for array, texts in zip(arrays, split.divide(name, text), strict=True):
+                        array.add(texts)
+            for array in arrays:
+                array.close()
         with writing(directory, raised=Exception):
-            tokenizer.save(str(scratch / "tokenizer.json"))
+            tokenizer.itself.save(str(scratch / "tokenizer.json"))
         corpus = Corpus(
             directory=str(directory),
-            digest=digest.hexdigest(),
+            digest="",
             source=source,
             files=files,
-            characters=sum(map(len, train)) + sum(map(len, validation)),
-            vocab=tokenizer.get_vocab_size(),
-            train_tokens=len(arrays["train"]),
-            validation_tokens=len(arrays["validation"]),
+            characters=sum(array.characters for array in arrays),
+            vocab=tokenizer.size,
+            train_tokens=arrays[0].count,
+            validation_tokens=arrays[1].count,
+            end_of_text=tokenizer.end_of_text,
         )
+        corpus = replace(corpus, digest=replace(corpus, directory=str(scratch)).measured_digest())
         write_text(scratch / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
         with writing(directory):
             for file in scratch.iterdir():
@@ -280,10 +285,3 @@ def _mapped(path: Path, count: int) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise RunError(f"{path}: {reason(error)}; {needed}") from error
     return tokens
-
-
-def _tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
-    encodings = tokenizer.encode_batch_fast(list(texts))
-    pieces = [np.array([*encoding.ids, END_OF_TEXT_ID], dtype=dtype) for encoding in encodings]
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)

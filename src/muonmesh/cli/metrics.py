@@ -13,6 +13,7 @@ from typing import Any, TextIO, get_args
 from muonmesh.cli.failure import RunError
 from muonmesh.cli.files import cannot_write, is_finite, is_whole, named, read_text, reason, write_text, writing
 from muonmesh.cli.settings import Optimizer
+from muonmesh.cli.sinks import Sink
 
 METRICS_FILE = "metrics.jsonl"
 MAYBE = "communication_seconds"  # None where nobody can tell
@@ -21,9 +22,14 @@ NUMBERS = ("tokens", "seconds", "loss", "validation_loss", "lr", *TIMES)
 
 
 class MetricsLog:
-    """Appends lines; each is flushed, so a killed run leaves all but the last of them."""
+    """Appends lines; each is flushed, so a killed run leaves all but the last of them.
+
+    Attributes:
+        sinks: Where the lines go too.
+    """
 
     def __init__(self, directory: Path) -> None:
+        self.sinks: list[Sink] = []
         self._path = directory / METRICS_FILE
         self._file = self._open()
 
@@ -32,6 +38,8 @@ class MetricsLog:
         with writing(self._path):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+            for sink in self.sinks:
+                sink.append(record)
 
     def cut(self, run: str, step: int) -> None:
         """Forget what ``run`` wrote after ``step``: a resumed run writes it again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +51,44 @@ def build_model(config: Any) -> nn.Module:
     return model
 
 
-def check_model(model: str, *, vocab: int, seq: int, tensor_parallel: int = 1, parallel: Parallel = "ddp") -> int:
+def load_model(folder: str, config: Any) -> nn.Module:
+    """The model of a local folder with its weights, in fp32; nothing in the folder is executed.
+
+    Raises:
+        RunError: there are no weights in safetensors, or they are not those of the configuration.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of hubs, files and two hundred models
+        raise RunError(
+            f"--init {folder}: its weights cannot be read: {sentence(error)}. Needed a folder that `save_pretrained` "
+            "wrote, with model.safetensors"
+        ) from error
+    for what, found in (("no weight", loaded["missing_keys"]), ("another shape of", loaded["mismatched_keys"])):
+        if found:
+            first = sorted(map(str, found))[0]
+            raise RunError(f"--init {folder}: found {what} {first}; needed every weight of its config.json")
+    trained: nn.Module = model.train()
+    return trained
+
+
+def check_model(
+    model: str,
+    *,
+    vocab: int,
+    seq: int,
+    tensor_parallel: int = 1,
+    parallel: Parallel = "ddp",
+    init: str | None = None,
+    recompute: bool = False,
+) -> int:
     """Build the model without memory and return its number of parameters; raises what a rank would raise.
 
     Raises:
@@ -58,12 +96,20 @@ def check_model(model: str, *, vocab: int, seq: int, tensor_parallel: int = 1, p
             ranks cannot share its layers.
     """
     with torch.device("meta"):
-        built = build_model(model_config(model, vocab=vocab, seq=seq))
+        config = model_config(model, vocab=vocab, seq=seq, init=init is not None)
+        built = build_model(config)
+    if init is not None and not any(Path(init).glob("*.safetensors")):
+        raise RunError(f"--init {init}: found no weights in safetensors; needed what `save_pretrained` writes")
     check_parameters(built, name=model, parallel=parallel)
+    if recompute and not getattr(built, "supports_gradient_checkpointing", False):
+        raise RunError(
+            f"--checkpoint-activations: {type(built).__name__} of transformers cannot compute its layers again; needed "
+            "a model that supports gradient checkpointing. Leave it out"
+        )
     if tensor_parallel > 1:
         check_tensor_parallel(built, name=model, ranks=tensor_parallel, seq=seq)
     if model not in PRESETS:
-        _try_forward(built, model, tokens=min(seq, TRIED_TOKENS), vocab=vocab)
+        _try_forward(built, model, tokens=min(seq, TRIED_TOKENS), vocab=config.get_text_config().vocab_size)
     return sum(p.numel() for p in built.parameters())
 
 

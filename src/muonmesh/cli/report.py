@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from muonmesh.cli.files import read_text, write_text, writing
+from muonmesh.cli.page import document, table
 from muonmesh.cli.plots import FILES, plot_losses
 from muonmesh.cli.settings import Settings, load_config
 from muonmesh.cli.summary import LABELS, Comparison, TrainingSummary, compare, summarise
@@ -24,16 +25,6 @@ METHOD = (
     "straight line. Under a schedule that ends at zero this understates the better one: it is read while its learning "
     "rate is still high. Time is training time; evaluation and checkpoints are left out of it for both."
 )
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .3rem .8rem; text-align: right; }
-th { border-bottom: 2px solid #999; } td { border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; }
-.lead { font-size: 1.15rem; background: #f3f3f0; padding: .8rem 1rem; border-radius: .4rem; }
-img { max-width: 100%; height: auto; } pre { overflow-x: auto; background: #f6f6f6; padding: .8rem; font-size: .8rem; }
-.note { color: #555; font-size: .9rem; }
-"""
 
 
 def write_report(run: Path, settings: Settings) -> Path | None:
@@ -58,13 +49,13 @@ def write_report(run: Path, settings: Settings) -> Path | None:
 
 def _print(settings: Settings, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> None:
     console = make_console()
-    table = Table()
+    printed = Table()
     headings, rows = _figures(settings, summaries)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number == 0 else "right")
+        printed.add_column(heading, justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*row)
-    console.print(table)
+        printed.add_row(*row)
+    console.print(printed)
     if comparison is not None:
         console.print(f"[bold]{comparison}[/bold]", soft_wrap=True)
 
@@ -98,20 +89,17 @@ def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], c
     )
     explanation = read_text(run / "explain.txt", needed="what the run wrote there of its optimizers")
     lead = str(comparison) if comparison is not None else _unfinished(settings, summaries)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>muonmesh train: {html.escape(run.name)}</title><style>{STYLE}</style></head><body>
-<h1>muonmesh train: {html.escape(run.name)}</h1>
-<p class="lead">{html.escape(lead)}.</p>
-{_table(*_figures(settings, summaries))}
+    return document(
+        f"muonmesh train: {run.name}",
+        f"""<p class="lead">{html.escape(lead)}.</p>
+{table(*_figures(settings, summaries))}
 <p class="note">{html.escape(METHOD)} Shares are of a step's time on the first rank; communication is what that rank
 waited for, imbalance between the ranks included.</p>
 {pictures}
 <h2>Who orthogonalises what</h2><pre>{html.escape(explanation)}</pre>
 <h2>Where it ran</h2>{_pairs(environment)}
-<h2>Settings</h2>{_pairs(config)}
-</body></html>
-"""
+<h2>Settings</h2>{_pairs(config)}""",
+    )
 
 
 def _unfinished(settings: Settings, summaries: Sequence[TrainingSummary]) -> str:
@@ -120,14 +108,8 @@ def _unfinished(settings: Settings, summaries: Sequence[TrainingSummary]) -> str
     return f"Validation loss: {losses}" + (f"; not trained yet: {', '.join(missing)}" if missing else "")
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
 def _pairs(values: dict[str, Any]) -> str:
-    return _table(("", "value"), [(str(name), str(value)) for name, value in values.items()])
+    return table(("", "value"), [(str(name), str(value)) for name, value in values.items()])
 
 
 def _base64(path: Path) -> str:

@@ -18,6 +18,7 @@ Parallel = Literal["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "zero1", "zero2", "ze
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
+Logger = Literal["jsonl", "tensorboard", "wandb"]
 
 REPLICAS = 2  # of the model, under hsdp
 PAIR = 2  # ranks that share each layer, under fsdp+tp
@@ -61,6 +62,13 @@ class Settings:
     eval_sequences: int = 128
     checkpoint_every: int = 200
     save_momentum: str | None = None
+    text_field: str = "text"
+    tokenizer: str | None = None
+    init: str | None = None
+    export: bool = False
+    checkpoint_activations: bool = False
+    compile: bool = False
+    log: tuple[Logger, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -69,11 +77,17 @@ class Settings:
                 raise ValueError(f"{option(name)} {value}: needed a whole number of at least {least}.")
             if value > (most := _MOST.get(name, MOST)):
                 raise ValueError(f"{option(name)} {value}: needed a whole number of at most {most}.")
-        for name in ("out", "model", *("save_momentum",) * (self.save_momentum is not None)):
+        given = [name for name in ("save_momentum", "tokenizer", "init") if getattr(self, name) is not None]
+        for name in ("out", "model", "text_field", *given):
             if not isinstance(getattr(self, name), str) or "\0" in getattr(self, name):
                 raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed text.")
         if not isinstance(self.data, tuple) or not all(isinstance(p, str) and "\0" not in p for p in self.data):
             raise ValueError(f"--data {self.data!r}: needed names of files, folders or globs.")
+        for name in ("export", "checkpoint_activations", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed true or false.")
+        if not isinstance(self.log, tuple) or not set(map(str, self.log)) <= set(get_args(Logger)):
+            raise ValueError(f"--log {self.log!r}: needed some of {', '.join(get_args(Logger))}.")
         for name in ("lr", "adamw_lr"):
             value = getattr(self, name)
             if not (is_finite(value) and value > 0):
@@ -85,6 +99,8 @@ class Settings:
         for name, choices in _CHOICES.items():
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
                 raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed one of {', '.join(choices)}.")
+        if self.compile and (self.tensor_parallel > 1 or self.zero):
+            raise ValueError(f"--compile: found --parallel {self.parallel}; needed ddp, fsdp or hsdp. Leave out one")
         multiple = {"hsdp": REPLICAS, "fsdp+tp": PAIR}.get(self.parallel, 1)
         if self.ranks % multiple:
             raise ValueError(
@@ -175,13 +191,16 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f" The nearest known one is {near[0]!r}." if near else ""
         raise RunError(f"{path}: unknown settings {unknown}; another version wrote it.{hint}")
-    missing = [name for name in known if name not in content]
+    missing = [name for name in known if name not in content and name not in LATER]
     if missing:
         raise RunError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
-    if not isinstance(content["data"], list):
-        raise RunError(f"{path}: found data {content['data']!r}; needed a list of names")
+    content.setdefault("log", [])
+    for name in ("data", "log"):
+        if not isinstance(content[name], list):
+            raise RunError(f"{path}: found {name} {content[name]!r}; needed a list of names")
+        content[name] = tuple(content[name])
     try:
-        settings = Settings(**{**content, "data": tuple(content["data"])})
+        settings = Settings(**content)
     except ValueError as error:
         raise RunError(f"{path}: {error}") from error
     return replace(settings, **changes)
@@ -214,6 +233,8 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+# What runs of older versions do not say; they did what these settings do when they are left out.
+LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "log")
 _LEAST = {
     "ranks": 1,
     "steps": 1,

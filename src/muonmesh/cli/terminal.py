@@ -34,6 +34,12 @@ def make_console() -> Console:
     return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False)
 
 
+def complain(command: str, message: str, *, code: int) -> int:
+    """Say on stderr why a command ends, and return its exit code."""
+    Lasting(sys.stderr).write(f"muonmesh {command}: {message}\n")
+    return code
+
+
 class Lasting:
     """A stream that goes on when nobody reads it any more: a terminal was closed, or ``head`` has seen enough.
 

@@ -19,8 +19,9 @@ from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import make_engine
 from muonmesh.cli.failure import RunError
+from muonmesh.cli.layers import prepare_layers
 from muonmesh.cli.metrics import MetricsLog
-from muonmesh.cli.model import build_model
+from muonmesh.cli.model import build_model, load_model
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.schedule import learning_rate_factor
 from muonmesh.cli.settings import Optimizer, Settings, option
@@ -41,8 +42,16 @@ class Training:
         # Ranks that share each layer read the same sequences: to the data they are one.
         self.reader, self.readers = self.rank // settings.tensor_parallel, settings.data_parallel
         torch.manual_seed(settings.seed)
-        config = model_config(settings.model, vocab=corpus.vocab, seq=settings.seq)
-        self.engine = make_engine(name, build_model(config), settings, device)
+        self.config = model_config(
+            settings.model,
+            vocab=corpus.vocab,
+            seq=settings.seq,
+            end_of_text=corpus.end_of_text,
+            init=settings.init is not None,
+        )
+        model = build_model(self.config) if settings.init is None else load_model(settings.init, self.config)
+        prepare_layers(model, settings)
+        self.engine = make_engine(name, model, settings, device)
         self.model = self.engine.model
         self.peak_lrs = [float(group["lr"]) for group in self.engine.groups]
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
@@ -125,6 +134,11 @@ class Training:
         dist.all_reduce(total)
         loss_sum, count = total.tolist()
         return float(loss_sum / count)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights by name, whole or as DTensors. Called on all ranks."""
+        found: dict[str, Tensor] = self.engine.state()["model"]
+        return found
 
     def explain(self) -> str:
         """Who goes where and why, as text. Called on all ranks."""

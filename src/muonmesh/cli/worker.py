@@ -58,13 +58,13 @@ def work(run: Path) -> None:
     stop = StopRequest()
     log = MetricsLog(run) if dist.get_rank() == 0 else None
     for name in settings.optimizers:
-        if not _train(name, run, settings, corpus, device, log, stop):
+        if not train(name, run, settings, corpus, device, log, stop):
             break
         gc.collect()  # sharded models are full of cycles, and the next one needs the room
     dist.destroy_process_group()
 
 
-def _train(
+def train(
     name: Optimizer,
     run: Path,
     settings: Settings,
@@ -74,8 +74,10 @@ def _train(
     stop: StopRequest,
 ) -> bool:
     """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
+    from muonmesh.cli.export import export, export_of
     from muonmesh.cli.files import writing
     from muonmesh.cli.momentum import save_momentum
+    from muonmesh.cli.sinks import open_sinks
     from muonmesh.cli.together import on_first_rank
     from muonmesh.cli.training import Training
 
@@ -85,6 +87,7 @@ def _train(
 
     def write() -> None:
         assert log is not None
+        log.sinks = open_sinks(run, name, settings, start=training.start)
         log.cut(name, training.start if training.start else -1)
         with (
             writing(run / EXPLANATION_FILE),
@@ -99,6 +102,11 @@ def _train(
     finished = training.run(log, stop)
     if finished and name == "muon" and settings.save_momentum is not None:
         save_momentum(Path(settings.save_momentum), training.engine.state()["optimizer"]["state"])
+    if finished and settings.export:
+        from_text = Path(corpus.directory)
+        export(export_of(run, name), training.config, training.weights(), tokenizer=from_text, init=settings.init)
+    for sink in log.sinks if log is not None else ():
+        sink.close()
     training.engine.close()
     return finished
 

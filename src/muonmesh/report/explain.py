@@ -14,6 +14,7 @@ from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.carried import Carried
 from muonmesh.layout.gram import sums_of
 from muonmesh.numerics.rules import rule_of
+from muonmesh.report.traffic import moved, traffic
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
 
@@ -151,23 +152,15 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     for number, member in enumerate(planned.muon):
         if member is not None:
             numbers.setdefault(id(member.tensor), []).append(number)
-    sent: Counter[int] = Counter()
-    received = collectives = 0
-    for bucket in range(len(plan.buckets)):
-        gather = plan.routes(bucket, rank, gather=True)
-        scatter = plan.routes(bucket, rank, gather=False)
-        collectives += plan.gathers(bucket) + plan.scatters(bucket)
-        moving = [number for number in plan.buckets[bucket] if plan.moves(number)]
-        collectives += 2 * bool(plan.summed(moving))  # the largest exponents, and the integers
-        sent += _moved(gather.held, rank) + _moved(scatter.owned, rank)
-        received += sum((_moved(gather.owned, rank) + _moved(scatter.held, rank)).values())
+    travelling = traffic(plan, rank)
+    sent, received, collectives = travelling.sent, travelling.received, travelling.collectives
     beside = Carried.beside(plan)
     carried = 0, 0
     if beside is not None:
         there, back = (beside.plan.routes(0, rank, gather=gather) for gather in (True, False))
         collectives += beside.plan.gathers(0) + beside.plan.scatters(0)
         legs = (there.held, back.owned), (there.owned, back.held)
-        elements = (sum(sum(_moved(some, rank).values()) for some in way) for way in legs)
+        elements = (sum(sum(moved(some, rank).values()) for some in way) for way in legs)
         sent_elements, received_elements = elements
         carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize
     summed_numbers = set(plan.grams)
@@ -216,16 +209,6 @@ def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Para
         max(step.spectral for step in steps),
         dict(Counter(team for team in teams if len(team) > 1)),
     )
-
-
-def _moved(legs: Mapping[int, Sequence[Any]], rank: int) -> Counter[int]:
-    """Return the elements that travel, by parameter."""
-    moved: Counter[int] = Counter()
-    for peer, travelling in legs.items():
-        if peer != rank:
-            for leg in travelling:
-                moved[leg.parameter] += leg.piece.numel
-    return moved
 
 
 def _owners(owners: Mapping[int, int], teams: Mapping[tuple[int, ...], int]) -> str:

@@ -20,31 +20,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import explain_error
 from muonmesh.optimizer import Muon
+from muonmesh.report.rates import Rates
 from muonmesh.step.connection import connect
 from muonmesh.testing.device import pretended_cuda
 from muonmesh.testing.launches import Launches
 
 Placer = Callable[[str, nn.Parameter], Sequence[Placement]]
 """Says how a parameter lies on the mesh, from its name and itself."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """How fast a device is, for the model of time. By default one H100 SXM, its data sheet's figures where marked so.
-
-    Attributes:
-        flops: bf16 products, FLOP/s: 70 % of the data sheet's 989 TFLOP/s.
-        bytes: Of its memory, B/s: 80 % of the data sheet's 3.35 TB/s.
-        wire: Of the network to other ranks, B/s each way: 400 Gb/s.
-        launch: Seconds of the host for one launch through torch.
-        collective: Seconds until the first byte of a collective arrives.
-    """
-
-    flops: float = 0.70 * 989e12
-    bytes: float = 0.80 * 3.35e12
-    wire: float = 50e9
-    launch: float = 6e-6
-    collective: float = 30e-6
 
 
 @dataclass(frozen=True)
@@ -86,15 +68,16 @@ class DryRun:
     def seconds(self) -> float:
         """Modelled time of the step: the slowest of the host, the device and the network, which work side by side.
 
-        The host needs ``launch`` for each operation. The device computes the products and moves the elementwise bytes,
-        one after the other. The network moves ``bytes_sent`` and begins each collective anew. What one waits for the
-        other is left out, so this is a bound from below.
+        `Rates.parts` tells the three. What one waits for the other is left out, so this is a bound from below.
         """
-        rates = self.rates
-        host = self.launches * rates.launch
-        device = self.flops / rates.flops + self.elementwise_bytes / rates.bytes
-        wire = self.bytes_sent / rates.wire + self.collectives * rates.collective
-        return max(host, device, wire)
+        parts = self.rates.parts(
+            launches=self.launches,
+            flops=self.flops,
+            elementwise_bytes=self.elementwise_bytes,
+            bytes_sent=self.bytes_sent,
+            collectives=self.collectives,
+        )
+        return max(parts.values())
 
 
 def dry_run(

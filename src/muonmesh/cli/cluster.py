@@ -1,0 +1,124 @@
+"""Cluster: ranks that nobody has to have, as ``--mesh`` and ``--experts`` tell of them, and where parameters live."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from muonmesh.cli.failure import RunError
+from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard, StridedShard
+
+Kind = Literal["replicate", "shard", "tensor", "expert"]
+KINDS: dict[str, tuple[Kind, ...]] = {
+    "ddp": ("replicate",),
+    "fsdp": ("shard",),
+    "hsdp": ("replicate", "shard"),
+    "tp": ("tensor",),
+    "ep": ("expert",),
+}
+MOST_RANKS = 2**20
+ROWWISE = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|c_proj|wo|w2|dense_4h_to_h)(\.weight)?$")
+# Small factors of latent attention: what follows them needs them whole, so tensor parallelism leaves them alone.
+NOT_CUT = re.compile(r"(^|\.)(q_a_proj|kv_a_proj_with_mqa)\.weight$")
+EXPERTS = re.compile(r"(^|\.)experts\.")
+
+Axes = tuple[tuple[Kind, int], ...]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Axes of a mesh, the outermost first; ranks are numbered row by row.
+
+    FSDP2 cuts dim 0. Tensor parallelism cuts before it: projections into attention and MLP by rows, those out of them
+    by columns, vocabularies by rows. Expert stacks lie on axes of their own where there are such: whole experts go to
+    the ranks of an expert axis, and FSDP2 cuts within each. Vectors are cut by FSDP2 alone.
+
+    Attributes:
+        mesh: Of all parameters but the experts; of these too if there is no other mesh.
+        experts: The same ranks, for expert stacks; empty if they lie on ``mesh``.
+    """
+
+    mesh: Axes
+    experts: Axes = ()
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(math.prod(size for _, size in self.mesh)))
+
+    def layout(self, name: str, shape: tuple[int, ...], matrices: MatrixSpec | None) -> MeshLayout:
+        """Return where a parameter lives, from its name, its shape, and how it splits into matrices."""
+        stack = EXPERTS.search(name) is not None and len(shape) > 1
+        axes = self.experts if stack and self.experts else self.mesh
+        cut = self._tensor_dim(name, shape, matrices, stack=stack)
+        placements = tuple(self._placement(axes, place, cut, stack=stack) for place in range(len(axes)))
+        return MeshLayout(shape, tuple(size for _, size in axes), self.ranks, placements)
+
+    def _placement(self, axes: Axes, place: int, cut: int | None, *, stack: bool) -> Placement:
+        kind = axes[place][0]
+        if kind == "replicate":
+            return Replicate()
+        if kind == "expert":
+            return Shard(0)
+        if kind == "tensor":
+            return Replicate() if cut is None else Shard(cut)
+        dim = 1 if stack and any(other == "expert" for other, _ in axes) else 0
+        inner = math.prod(size for other, size in axes[place + 1 :] if other == "tensor")
+        return StridedShard(dim, inner) if inner > 1 and cut == dim else Shard(dim)
+
+    @staticmethod
+    def _tensor_dim(name: str, shape: tuple[int, ...], matrices: MatrixSpec | None, *, stack: bool) -> int | None:
+        """Return the dim that tensor parallelism cuts; None for what each of its ranks holds whole."""
+        first = 1 if stack else 0
+        if len(shape) < first + 2 or NOT_CUT.search(name) or re.search(r"(^|\.)(gate|router)\.weight$", name):
+            return None
+        inner = matrices[1] if stack and isinstance(matrices, tuple) else matrices
+        transposed = isinstance(inner, tuple) and inner[0] == "transposed"  # stored in × out
+        return first + ((ROWWISE.search(name) is not None) != transposed)
+
+
+def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
+    """Read ``--mesh`` and ``--experts``, such as ``hsdp=8x32,tp=8`` and ``ddp=8,ep=32,fsdp=8``.
+
+    Raises:
+        RunError: an axis is unknown or is there twice, a size is none, or the two have different numbers of ranks.
+    """
+    axes = _axes("--mesh", mesh, known=("ddp", "fsdp", "hsdp", "tp"), example="--mesh hsdp=8x32,tp=8")
+    if experts is None:
+        return Cluster(axes)
+    known, example = ("ddp", "fsdp", "hsdp", "ep"), "--experts ddp=8,ep=32,fsdp=8"
+    other = _axes("--experts", experts, known=known, example=example)
+    found, needed = (math.prod(size for _, size in some) for some in (other, axes))
+    if found != needed:
+        raise RunError(
+            f"--experts {experts}: found {found:,} ranks; needed {needed:,}, the ranks of --mesh {mesh} in another "
+            "order. Correct a size"
+        )
+    return Cluster(axes, other)
+
+
+def _axes(option: str, text: str, *, known: tuple[str, ...], example: str) -> Axes:
+    axes: list[tuple[Kind, int]] = []
+    for part in text.split(","):
+        name, _, sizes = part.strip().partition("=")
+        if name not in known:
+            beside = " A pipeline stage is planned by itself: give the ranks of one stage." if name == "pp" else ""
+            raise RunError(
+                f"{option} {text}: found {part!r}; needed axes of {', '.join(known)}.{beside} Write: {example}"
+            )
+        kinds = KINDS[name]
+        numbers = sizes.split("x")
+        if len(numbers) != len(kinds) or not all(re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
+            needed = "replicas x shards, two whole numbers" if len(kinds) == 2 else "a whole number of at least 1"
+            raise RunError(f"{option} {text}: found {part!r}; needed {needed}. Write: {example}")
+        axes += zip(kinds, map(int, numbers), strict=True)
+    doubles = [kind for number, (kind, _) in enumerate(axes) if kind in (other for other, _ in axes[:number])]
+    if doubles:
+        raise RunError(f"{option} {text}: found two axes that {doubles[0]}; needed one of each. Write: {example}")
+    ranks = math.prod(size for _, size in axes)
+    if ranks > MOST_RANKS:
+        raise RunError(f"{option} {text}: found {ranks:,} ranks; needed at most {MOST_RANKS:,}. Write: {example}")
+    return tuple(axes)

@@ -1,0 +1,71 @@
+"""Export: a trained model as a folder that `from_pretrained` reads: configuration, weights whole, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from muonmesh.cli.files import onto_disk, write_text, writing
+from muonmesh.cli.model import build_model
+from muonmesh.cli.settings import Optimizer
+from muonmesh.cli.together import on_first_rank
+from muonmesh.cli.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
+
+
+def export_of(run: Path, optimizer: Optimizer) -> Path:
+    """Where a run writes the model of one of its trainings."""
+    return run / "export" / optimizer
+
+
+def export(folder: Path, config: Any, weights: Mapping[str, Tensor], *, tokenizer: Path, init: str | None) -> None:
+    """Write the folder beside its place, then rename. Called on all ranks; rank 0 writes.
+
+    Args:
+        folder: What `from_pretrained` will be given.
+        config: The `transformers` configuration of the model.
+        weights: By parameter name, whole or as DTensors.
+        tokenizer: Folder of the prepared text, with its tokenizer.json.
+        init: Folder that the training began from, whose tokenizer_config.json is kept.
+
+    Raises:
+        RunError: on every rank: it could not be written.
+    """
+    whole = {}
+    for name, weight in weights.items():
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if dist.get_rank() == 0:
+            whole[name] = full.detach().cpu().contiguous()
+
+    def write() -> None:
+        scratch = folder.with_name(f".{folder.name}.writing")
+        with writing(folder, raised=Exception):
+            shutil.rmtree(scratch, ignore_errors=True)
+            with torch.device("meta"):
+                model: Any = build_model(config)
+            model.save_pretrained(scratch, state_dict=whole)
+            shutil.copy(tokenizer / TOKENIZER_FILE, scratch / TOKENIZER_FILE)
+            before = None if init is None else Path(init) / TOKENIZER_CONFIG_FILE
+            if before is not None and before.is_file():
+                shutil.copy(before, scratch / TOKENIZER_CONFIG_FILE)
+            else:
+                write_text(scratch / TOKENIZER_CONFIG_FILE, _tokenizer_config(config, tokenizer))
+            for file in scratch.iterdir():
+                onto_disk(file)
+            shutil.rmtree(folder, ignore_errors=True)
+            scratch.rename(folder)
+
+    on_first_rank(write)
+
+
+def _tokenizer_config(config: Any, tokenizer: Path) -> str:
+    end = config.get_text_config().eos_token_id
+    mark = load_tokenizer(str(tokenizer)).itself.id_to_token(end)
+    return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": mark, "bos_token": mark}) + "\n"

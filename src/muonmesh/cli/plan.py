@@ -1,0 +1,142 @@
+"""Plan: ``muonmesh plan``: what a step would cost on a cluster that is not here, as a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+WHAT = "What to plan"
+WHERE = "Where it would run"
+OUTPUT = "What to write"
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A transformers config.json or a folder with one, a model that is known by name (deepseek-v3, "
+            "llama-3.1-8b, -70b, -405b), a preset of muonmesh train, or a model type (gpt2).",
+            rich_help_panel=WHAT,
+        ),
+    ],
+    mesh: Annotated[
+        str,
+        typer.Option(
+            help="Axes of the ranks, the outermost first: ddp=N, fsdp=N, hsdp=REPLICASxSHARDS, tp=N.",
+            rich_help_panel=WHERE,
+        ),
+    ],
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            help="The same ranks as expert stacks lie on them, such as ddp=8,ep=32,fsdp=8. Default: as all else, and "
+            "tensor parallelism cuts each expert.",
+            rich_help_panel=WHERE,
+            show_default=False,
+        ),
+    ] = None,
+    weights: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Dtype of weights and gradients.", rich_help_panel=WHAT)
+    ] = "fp32",
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Whom to tell of. Default: the busiest.", rich_help_panel=WHERE, show_default=False),
+    ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON of a device's rates: flops, bytes, wire (a second), launch, collective (seconds). Default: one "
+            "H100.",
+            rich_help_panel=WHERE,
+            show_default=False,
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write every figure, and every owner.", rich_help_panel=OUTPUT, show_default=False),
+    ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a page with a picture.", rich_help_panel=OUTPUT, show_default=False),
+    ] = None,
+) -> None:
+    """Say what one step of Muon would cost on a cluster, before anybody has it.
+
+    Who orthogonalises what, FLOPs, bytes and stored memory are counted from the plan that every rank would make.
+    Launches, the memory of a step and its time are modelled, and say so. Nothing is downloaded, built or run.
+    """
+    from muonmesh.cli.files import write_text
+    from muonmesh.cli.plan_page import page
+    from muonmesh.cli.terminal import complain
+
+    try:
+        found = planned(model, mesh=mesh, experts=experts, weights=weights, rank=rank, rates=rates)
+        print_plan(found)
+        if json_file is not None:
+            write_text(json_file, json.dumps(found, indent=1) + "\n")
+        if html_file is not None:
+            write_text(html_file, page(found))
+    except ValueError as error:
+        raise SystemExit(complain("plan", str(error), code=2)) from error
+
+
+def planned(
+    model: str,
+    *,
+    mesh: str,
+    experts: str | None = None,
+    weights: Literal["fp32", "bf16"] = "fp32",
+    rank: int | None = None,
+    rates: Path | None = None,
+    vocab: int = 2048,
+    seq: int = 128,
+) -> dict[str, Any]:
+    """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
+
+    Args:
+        model, mesh, experts, weights, rank, rates: As the options say.
+        vocab, seq: Of the presets of ``muonmesh train``.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
+    from muonmesh.cli.blueprint import blueprint
+    from muonmesh.cli.cluster import EXPERTS, parse_cluster
+    from muonmesh.cli.failure import RunError
+    from muonmesh.cli.figures import figures_of, load_rates
+    from muonmesh.report.forecast import Weight, forecast
+
+    cluster = parse_cluster(mesh, experts)
+    if rank is not None and rank >= len(cluster.ranks):
+        raise RunError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
+    speed = None if rates is None else load_rates(rates)
+    parts = blueprint(model, vocab=vocab, seq=seq)
+    if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
+        raise RunError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
+    placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
+    found = forecast(placed, rank=rank, rates=speed, itemsize=4 if weights == "fp32" else 2)
+    asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights}
+    return {**asked, **figures_of(placed, found)}
+
+
+def print_plan(found: dict[str, Any]) -> None:
+    """Print the kinds of parameters, and what the rank does."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from muonmesh.cli.plan_text import HEADINGS, lines_of, rows_of
+    from muonmesh.cli.terminal import make_console
+
+    console = make_console()
+    title = f"{found['model']} on {found['ranks']:,} ranks"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows_of(found):
+        table.add_row(*row)
+    console.print(table)
+    for title, line in lines_of(found):
+        console.print(f"[bold]{title}[/bold]: {line}", soft_wrap=True)

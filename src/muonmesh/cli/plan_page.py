@@ -1,0 +1,89 @@
+"""Plan page: the figures of ``muonmesh plan`` as one HTML file with a picture of the ranks; it needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import Any
+
+from muonmesh.cli.page import document, table
+from muonmesh.cli.plan_text import HEADINGS, lines_of, rows_of
+
+CELL, GAP, WIDE = 11, 1, 64  # pixels of a rank, between two, and ranks in a row at the most
+COLOURS = ("#f3f3f0", "#fbe3d6", "#f2a99b", "#d1495b")  # of no work, less than the mean, about it, much more
+BARS = {"weights": "#30638e", "gradients": "#5b8fb9", "momentum": "#d1495b", "AdamW's moments": "#e8a0a8"}
+
+
+def page(found: dict[str, Any]) -> str:
+    """Return the page."""
+    title = f"{found['model']} on {found['ranks']:,} ranks"
+    lines = "".join(f"<p><b>{html.escape(name)}</b>: {html.escape(line)}</p>" for name, line in lines_of(found))
+    asked = f"mesh {found['mesh']}" + (f"; experts {found['experts']}" if found["experts"] else "")
+    note = (
+        "Counted figures follow from the plan that every rank makes before its first step. Modelled ones follow from "
+        f"these and from rates: {', '.join(f'{name} {value:.3g}' for name, value in found['rates'].items())}."
+    )
+    return document(
+        title,
+        f"<p>{html.escape(asked)}; weights and gradients {found['weights']}.</p>"
+        f"<h2>Who computes how much</h2>{_ranks(found)}"
+        f"<h2>What rank {found['rank']} holds</h2>{_memory(found)}"
+        f"<h2>Figures</h2>{lines}<p class='note'>{html.escape(note)}</p>"
+        f"<h2>Matrices</h2>{table(list(HEADINGS), rows_of(found))}"
+        f"<h2>Where they lie</h2>{table(('parameters', 'by', 'layout'), _places(found))}",
+    )
+
+
+def _places(found: dict[str, Any]) -> list[list[str]]:
+    return [[kind["name"], kind["algorithm"], kind["layout"]] for kind in found["kinds"]]
+
+
+def _ranks(found: dict[str, Any]) -> str:
+    """Return a square for each rank, darker the more it has to do; the mouse tells its number and its FLOPs."""
+    loads = found["flops_by_rank"]
+    mean = sum(loads) / len(loads)
+    wide = min(WIDE, len(loads))
+    step = CELL + GAP
+    squares = []
+    for rank, load in enumerate(loads):
+        x, y = rank % wide * step, rank // wide * step
+        share = load / mean if mean else 0.0
+        squares.append(
+            f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" fill="{_colour(share)}">'
+            f"<title>rank {rank}: {load / 1e12:.3g} TFLOP, {share:.2f} of the mean</title></rect>"
+        )
+    height = -(-len(loads) // wide) * step
+    labels = ("none", "below 0.9 of the mean", "0.9 to 1.1", "above 1.1")
+    key = "".join(
+        f'<span style="background:{colour}">&emsp;</span> {label} &emsp;'
+        for colour, label in zip(COLOURS, labels, strict=True)
+    )
+    return (
+        f'<svg viewBox="0 0 {wide * step} {height}" style="max-width:{wide * step}px;width:100%" role="img" '
+        f'aria-label="FLOPs by rank">{"".join(squares)}</svg><p class="note">A square is a rank, row by row in the '
+        f"order of the mesh. FLOPs of its orthogonalisations: {key}</p>"
+    )
+
+
+def _colour(share: float) -> str:
+    return COLOURS[0 if share == 0 else 1 if share < 0.9 else 2 if share <= 1.1 else 3]
+
+
+def _memory(found: dict[str, Any]) -> str:
+    """Return one bar of what is stored and, hatched, what a step takes beside it."""
+    sizes = {name: found["counted"][f"bytes of {name}"] for name in BARS}
+    sizes["a step, modelled"] = found["modelled"]["bytes of the exchange"]
+    whole = max(1, sum(sizes.values()))
+    x, parts, key = 0.0, [], []
+    for name, size in sizes.items():
+        width = 768 * size / whole
+        fill = BARS.get(name, "#bbb")
+        parts.append(f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="28" fill="{fill}"/>')
+        key.append(f'<span style="background:{fill}">&emsp;</span> {html.escape(name)} {_bytes(size)} &emsp;')
+        x += width
+    return f'<svg viewBox="0 0 768 28" style="width:100%">{"".join(parts)}</svg><p class="note">{"".join(key)}</p>'
+
+
+def _bytes(size: int) -> str:
+    exponent = min(4, int(math.log(size, 1024))) if size else 0
+    return f"{size / 1024**exponent:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"

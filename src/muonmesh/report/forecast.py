@@ -1,0 +1,302 @@
+"""Forecast: what a step of Muon would cost on a cluster, from names, shapes and layouts alone.
+
+The plan is the real one, made by `make_plan` as every rank makes it before its first step, and what follows from it is
+counted: owners, FLOPs, bytes on the wire, collectives, memory of what is stored. Launches, elementwise bytes and the
+memory that a step takes beside what is stored are modelled from the counts, by the constants below, which were fitted
+to dry runs of the real step (`muonmesh.testing.dry_run`). `tests/unit/test_forecast.py` compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muonmesh.layout import (
+    Elementwise,
+    Layout,
+    Matrix,
+    MatrixSpec,
+    Parameter,
+    Plan,
+    cost,
+    gathered,
+    make_plan,
+    split_matrices,
+)
+from muonmesh.layout.balance import imbalance
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
+from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.report.rates import Rates
+from muonmesh.report.traffic import Traffic, traffic
+
+COEFFICIENTS: CoefficientName = "polar_express"
+STEPS = 5
+DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
+WIRE = 2  # bytes: directions travel and are orthogonalised in bf16
+STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
+BUCKET_ELEMENTS = 16 * 2**20 // WIRE  # the default of bucket_cap_mb
+
+# Launches, counted by dry runs: of a step, of a bucket that travels, and of orthogonalising a batch of equal matrices.
+LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET = 50, 8
+LAUNCHES_OF_A_BATCH = {"gram": 60, "standard": 36}
+BATCH_ELEMENTS = 2**28
+LOOKED_AT_ONCE = 320 * 2**16  # elements of gradients that one launch of a multi-tensor operation looks at
+# Bytes read and written by all but products, for each element that a rank orthogonalises, counted likewise.
+BYTES_OF_AN_OWNED_ELEMENT = {"gram": 23, "standard": 12}
+BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
+SQUARES = 5  # rows × rows matrices that the iteration works in
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a model.
+
+    Attributes:
+        name: Canonical name.
+        layout: Where it lives.
+        matrices: How it splits into matrices; None if AdamW updates it.
+    """
+
+    name: str
+    layout: Layout
+    matrices: MatrixSpec | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    Attributes:
+        weights, gradients, momentum, adamw: Of what the rank stores from step to step; counted.
+        exchange: The most that a step takes beside these; modelled.
+    """
+
+    weights: int
+    gradients: int
+    momentum: int
+    adamw: int
+    exchange: int
+
+    @property
+    def total(self) -> int:
+        """All of it. Activations and the layers that FSDP2 gathers for them are not in it."""
+        return self.weights + self.gradients + self.momentum + self.adamw + self.exchange
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one step would cost on one rank, and how the work is spread.
+
+    Attributes:
+        plan: Who orthogonalises what; the same on every rank.
+        rank: The rank that is told of.
+        owned: Numbers of the assignments that it orthogonalises.
+        traffic: What it sends and receives; counted.
+        memory: What it holds.
+        launches: Kernels that it starts; modelled.
+        elementwise_bytes: What it reads and writes for all but matrix products; modelled.
+        rates: Of the model of time.
+    """
+
+    plan: Plan
+    rank: int
+    owned: tuple[int, ...]
+    traffic: Traffic
+    memory: Memory
+    launches: int
+    elementwise_bytes: int
+    rates: Rates
+
+    @property
+    def flops(self) -> int:
+        """Of the orthogonalisations of this rank."""
+        return self.plan.loads[self.rank]
+
+    @property
+    def imbalance(self) -> float:
+        """FLOPs of the busiest rank over the mean."""
+        return imbalance(self.plan)
+
+    @property
+    def collectives(self) -> int:
+        """In which this rank takes part, the flags before a step too."""
+        return self.traffic.collectives + (len(self.plan.ranks) > 1)
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank in a step, flags not counted."""
+        return self.traffic.sent.total() * WIRE
+
+    @property
+    def bytes_received(self) -> int:
+        """Likewise."""
+        return self.traffic.received * WIRE
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Modelled seconds of host, device and network, which work side by side."""
+        return self.rates.parts(
+            launches=self.launches,
+            flops=self.flops,
+            elementwise_bytes=self.elementwise_bytes,
+            bytes_sent=self.bytes_sent,
+            collectives=self.collectives,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the optimizer's step: the slowest of `parts`, a bound from below."""
+        return max(self.parts.values())
+
+
+def forecast(
+    weights: Sequence[Weight],
+    *,
+    rank: int | None = None,
+    rates: Rates | None = None,
+    itemsize: int = 4,
+    bucket_elements: int = BUCKET_ELEMENTS,
+) -> Forecast:
+    """Plan a model and say what a step costs, with Muon's defaults.
+
+    Args:
+        weights: All parameters, in the order in which every rank has them.
+        rank: Who is told of; by default the rank with the most FLOPs, which the others wait for.
+        rates: Of the device; by default one H100.
+        itemsize: Bytes of one number of weights and gradients, and of AdamW's moments.
+        bucket_elements: Elements of one owner in one bucket.
+
+    Raises:
+        LayoutError: a layout, or the matrices of a weight, do not cover it exactly once.
+        ValueError: ``matrices`` of a weight is no split, or does not fit its shape.
+    """
+    parameters = [muon_parameter(w.name, w.layout, w.matrices) for w in weights if w.matrices is not None]
+    elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
+    ranks = sorted(
+        {rank for layout in {id(w.layout.ranks): w.layout for w in weights}.values() for rank in layout.ranks}
+    )
+    plan = make_plan(parameters, ranks=ranks, bucket_elements=bucket_elements, elementwise=elementwise)
+    if rank is None:
+        rank = max(plan.ranks, key=lambda r: (plan.loads[r], -r))
+    travelling = traffic(plan, rank)
+    stored = sum(math.prod(p.momentum_storage.local_shape(rank)) for p in parameters)
+    others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
+    work = _Work.of(plan, rank)
+    memory = Memory(
+        weights=(stored + others) * itemsize,
+        gradients=(stored + others) * itemsize,
+        momentum=stored * STATE,
+        adamw=2 * others * itemsize,
+        exchange=work.peak(travelling),
+    )
+    # Gradient, momentum read and written, direction; result, weight read and written. AdamW: five reads, three writes.
+    elementwise_bytes = stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * 7 * itemsize
+    return Forecast(
+        plan,
+        rank,
+        work.owned,
+        travelling,
+        memory,
+        work.launches + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE),
+        elementwise_bytes + work.elementwise_bytes,
+        rates or Rates(),
+    )
+
+
+def muon_parameter(name: str, layout: Layout, spec: MatrixSpec) -> Parameter:
+    """Return a parameter as the planner sees it with Muon's defaults, its momentum stored where it lives itself."""
+    matrices = split_matrices(name, layout.shape, spec)
+    costs = {size: flops_of(*size) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
+    products = {size: gathered_of(*size) if min(size) >= DIVIDED_FROM_ROWS else 0 for size in costs}
+    work, shared = (tuple(of[matrix.rows, matrix.cols] for matrix in matrices) for of in (costs, products))
+    return Parameter(name, layout, layout, matrices, work, f"{COEFFICIENTS}, {STEPS} steps, auto", gathered=shared)
+
+
+def flops_of(rows: int, cols: int) -> int:
+    """Return the FLOPs of one orthogonalisation with Muon's defaults: Polar Express, 5 steps, bf16."""
+    return cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
+
+
+def gathered_of(rows: int, cols: int) -> int:
+    """Return the elements of the products of one orthogonalisation, which a team would gather."""
+    return gathered(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one rank orthogonalises, by bucket; matrices that stay where they are belong to none."""
+
+    owned: tuple[int, ...]
+    travelling: tuple[tuple[Matrix, ...], ...]
+    staying: tuple[Matrix, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> _Work:
+        owned: list[int] = []
+        staying: list[Matrix] = []
+        travelling: list[tuple[Matrix, ...]] = []
+        for bucket in plan.buckets:
+            here: list[Matrix] = []
+            for number in bucket:
+                if rank not in plan.assignments[number].team:
+                    continue
+                owned.append(number)
+                (here if plan.moves(number) else staying).append(plan.assignments[number].matrix)
+            travelling.append(tuple(here))
+        return cls(tuple(sorted(owned)), tuple(travelling), tuple(staying))
+
+    @property
+    def launches(self) -> int:
+        buckets = len(self.travelling) if any(self.travelling) else 0
+        batches = sum(_launches(some) for some in (*self.travelling, self.staying))
+        return LAUNCHES_OF_A_STEP + LAUNCHES_OF_A_BUCKET * buckets + batches
+
+    @property
+    def elementwise_bytes(self) -> int:
+        assembled = [matrix for bucket in self.travelling for matrix in bucket]
+        iterating = sum(m.numel * BYTES_OF_AN_OWNED_ELEMENT[_method(m)] for m in (*assembled, *self.staying))
+        return iterating + BYTES_OF_AN_ASSEMBLED_ELEMENT * sum(matrix.numel for matrix in assembled)
+
+    def peak(self, travelling: Traffic) -> int:
+        """Return the most memory at once: one bucket computes, the next one arrives, the one before leaves."""
+        peak = 0
+        for number, bucket in enumerate(self.travelling):
+            elements = _iterating(bucket) + 2 * sum(m.numel for m in bucket)
+            if number + 1 < len(self.travelling):
+                coming = travelling.buckets[number + 1]
+                elements += coming.gather_sent + coming.gather_received
+                elements += sum(matrix.numel for matrix in self.travelling[number + 1])
+            for other in travelling.buckets[max(0, number - 1) : number + 1]:
+                elements += other.scatter_sent + other.scatter_received
+            peak = max(peak, elements)
+        together = max((_batches(self.staying)), key=lambda batch: len(batch) * batch[0].numel, default=())
+        if together:
+            peak = max(peak, 2 * min(sum(m.numel for m in together), BATCH_ELEMENTS) + _iterating(together))
+        return peak * WIRE
+
+
+def _batches(matrices: Sequence[Matrix]) -> list[tuple[Matrix, ...]]:
+    found: dict[tuple[int, int], list[Matrix]] = {}
+    for matrix in matrices:
+        found.setdefault(matrix.shape, []).append(matrix)
+    return [tuple(some) for some in found.values()]
+
+
+def _launches(matrices: Sequence[Matrix]) -> int:
+    rounds = [(some[0].shape, -(-len(some) * some[0].numel // BATCH_ELEMENTS)) for some in _batches(matrices)]
+    return sum(count * LAUNCHES_OF_A_BATCH[resolve_method(*shape)] for shape, count in rounds)
+
+
+def _iterating(matrices: Sequence[Matrix]) -> int:
+    """Return the elements of the squares that the largest batch works in."""
+    squares = [
+        SQUARES * min(len(some), max(1, BATCH_ELEMENTS // some[0].numel)) * some[0].shape[0] ** 2
+        for some in _batches(matrices)
+    ]
+    return max(squares, default=0)
+
+
+def _method(matrix: Matrix) -> str:
+    return resolve_method(*matrix.shape)

@@ -1,0 +1,68 @@
+"""Traffic: what one rank sends and receives in a step for matrices that have an owner, told from the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from muonmesh.layout import Plan
+from muonmesh.layout.plan import Leg
+
+
+@dataclass(frozen=True)
+class BucketTraffic:
+    """The elements that one rank moves for one bucket: to the owners (gather) and back (scatter)."""
+
+    gather_sent: int
+    gather_received: int
+    scatter_sent: int
+    scatter_received: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank moves in a step.
+
+    Attributes:
+        buckets: One entry for each bucket of the plan, those in which the rank moves nothing too.
+        sent: Elements that it sends, both ways, by number of the parameter.
+        collectives: In which it takes part; the sums that rules ask for are among them.
+    """
+
+    buckets: tuple[BucketTraffic, ...]
+    sent: Counter[int]
+    collectives: int
+
+    @property
+    def received(self) -> int:
+        """Elements that it receives, both ways."""
+        return sum(bucket.gather_received + bucket.scatter_received for bucket in self.buckets)
+
+
+def traffic(plan: Plan, rank: int) -> Traffic:
+    """Return what ``rank`` moves in a step, Gram exchanges and what rules keep beside their matrices left out."""
+    sent: Counter[int] = Counter()
+    buckets, collectives = [], 0
+    for bucket, numbers in enumerate(plan.buckets):
+        gather = plan.routes(bucket, rank, gather=True)
+        scatter = plan.routes(bucket, rank, gather=False)
+        collectives += plan.gathers(bucket) + plan.scatters(bucket)
+        asked = plan.summed(numbers)
+        collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers
+        there, back = moved(gather.held, rank), moved(scatter.owned, rank)
+        sent += there + back
+        arriving, returning = moved(gather.owned, rank), moved(scatter.held, rank)
+        sizes = (there.total(), arriving.total(), back.total(), returning.total())
+        buckets.append(BucketTraffic(*sizes))
+    return Traffic(tuple(buckets), sent, collectives)
+
+
+def moved(legs: Mapping[int, Sequence[Leg]], rank: int) -> Counter[int]:
+    """Return the elements that travel, by number of the parameter."""
+    found: Counter[int] = Counter()
+    for peer, travelling in legs.items():
+        if peer != rank:
+            for leg in travelling:
+                found[leg.parameter] += leg.piece.numel
+    return found

@@ -1,0 +1,264 @@
+"""`muonmesh train`: where text, tokenizer and weights come from, and what else a run can keep."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from muonmesh.cli import worker
+from muonmesh.cli.app import app
+from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.cli.failure import RunError
+from muonmesh.cli.metrics import MetricsLog, read_metrics
+from muonmesh.cli.settings import LATER, Settings, load_settings
+from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.tokenizer import load_tokenizer
+from tests.workers import Pool
+
+COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
+STEPS = 3
+TINY = ("--steps", STEPS, "--batch", 4, "--seq", 32, "--eval-every", 10, "--eval-sequences", 4, "--device", "cpu")
+TINY += ("--ranks", 1, "--parallel", "ddp", "--dtype", "fp32", "--optimizer", "muon")
+
+
+def train(*options: object) -> str:
+    result = subprocess.run([*COMMAND, *map(str, options)], capture_output=True, text=True, check=False, timeout=400)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def refused(*options: object) -> str:
+    result = CliRunner().invoke(app, ["train", *map(str, options)], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.stdout
+    return result.stderr
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run) if "loss" in record]
+
+
+def sentences(count: int) -> list[str]:
+    return [
+        f"Sentence {number} tells that {number} times {number} is {number * number}. " * 6 for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two hundred records, an empty one among them."""
+    file = tmp_path_factory.mktemp("records") / "records.jsonl"
+    records = [{"id": number, "body": text} for number, text in enumerate(sentences(200))]
+    file.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"id": -1, "body": " "}]))
+    return file
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_is_a_document_of_its_own(lines: Path, tmp_path: Path) -> None:
+    corpus = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "cache", field="body")
+    assert corpus.files == 1
+    assert corpus.characters == sum(map(len, sentences(200)))
+    tokenizer = load_tokenizer(corpus.directory).itself
+    train, held_out = (
+        {tokenizer.decode(part.tolist()) for part in np.split(tokens, np.flatnonzero(tokens == 0) + 1)} - {""}
+        for tokens in (corpus.train(), corpus.validation())
+    )
+    assert len(train) + len(held_out) == 200
+    assert 2 <= len(held_out) <= 30, "about one record in twenty"
+    assert {text.removesuffix("<|endoftext|>") for text in train | held_out} == set(sentences(200))
+
+
+def test_a_text_that_is_tokenised_in_many_parts_gives_the_same_tokens(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "whole", field="body")
+    monkeypatch.setattr("muonmesh.cli.tokenfile.CHARACTERS_AT_ONCE", 1000)
+    parts = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "parts", field="body")
+    assert parts.digest == whole.digest
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"text": "a"}\n{"text": 3}\n',
+            r"found no text 'text' in line 2, but text\. Name the field with --text-field",
+        ),
+        ('{"body": "a"}\n', r"found no text 'text' in line 1, but body\."),
+        ('{"text": "a"}\n{"te', r"line 2 is not JSON"),
+        ('["a"]\n', r"line 1 is a list; needed an object"),
+    ],
+)
+def test_a_record_without_text_is_told_by_its_line(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text(content)
+    with pytest.raises(RunError, match=message):
+        prepare_corpus([str(tmp_path / "records.jsonl")], vocab=300, cache=tmp_path / "cache")
+
+
+# --- weights and tokenizer --------------------------------------------------------------------------------------------
+
+
+def learn(run: Path) -> None:
+    """What a rank of the command does, in a rank of the tests."""
+    settings, log = load_settings(run), MetricsLog(run)
+    for name in settings.optimizers:
+        worker.train(name, run, settings, load_corpus_of(run), torch.device("cpu"), log, StopRequest())
+    log.close()
+
+
+@pytest.fixture(scope="module")
+def ran(workers: Callable[[int], Pool], lines: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`ran(name, init=..., ...)` is the directory of a finished run of one rank, from the records."""
+    folder = tmp_path_factory.mktemp("ran")
+
+    def run(name: str, init: Path | None = None, **changes: Any) -> Path:
+        ready = None if init is None else str(init)
+        corpus = prepare_corpus([str(lines)], vocab=300, cache=folder / "cache", tokenizer=ready, field="body")
+        values: dict[str, Any] = {"model": ready or "nano", "init": ready, "vocab": 300, "optimizer": "muon"}
+        values |= {"ranks": 1, "parallel": "ddp", "dtype": "fp32", "steps": STEPS, "warmup": 0, "batch": 4, "seq": 32}
+        values |= {"eval_every": 10, "eval_sequences": 4, "data": (str(lines),), "text_field": "body"}
+        settings = Settings(out=str(folder / name), **{**values, **changes})
+        settings.directory.mkdir()
+        settings.save({})
+        save_corpus_of(settings.directory, corpus)
+        workers(1).run(learn, settings.directory, timeout=120)
+        return settings.directory
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def exported(ran: Callable[..., Path]) -> Path:
+    """A run whose model is kept."""
+    return ran("exported", export=True)
+
+
+def validated(run: Path) -> list[float]:
+    return [record["validation_loss"] for record in read_metrics(run) if "validation_loss" in record]
+
+
+@pytest.mark.slow
+def test_an_exported_model_is_one_of_transformers_and_predicts_what_was_trained(exported: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = exported / "export" / "muon"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("Sentence 3 tells")["input_ids"]) == "Sentence 3 tells"
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 0
+    windows = Windows(load_corpus_of(exported).validation(), length=32, seed=0)
+    tokens = torch.from_numpy(windows.spread(4))
+    with torch.no_grad():
+        logits = model(input_ids=tokens[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert float(loss) == pytest.approx(validated(exported)[-1], abs=1e-5)
+    assert float(loss) < math.log(300) - 0.1
+
+
+@pytest.mark.slow
+def test_a_training_begins_with_weights_and_tokenizer_of_a_local_folder(
+    exported: Path, ran: Callable[..., Path], lines: Path, tmp_path: Path
+) -> None:
+    """And goes on to learn, with activations computed again or not; by the command too."""
+    folder = exported / "export" / "muon"
+    plain = ran("plain", init=folder)
+    assert load_corpus_of(plain).vocab == 300
+    assert validated(plain)[0] == pytest.approx(validated(exported)[-1], abs=1e-5), "other weights, or other tokens"
+    assert losses(ran("again", init=folder, checkpoint_activations=True)) == losses(plain)
+
+    options = (*TINY, "--init", folder, "--data", lines, "--text-field", "body", "--log", "jsonl", "--warmup", 0)
+    options += ("--checkpoint-activations", "--export", "--resume", "auto")
+    train(*options, "--out", tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(plain)
+    assert load_settings(tmp_path / "run").vocab == 300
+    assert sorted(path.name for path in (tmp_path / "run" / "export" / "muon").iterdir()) == sorted(
+        path.name for path in folder.iterdir()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_resume_auto_begins_a_run_or_goes_on_with_it(exported: Path, lines: Path, tmp_path: Path) -> None:
+    options = (*TINY, "--model", "nano", "--vocab", 300, "--data", lines, "--text-field", "body", "--warmup", 0)
+    run = tmp_path / "run"
+    train(*options, "--out", run, "--resume", "auto")
+    assert losses(run) == losses(exported), "it began like any other"
+    before = (run / "metrics.jsonl").read_text()
+    train(*options, "--out", run, "--resume", "auto")
+    assert (run / "metrics.jsonl").read_text() == before, "a finished run is left as it is"
+
+
+def test_resume_auto_insists_on_the_same_settings(tmp_path: Path) -> None:
+    from muonmesh.cli.app import _repeated
+
+    before = Settings(out=str(tmp_path), lr=0.003)
+    before.save({})
+    asked = Settings(out=str(tmp_path), ranks=4, lr=0.003)
+    assert _repeated(tmp_path, asked, {"ranks", "lr", "out"}) == asked
+    with pytest.raises(ValueError, match=r"--resume auto: found --steps 7, and 600 in the run of .* needed the same"):
+        _repeated(tmp_path, Settings(out=str(tmp_path), steps=7, warmup=0), {"steps"})
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_compiled_layers_learn_the_same(exported: Path, lines: Path, tmp_path: Path) -> None:
+    options = (*TINY, "--model", "nano", "--vocab", 300, "--data", lines, "--text-field", "body", "--warmup", 0)
+    train(*options, "--out", tmp_path / "run", "--compile")
+    assert losses(tmp_path / "run") == pytest.approx(losses(exported), abs=1e-3)
+
+
+WRONG = {
+    "--init nowhere": r"--model nowhere: |nowhere/tokenizer.json: could not be read|No such file",
+    "--init {folder} --model small": r"--init .*: found --model small beside it; .* Leave out one",
+    "--init {folder} --vocab 300": r"--init .*: found --vocab 300 beside it; a tokenizer has its size",
+    "--tokenizer {folder}/nothing": r"nothing/tokenizer.json: could not be read: .* needed the tokenizer",
+    "--resume auto": r"--resume auto: found no --out beside it",
+    "--compile --parallel tp": r"--compile: found --parallel tp; needed ddp, fsdp or hsdp",
+    "--checkpoint-activations --model {folder}/reformer.json": r"ReformerModelWithLMHead .* cannot compute its layers",
+    "--log tensorboard": r"--log tensorboard: found no tensorboard. Write: pip install 'muonmesh\[tensorboard\]'",
+    "--data {folder}/rows.parquet": r"rows.parquet: needs pyarrow.* Write: pip install 'muonmesh\[data\]'",
+    "--data {folder}/splits": r"found the splits test, train; needed one of them. Write: --data .*/splits/test",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # As where neither is installed.
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    folder = tmp_path / "folder"
+    for split in ("train", "test"):
+        (folder / "splits" / split).mkdir(parents=True)
+        (folder / "splits" / split / "state.json").write_text("{}")
+    (folder / "splits" / "dataset_dict.json").write_text("{}")
+    (folder / "reformer.json").write_text('{"model_type": "reformer", "is_decoder": true}')
+    (folder / "rows.parquet").write_bytes(b"PAR1")
+    prepared = prepare_corpus([__file__], vocab=300, cache=tmp_path / "cache")
+    (folder / "tokenizer.json").write_text((Path(prepared.directory) / "tokenizer.json").read_text())
+    options = line.format(folder=folder).split()
+    message = refused(*options, *(() if "auto" in line else ("--out", "run")), "--device", "cpu")
+    assert re.search(WRONG[line], message), message
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_older_runs_are_read_as_they_were(tmp_path: Path) -> None:
+    settings = Settings(out=str(tmp_path))
+    settings.save({})
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in content.items() if k not in LATER}))
+    assert load_settings(tmp_path) == settings

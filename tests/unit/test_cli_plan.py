@@ -1,0 +1,181 @@
+"""`muonmesh plan`: shapes without a model, layouts without ranks, and what the command says and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import muonmesh as mm
+from muonmesh.cli.app import app
+from muonmesh.cli.blueprint import FORMULAS, KNOWN, blueprint
+from muonmesh.cli.cluster import parse_cluster
+from muonmesh.layout import Replicate, Shard, StridedShard
+
+# Small, and every size another, so that none can stand for another.
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "mistral": {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2,
+                "tie_word_embeddings": True},
+    "qwen3": {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2,
+              "head_dim": 16},
+    "deepseek_v3": {
+        "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 12,
+        "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_formulas_say_what_the_real_model_has(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, shapes, and how `split_params` splits them, from a folder with a config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {"num_hidden_layers": 2, "vocab_size": 200, "tie_word_embeddings": False, **SIZES[kind]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    expected = {}
+    for group in mm.split_params(model):
+        splits = group.get("matrices") if group["algorithm"] == "muon" else None
+        for name, weight, split in zip(
+            group["param_names"], group["params"], splits or [None] * len(group["params"]), strict=True
+        ):
+            expected[name] = (tuple(weight.shape), split)
+    monkeypatch.setattr("muonmesh.cli.blueprint._built", lambda *args: pytest.fail("not by its formula"))
+    found = blueprint(str(tmp_path), vocab=0, seq=0)
+    assert {part.name: (part.shape, part.matrices) for part in found} == expected
+    assert len(found) == len(expected)
+
+
+def test_what_no_formula_knows_is_built_without_memory(tmp_path: Path) -> None:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 2, "vocab_size": 99}))
+    parts = {part.name: part for part in blueprint(str(file), vocab=0, seq=0)}
+    assert parts["transformer.h.0.attn.c_attn.weight"].matrices == ("transposed", ("rows", 48, 48, 48))
+    assert parts["transformer.wte.weight"].shape == (99, 48)
+    biased = tmp_path / "biased.json"
+    fields = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 9, **SIZES["llama"], "attention_bias": True}
+    biased.write_text(json.dumps({**fields, "tie_word_embeddings": False}))
+    names = [part.name for part in blueprint(str(biased), vocab=0, seq=0)]
+    assert "model.layers.0.self_attn.q_proj.bias" in names, "a formula left out what it does not know"
+
+
+def test_parameters_lie_as_fsdp2_tensor_and_expert_parallelism_put_them() -> None:
+    def place(cluster: Any, name: str, shape: tuple[int, ...], split: Any = "whole") -> tuple[Any, ...]:
+        placements: tuple[Any, ...] = cluster.layout(name, shape, split).placements
+        return placements
+
+    both = parse_cluster("hsdp=2x4,tp=8")
+    assert len(both.ranks) == 64
+    assert place(both, "l.0.q_proj.weight", (64, 64)) == (Replicate(), StridedShard(0, 8), Shard(0))
+    assert place(both, "l.0.o_proj.weight", (64, 64)) == (Replicate(), Shard(0), Shard(1))
+    assert place(both, "l.0.c_attn.weight", (64, 64), ("transposed", "whole")) == (Replicate(), Shard(0), Shard(1))
+    assert place(both, "norm.weight", (64,), None) == (Replicate(), Shard(0), Replicate())
+    assert place(both, "l.0.mlp.gate.weight", (8, 64), None) == (Replicate(), Shard(0), Replicate())
+    stack, split = "l.0.mlp.experts.gate_up_proj", ("stack", ("rows", 8, 8))
+    assert place(both, stack, (8, 16, 64), split) == (Replicate(), Shard(0), Shard(1))
+    assert place(both, "l.0.mlp.experts.down_proj", (8, 64, 8), "stack") == (Replicate(), Shard(0), Shard(2))
+    apart = parse_cluster("hsdp=2x4,tp=8", "ddp=2,ep=8,fsdp=4")
+    assert place(apart, stack, (8, 16, 64), split) == (Replicate(), Shard(0), Shard(1))
+    assert place(apart, "l.0.q_proj.weight", (64, 64)) == place(both, "l.0.q_proj.weight", (64, 64))
+    assert place(parse_cluster("tp=2,fsdp=2"), "q_proj.weight", (8, 8)) == (Shard(0), Shard(0))
+
+
+def command(*options: object) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, options)], env={"COLUMNS": "200"})
+
+
+class Page(HTMLParser):
+    """The squares of the picture, and everything the page refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rectangles, self.references = 0, list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.rectangles += tag == "rect"
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+
+
+def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
+    (tmp_path / "rates.json").write_text('{"wire": 1e6}')
+    written = ("--json", tmp_path / "plan.json", "--html", tmp_path / "plan.html", "--rates", tmp_path / "rates.json")
+    result = command("--model", "nano", "--mesh", "hsdp=2x4", *written)
+    assert result.exit_code == 0, result.stderr
+    assert "layers.*.mlp.down_proj" in result.stdout
+    found = json.loads((tmp_path / "plan.json").read_text())
+    names = [part.name for part in blueprint("nano", vocab=2048, seq=128) if part.matrices is not None]
+    assert sorted(found["owners"]) == sorted(names)
+    assert {owner for owners in found["owners"].values() for owner in owners} <= set(range(8))
+    assert len(found["flops_by_rank"]) == 8
+    assert found["flops_by_rank"][found["rank"]] == max(found["flops_by_rank"]) == found["counted"]["flops"]
+    sent, seconds = found["counted"]["bytes sent"], found["modelled"]["seconds of the network"]
+    assert seconds == pytest.approx(sent / 1e6 + found["counted"]["collectives"] * found["rates"]["collective"])
+    assert re.search(r"Rank \d+, modelled: .* ms a step", result.stdout)
+    page = Page((tmp_path / "plan.html").read_text())
+    assert page.rectangles == 8 + 5
+    assert page.references == []
+    assert "modelled" in (tmp_path / "plan.html").read_text()
+
+
+WRONG = {
+    "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number of at least 1. Write: --mesh",
+    "--model nano --mesh hsdp=8": r"found 'hsdp=8'; needed replicas x shards, two whole numbers",
+    "--model nano --mesh pp=2,fsdp=2": r"found 'pp=2'; .*give the ranks of one stage",
+    "--model nano --mesh fsdp=2,hsdp=2x2": r"found two axes that shard; needed one of each",
+    "--model nano --mesh fsdp=2000000": r"found 2,000,000 ranks; needed at most 1,048,576",
+    "--model nano --mesh fsdp=2 --experts ep=2": r"--experts ep=2: found no experts in nano; .* Leave it out",
+    "--model deepseek-v3 --mesh fsdp=4 --experts ep=2": r"found 2 ranks; needed 4, the ranks of --mesh fsdp=4",
+    "--model nano --mesh fsdp=2 --rank 2": r"--rank 2: found 2 ranks in --mesh fsdp=2",
+    "--model nothing --mesh fsdp=2": r"--model nothing: found no file, folder or model .* Write: --model deepseek-v3",
+    "--model nano --mesh fsdp=2 --rates rates.json": r"--rates rates.json: found 'flop'; needed flops, bytes, wire",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_values_are_refused_with_what_to_write(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rates.json").write_text('{"flop": 1e12}')
+    result = command(*line.split())
+    assert result.exit_code == 2
+    assert re.search(WRONG[line], result.stderr), result.stderr
+    assert result.stderr.startswith("muonmesh plan: ")
+
+
+def test_a_known_model_needs_no_model_library() -> None:
+    """Importing and building it takes longer than planning it for thousands of ranks."""
+    code = (
+        "import sys; sys.argv = ['muonmesh', 'plan', '--model', 'llama-3.1-8b', '--mesh', 'fsdp=8']\n"
+        "from muonmesh.cli import main\n"
+        "try: main()\n"
+        "finally: print('loaded:', sorted({'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "8.03B parameters, 224 matrices" in result.stdout
+    assert "loaded: []" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_deepseek_v3_on_two_thousand_ranks() -> None:
+    from muonmesh.cli.plan import planned
+
+    found = planned("deepseek-v3", mesh="hsdp=8x32,tp=8", experts="ddp=8,ep=32,fsdp=8")
+    assert (found["ranks"], found["matrices"]) == (2048, 45154)
+    assert found["elements"] == pytest.approx(671e9, rel=0.001)
+    assert found["balance"]["busiest over mean"] == found["balance"]["least that any plan could have"]
+    assert set(KNOWN) >= {"deepseek-v3", "llama-3.1-405b"}

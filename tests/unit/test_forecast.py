@@ -1,0 +1,79 @@
+"""A forecast counts what the plan says, and what it models is near what the real step does on fake tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import muonmesh as mm
+from muonmesh import layout
+from muonmesh.report.forecast import Weight, forecast
+from muonmesh.testing import Rates, dry_run
+
+LAYERS = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)] * 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ({"shard": 8}, (Shard(0),)),
+        ({"replicate": 2, "shard": 4}, (Replicate(), Shard(0))),
+        ({"one": 1}, (Replicate(),)),
+    ],
+    ids=["fsdp", "hsdp", "one device"],
+)
+def test_a_forecast_is_near_a_dry_run(mesh: dict[str, int], placements: tuple[Shard | Replicate, ...]) -> None:
+    model, world = nn.Module(), math.prod(mesh.values())
+    for number, shape in enumerate(LAYERS):
+        model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
+
+    def muon(model: nn.Module) -> mm.Muon:
+        return mm.Muon(list(model.named_parameters()), lr=0.02)
+
+    def place(shape: tuple[int, ...]) -> layout.MeshLayout:
+        ours = tuple(layout.Shard(p.dim) if isinstance(p, Shard) else layout.Replicate() for p in placements)
+        return layout.MeshLayout(shape, tuple(mesh.values()), tuple(range(world)), ours)
+
+    spread = {"world": world, "mesh": mesh, "placements": lambda name, parameter: placements} if world > 1 else {}
+    run = dry_run(model, muon, steps=1, **spread)
+    weights = [Weight(f"weight{number}", place(shape), "whole") for number, shape in enumerate(LAYERS)]
+    found = forecast(weights, rank=0)
+
+    assert found.bytes_sent == run.bytes_sent
+    assert found.collectives == run.collectives
+    assert found.flops == pytest.approx(run.flops, rel=0.1)
+    assert found.memory.weights == run.elements * 4
+    assert found.launches == pytest.approx(run.launches, rel=0.25)
+    assert found.elementwise_bytes == pytest.approx(run.elementwise_bytes, rel=0.25)
+    assert found.memory.exchange == pytest.approx(run.peak_bytes, rel=0.35)
+    assert found.seconds == pytest.approx(run.seconds, rel=0.25)
+
+
+def test_the_busiest_rank_is_told_of_unless_another_is_asked_for() -> None:
+    whole = layout.MeshLayout.replicated((64, 64), (0, 1))
+    weights = [Weight(f"weight{number}", whole, "whole") for number in range(3)]
+    busiest = forecast(weights)
+    assert len(busiest.owned) == 2
+    assert len(forecast(weights, rank=1 - busiest.rank).owned) == 1
+    assert busiest.imbalance == pytest.approx(4 / 3)
+
+
+def test_the_modelled_time_follows_the_rates() -> None:
+    weights = [Weight("weight", layout.MeshLayout.replicated((512, 512), (0, 1)), "whole")]
+    rates = Rates(flops=1e6, bytes=math.inf, wire=math.inf, launch=0.0, collective=0.0)
+    found = forecast(weights, rates=rates)
+    assert found.seconds == pytest.approx(found.flops / 1e6)
+
+
+def test_vectors_and_embeddings_are_stored_and_not_computed() -> None:
+    weights = [Weight("embedding", layout.MeshLayout((100, 8), (4,), (0, 1, 2, 3), (layout.Shard(0),)), None)]
+    found = forecast(weights, itemsize=2)
+    assert (found.flops, found.owned, found.bytes_sent) == (0, (), 0)
+    assert found.memory.weights == found.memory.gradients == 25 * 8 * 2
+    assert (found.memory.momentum, found.memory.adamw) == (0, 2 * 25 * 8 * 2)
