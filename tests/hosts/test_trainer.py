@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from muonmesh.integrations.transformers import MuonCallback, MuonFactory
 from tests.hosts.replay import Given, different, replayed, strengths
@@ -42,15 +44,28 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
     return TrainingArguments(folder, **{**settings, **more})
 
 
+def tensor_parallel(folder: str) -> LlamaForCausalLM:
+    """The same weights, cut by `transformers` itself as it loads them."""
+    if dist.get_rank() == 0:
+        llama().save_pretrained(folder)
+    dist.barrier()
+    return LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))
+
+
 def train(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
     """Train under one way of launching; return what was found, which any process can compare."""
     more = {
-        "fsdp2": {"use_cpu": False, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+        "fsdp2": {
+            "use_cpu": False,
+            "fsdp": True,
+            "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+        },
+        "tp": {"use_cpu": False, "save_strategy": "no"},  # a Trainer does not save what it has not sharded itself
     }
-    with launched(), accelerated(how == "fsdp2"):
+    with launched(), accelerated(how in more):
         args, watch = arguments(folder, **more.get(how, {})), Watch()
         trainer = Trainer(
-            llama(),
+            tensor_parallel(folder) if how == "tp" else llama(),
             args,
             train_dataset=Tokens(),
             callbacks=[watch, MuonCallback(metrics=True)],
@@ -90,6 +105,12 @@ def test_on_two_ranks(workers: Any, tmp_path: Path, how: str) -> None:
     resumed = workers(2).run(train, str(tmp_path), how, resume=True, timeout=90.0)
     assert losses(resumed[0][3])[-2:] == losses(first[3])[-2:]
     assert different(resumed[0][2][-1], first[2][-1]) == []
+
+
+def test_under_tensor_parallelism(workers: Any, tmp_path: Path) -> None:
+    first, _ = workers(2).run(train, str(tmp_path), "tp", timeout=90.0)
+    assert first[0] == "LlamaForCausalLM"
+    check(*first)
 
 
 def train_zero(folder: str, stage: int, resume: bool = False) -> dict[str, torch.Tensor]:
