@@ -48,3 +48,19 @@ def test_a_script_under_accelerates_launcher(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr[-3000:]
     assert "skipped False" in found.stdout
     assert (tmp_path / "saved" / "optimizer.bin").exists()
+
+
+def test_the_script_for_torchtitan_on_its_command_line(tmp_path: Path) -> None:
+    """In a process that has imported `tests.hosts.titan` first, which says what a CPU needs."""
+    script = EXAMPLES / "torchtitan_muon.py"
+    assert len(script.read_text().splitlines()) <= 60
+    start = f"import runpy, tests.hosts.titan; runpy.run_path({str(script)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", start, "--module", "tests.hosts.titan", "--config", "small"]
+    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = os.environ | world | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    assert b"muon/muon/update_to_weight" in events.read_bytes()
+    assert (tmp_path / "checkpoint" / "step-6").is_dir()
