@@ -345,7 +345,8 @@ class _Iteration:
     def rational_step(self, abc: tuple[float, float, float]) -> None:
         """X ← x (a + b·x²) / (1 + c·x²) of X divided by a bound of its largest singular value."""
         mean, bound = rational_factor(self.x, self._norm, abc, self._kernels, self._square("a"))
-        self._apply(self._square("a"), mean)
+        if mean is not None:
+            self._apply(self._square("a"), mean)
         self._norm_is(self._norm * bound)
 
     def step(self, p: Polynomial) -> None:
