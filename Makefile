@@ -48,13 +48,13 @@ $(MEGATRON)/.ready: pyproject.toml constraints.txt constraints-megatron.txt
 test-megatron: $(MEGATRON)/.ready
 	$(MEGATRON)/bin/python -m pytest tests/megatron $(ARGS)
 
-# The houses where people train, likewise: their packages are many and heavy.
+# The houses where people train, likewise: their packages are many and heavy. torchtitan imports triton on a CPU too.
 HOSTS := .venv-hosts
 $(HOSTS)/.ready: pyproject.toml constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-hosts.txt -e '.[hosts,deepspeed]' pytest
+		-c constraints-hosts.txt -e '.[hosts,train,data,tensorboard,wandb,deepspeed,triton]' pytest
 	touch $@
 
 test-hosts: $(HOSTS)/.ready

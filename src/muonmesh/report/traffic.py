@@ -47,7 +47,7 @@ def traffic(plan: Plan, rank: int) -> Traffic:
     for bucket, numbers in enumerate(plan.buckets):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
-        collectives += plan.gathers(bucket) + plan.scatters(bucket)
+        collectives += plan.gathers(bucket) + plan.rounds(bucket)
         asked = plan.summed(numbers)
         collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers
         there, back = moved(gather.held, rank), moved(scatter.owned, rank)
