@@ -41,6 +41,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        """Note what the element loads, where it leads and what it is called."""
         given = {name: value or "" for name, value in attributes}
         self.anchors |= {given[name] for name in ("id", "name") if name in given}
         self.loaded += [given[name] for element, name in LOADED if element == tag and name in given]

@@ -20,7 +20,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 SOURCE = Path(__file__).parents[3] / "src" / "muonmesh"
 SAID = {
     "cli": "muonmesh train, plan",
-    "integrations": "DeepSpeed, Megatron",
+    "integrations": "DeepSpeed, Megatron,\nTrainer, Lightning, …",
+    "migration": "settings of others",
     "testing": "prove_rule",
     "optimizer": "one step on one screen",
     "checkpoint": "state to load and save",
