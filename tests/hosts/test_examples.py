@@ -15,7 +15,15 @@ from tests.hosts.world import launched
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize(("name", "said"), [("trainer", "learning_rate/muon"), ("trl_sft", "muon/update_rms")])
+SAID = [
+    ("trainer", "learning_rate/muon"),
+    ("trl_sft", "muon/update_rms"),
+    ("lightning_module", "muon/update_to_weight"),
+    ("fabric_loop", "update to weight 0."),
+]
+
+
+@pytest.mark.parametrize(("name", "said"), SAID)
 def test_a_script_trains(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -24,7 +32,8 @@ def test_a_script_trains(
     monkeypatch.chdir(tmp_path)
     with launched():
         runpy.run_path(str(script), run_name="__main__")
-    assert said in capsys.readouterr().out
+    logged = "".join(path.read_text() for path in tmp_path.rglob("metrics.csv"))  # Lightning's
+    assert said in capsys.readouterr().out + logged
 
 
 def test_a_script_under_accelerates_launcher(tmp_path: Path) -> None:
@@ -39,3 +48,19 @@ def test_a_script_under_accelerates_launcher(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr[-3000:]
     assert "skipped False" in found.stdout
     assert (tmp_path / "saved" / "optimizer.bin").exists()
+
+
+def test_the_script_for_torchtitan_on_its_command_line(tmp_path: Path) -> None:
+    """In a process that has imported `tests.hosts.titan` first, which says what a CPU needs."""
+    script = EXAMPLES / "torchtitan_muon.py"
+    assert len(script.read_text().splitlines()) <= 60
+    start = f"import runpy, tests.hosts.titan; runpy.run_path({str(script)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", start, "--module", "tests.hosts.titan", "--config", "small"]
+    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = os.environ | world | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    assert b"muon/muon/update_to_weight" in events.read_bytes()
+    assert (tmp_path / "checkpoint" / "step-6").is_dir()

@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from muonmesh.cli.failure import RunError
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.settings import LATER, Settings, load_settings
 from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.sweep import figures, finished, parse_sweep, write_sweep
 from muonmesh.cli.tokenizer import load_tokenizer
 from tests.workers import Pool
 
@@ -33,7 +36,7 @@ TINY += ("--ranks", 1, "--parallel", "ddp", "--dtype", "fp32", "--optimizer", "m
 
 
 def train(*options: object) -> str:
-    result = subprocess.run([*COMMAND, *map(str, options)], capture_output=True, text=True, check=False, timeout=400)
+    result = subprocess.run([*COMMAND, *map(str, options)], capture_output=True, text=True, check=False, timeout=1500)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -119,30 +122,42 @@ def learn(run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(workers: Callable[[int], Pool], lines: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`ran(name, init=..., ...)` is the directory of a finished run of one rank, from the records."""
+def ran(
+    workers: Callable[[int], Pool], lines: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Settings], Path]:
+    """`ran(settings)` is the directory of a finished run of one rank."""
     folder = tmp_path_factory.mktemp("ran")
 
-    def run(name: str, init: Path | None = None, **changes: Any) -> Path:
-        ready = None if init is None else str(init)
-        corpus = prepare_corpus([str(lines)], vocab=300, cache=folder / "cache", tokenizer=ready, field="body")
-        values: dict[str, Any] = {"model": ready or "nano", "init": ready, "vocab": 300, "optimizer": "muon"}
-        values |= {"ranks": 1, "parallel": "ddp", "dtype": "fp32", "steps": STEPS, "warmup": 0, "batch": 4, "seq": 32}
-        values |= {"eval_every": 10, "eval_sequences": 4, "data": (str(lines),), "text_field": "body"}
-        settings = Settings(out=str(folder / name), **{**values, **changes})
-        settings.directory.mkdir()
+    def train(settings: Settings) -> Path:
+        corpus = prepare_corpus([str(lines)], vocab=300, cache=folder / "cache", tokenizer=settings.init, field="body")
+        settings.directory.mkdir(parents=True)
         settings.save({})
         save_corpus_of(settings.directory, corpus)
         workers(1).run(learn, settings.directory, timeout=120)
         return settings.directory
 
-    return run
+    return train
 
 
 @pytest.fixture(scope="module")
-def exported(ran: Callable[..., Path]) -> Path:
+def asked(lines: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Settings]:
+    """`asked(name, init=..., ...)` are the settings of a run of one rank over the records."""
+    folder = tmp_path_factory.mktemp("asked")
+
+    def settings(name: str, init: Path | None = None, **changes: Any) -> Settings:
+        ready = None if init is None else str(init)
+        values: dict[str, Any] = {"model": ready or "nano", "init": ready, "vocab": 300, "optimizer": "muon"}
+        values |= {"ranks": 1, "parallel": "ddp", "dtype": "fp32", "steps": STEPS, "warmup": 0, "batch": 4, "seq": 32}
+        values |= {"eval_every": 10, "eval_sequences": 4, "data": (str(lines),), "text_field": "body"}
+        return Settings(out=str(folder / name), **{**values, **changes})
+
+    return settings
+
+
+@pytest.fixture(scope="module")
+def exported(ran: Callable[[Settings], Path], asked: Callable[..., Settings]) -> Path:
     """A run whose model is kept."""
-    return ran("exported", export=True)
+    return ran(asked("exported", export=True))
 
 
 def validated(run: Path) -> list[float]:
@@ -170,14 +185,15 @@ def test_an_exported_model_is_one_of_transformers_and_predicts_what_was_trained(
 
 @pytest.mark.slow
 def test_a_training_begins_with_weights_and_tokenizer_of_a_local_folder(
-    exported: Path, ran: Callable[..., Path], lines: Path, tmp_path: Path
+    exported: Path, ran: Callable[[Settings], Path], asked: Callable[..., Settings], lines: Path, tmp_path: Path
 ) -> None:
     """And goes on to learn, with activations computed again or not; by the command too."""
     folder = exported / "export" / "muon"
-    plain = ran("plain", init=folder)
+    plain = ran(asked("plain", init=folder))
     assert load_corpus_of(plain).vocab == 300
     assert validated(plain)[0] == pytest.approx(validated(exported)[-1], abs=1e-5), "other weights, or other tokens"
-    assert losses(ran("again", init=folder, checkpoint_activations=True)) == losses(plain)
+    again = ran(asked("again", init=folder, checkpoint_activations=True))
+    assert losses(again) == losses(plain)
 
     options = (*TINY, "--init", folder, "--data", lines, "--text-field", "body", "--log", "jsonl", "--warmup", 0)
     options += ("--checkpoint-activations", "--export", "--resume", "auto")
@@ -220,6 +236,69 @@ def test_compiled_layers_learn_the_same(exported: Path, lines: Path, tmp_path: P
     assert losses(tmp_path / "run") == pytest.approx(losses(exported), abs=1e-3)
 
 
+# --- before a training, and many of them ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "zero3"])
+def test_a_dry_run_tells_what_a_run_would_take_and_leaves_nothing(parallel: str, tmp_path: Path) -> None:
+    line = ("--dry-run", "--model", "nano", "--ranks", 4, "--parallel", parallel, "--device", "cpu")
+    result = CliRunner().invoke(app, ["train", *map(str, line), "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.stderr
+    assert "nano on 4 ranks" in result.stdout
+    assert re.search(r"Rank \d, counted: .* weights .* momentum", result.stdout)
+    assert re.search(
+        r"Time, modelled: 600 steps of 2,048 tokens take at least .* with Muon, .* with AdamW", result.stdout
+    )
+    assert ("planned like FSDP2" in result.stdout) == (parallel == "zero3")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_tries_the_same_with_both_optimizers(
+    ran: Callable[[Settings], Path], asked: Callable[..., Settings]
+) -> None:
+    base = asked("sweep", optimizer="both")
+    trials = parse_sweep("lr=0.001,0.02", "0,1", base)
+    assert len(trials) == 8
+    assert list(finished(base, trials)) == [], "none has begun"
+    for trial in trials:
+        ran(trial.settings(base))
+    done = list(finished(base, trials))
+    assert [(t.optimizer, t.lr, t.seed) for t in done] == [(t.optimizer, t.lr, t.seed) for t in trials]
+    assert len({trial.loss for trial in done}) == 8, "a rate or a seed made no difference"
+    for trial in done:
+        assert trial.loss == validated(base.directory / trial.name)[-1]
+    page = write_sweep(base, done).read_text()
+    assert json.loads((base.directory / "sweep.json").read_text()) == [asdict(trial) for trial in done]
+    headings, rows = figures(done)
+    assert headings == ["peak learning rate", "0.001", "0.02"]
+    for row in rows:
+        own = [trial for trial in done if trial.optimizer == row[0].lower()]
+        low, high = (fmean(trial.loss for trial in own if trial.lr == lr) for lr in (0.001, 0.02))
+        assert row[1].startswith(f"{low:.3f} ± ")
+        assert row[1].endswith("*") == (low < high) != row[2].endswith("*")
+        assert row[1] in page
+    assert "the edge of what was tried" in page
+    assert page.count("data:image/png;base64,") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_the_command_trains_a_sweep_and_goes_on_with_it(lines: Path, tmp_path: Path) -> None:
+    options = (*TINY[:-1], "both", "--model", "nano", "--vocab", 300, "--data", lines, "--text-field", "body")
+    options += ("--sweep", "lr=0.003,0.01", "--out", tmp_path / "sweep")
+    output = train(*options)
+    assert "Muon is best at" in output
+    assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())) == 4
+    message = refused(*options)
+    assert "already there. Write: --resume auto" in message
+    (tmp_path / "sweep" / "sweep.html").unlink()
+    again = train(*options, "--resume", "auto")
+    assert "Muon is best at" in again
+    assert "Report:" not in again, "a finished training was trained again"
+    assert (tmp_path / "sweep" / "sweep.html").is_file()
+
+
 WRONG = {
     "--init nowhere": r"--model nowhere: |nowhere/tokenizer.json: could not be read|No such file",
     "--init {folder} --model small": r"--init .*: found --model small beside it; .* Leave out one",
@@ -230,6 +309,12 @@ WRONG = {
     "--checkpoint-activations --model {folder}/reformer.json": r"ReformerModelWithLMHead .* cannot compute its layers",
     "--log tensorboard": r"--log tensorboard: found no tensorboard. Write: pip install 'muonmesh\[tensorboard\]'",
     "--data {folder}/rows.parquet": r"rows.parquet: needs pyarrow.* Write: pip install 'muonmesh\[data\]'",
+    "--seeds 0,1": r"--seeds 0,1: found no --sweep beside it. Write: --sweep lr=0.006 --seeds 0,1",
+    "--sweep rate=1": r"--sweep rate=1: found 'rate'; needed learning rates. Write: --sweep lr=",
+    "--sweep lr=1,x": r"--sweep lr=1,x: found '1,x'; needed numbers with commas",
+    "--sweep lr=1,1.0": r"--sweep lr=1,1.0: found a value twice",
+    "--sweep lr=0": r"--lr 0.0: needed a positive, finite learning rate",
+    "--sweep lr=1 --dry-run": r"--sweep lr=1: found --dry-run beside it, which is of one run. Leave it out",
     "--data {folder}/splits": r"found the splits test, train; needed one of them. Write: --data .*/splits/test",
 }
 

@@ -123,7 +123,7 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     assert found["flops_by_rank"][found["rank"]] == max(found["flops_by_rank"]) == found["counted"]["flops"]
     sent, seconds = found["counted"]["bytes sent"], found["modelled"]["seconds of the network"]
     assert seconds == pytest.approx(sent / 1e6 + found["counted"]["collectives"] * found["rates"]["collective"])
-    assert re.search(r"Rank \d+, modelled: .* ms a step", result.stdout)
+    assert re.search(r"Rank \d+, modelled for the rates given: .* ms a step", result.stdout)
     page = Page((tmp_path / "plan.html").read_text())
     assert page.rectangles == 8 + 5
     assert page.references == []

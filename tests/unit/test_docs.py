@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import muonmesh as mm
 from muonmesh.layout import Interval, MeshLayout
@@ -33,6 +34,7 @@ ONE_PROCESS = (
     "docs/clipping.md",
     "docs/groups.md",
     "docs/rules.md",
+    "docs/variants.md",
     "docs/performance.md",
     "docs/migrating.md",
 )
@@ -212,6 +214,18 @@ def test_the_page_about_rules() -> None:
     assert torch.allclose((weight.detach() - before).norm(), 0.01 * before.norm())
 
 
+def test_the_page_about_variants() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, tie_word_embeddings=False))
+    for names in run("docs/variants.md", {"model": model}, {}):
+        optimizer = names["optimizer"]
+        model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+        optimizer.step()
+    assert [tuple(some.shape) for some in names["clip"].largest.values()] == [(4,)]
+    rules = {name: g["algorithm"] for g in optimizer.param_groups for name in g["param_names"]}
+    assert (rules["lm_head.weight"], rules["model.layers.0.mlp.up_proj.weight"]) == ("scion_sign", "normuon")
+
+
 def test_the_page_about_groups() -> None:
     written = run("docs/groups.md", {"model": Net()}, {"nn": nn}, {})
     assert [group["lr"] for group in next(written)["optimizer"].param_groups][:2] == [0.02, 3e-4]
@@ -325,7 +339,7 @@ def test_the_page_about_deepspeed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["layout", "timeline", "house"])
+@pytest.mark.parametrize("name", ["layout", "timeline", "house", pytest.param("plan", marks=pytest.mark.soak)])
 def test_pictures_are_drawn_by_their_scripts(tmp_path: Path, name: str) -> None:
     script, picture = ROOT / "docs" / "images" / "draw" / f"{name}.py", tmp_path / f"{name}.png"
     subprocess.run([sys.executable, script, "--picture", picture], check=True, timeout=120)

@@ -19,13 +19,13 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 SOURCE = Path(__file__).parents[3] / "src" / "muonmesh"
 SAID = {
-    "cli": "muonmesh train",
+    "cli": "muonmesh train, plan",
     "integrations": "DeepSpeed, Megatron",
     "testing": "prove_rule",
     "optimizer": "one step on one screen",
     "checkpoint": "state to load and save",
     "clip": "norms, skipping",
-    "report": "explain, metrics",
+    "report": "explain, metrics,\nforecast",
     "step": "planning, slots,\npreflight, muon, adamw",
     "comm": "storage, agreement,\nschedule, exchange",
     "groups": "who goes to Muon,\nwho to AdamW",

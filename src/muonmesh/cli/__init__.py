@@ -1,4 +1,7 @@
-"""The command line: ``muonmesh train``. Needs the extra ``train``; the optimizer itself never imports it."""
+"""The command line: ``muonmesh train`` and ``muonmesh plan``. Needs the extra ``train``.
+
+The optimizer itself never imports it.
+"""
 
 from __future__ import annotations
 

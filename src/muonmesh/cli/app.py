@@ -79,6 +79,9 @@ def train(
     save_momentum: options.SaveMomentum = None,
     export: options.Export = False,
     log: options.Log = None,
+    sweep: options.Sweep = None,
+    seeds: options.Seeds = None,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Train a language model with Muon, with AdamW, or with both from the same start, and compare them.
 
@@ -135,7 +138,14 @@ def train(
         if going_on is not None and resume == "auto":
             settings = _repeated(going_on, settings, given)
         run, resuming = settings.directory, going_on is not None
+        if sweep is not None or seeds is not None:
+            raise SystemExit(_sweep(settings, sweep, seeds, resume=resume, dry_run=dry_run))
         parameters = _check(run, settings, resuming=resuming)
+        if dry_run:
+            from muonmesh.cli.preview import preview
+
+            preview(settings, parameters)
+            return
         with RunLock(run, option="--resume" if resuming else "--out"):
             _prepare(run, settings, parameters, resuming=resuming)
             raise SystemExit(_run(run, settings))
@@ -217,6 +227,42 @@ def _new(
         dtype=dtype,
         **rest,
     )
+
+
+def _sweep(base: Settings, sweep: str | None, seeds: str | None, *, resume: str | None, dry_run: bool) -> int:
+    """Train everything that a sweep asks for and is not finished yet, report, and return the exit code."""
+    from muonmesh.cli.sweep import best_of, finished, parse_sweep, write_sweep
+
+    if sweep is None:
+        raise ValueError(f"--seeds {seeds}: found no --sweep beside it. Write: --sweep lr={base.lr:g} --seeds {seeds}")
+    if resume not in (None, "auto") or dry_run or base.save_momentum is not None:
+        found = "--resume" if resume not in (None, "auto") else "--dry-run" if dry_run else "--save-momentum"
+        raise ValueError(f"--sweep {sweep}: found {found} beside it, which is of one run. Leave it out")
+    trials = parse_sweep(sweep, seeds, base)
+    if resume is None and os.path.lexists(base.directory) and os.listdir(base.directory):
+        raise ValueError(
+            f"--out {base.out}: already there. Write: --resume auto beside the same --sweep, or another --out"
+        )
+    for trial in trials:
+        if list(finished(base, [trial])):
+            continue
+        settings = trial.settings(base)
+        resuming = (settings.directory / CONFIG_FILE).is_file()
+        if resuming:
+            settings = load_settings(settings.directory, out=settings.out)
+        parameters = _check(settings.directory, settings, resuming=resuming)
+        with RunLock(settings.directory, option="--out"):
+            _prepare(settings.directory, settings, parameters, resuming=resuming)
+            code = _run(settings.directory, settings)
+        if code:
+            return code
+    done = list(finished(base, trials))
+    page = write_sweep(base, done)
+    console = make_console()
+    for line in best_of(done):
+        console.print(f"[bold]{line}[/bold]", soft_wrap=True)
+    console.print(f"Sweep: {page}", soft_wrap=True)
+    return 0
 
 
 def _going_on(resume: str | None, out: Path | None) -> Path | None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muonmesh.cli.configuration import PRESETS, fields_of
 from muonmesh.cli.failure import RunError
 from muonmesh.cli.files import is_whole
 from muonmesh.layout import MatrixSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -210,12 +213,17 @@ def _built(model: str, fields: Mapping[str, Any]) -> list[Part]:
     """Build the model without memory and ask who goes where."""
     import torch
 
-    import muonmesh as mm
     from muonmesh.cli.configuration import configuration
     from muonmesh.cli.model import build_model
 
     with torch.device("meta"):
-        built = build_model(configuration(model, fields))
+        return parts_of(build_model(configuration(model, fields)))
+
+
+def parts_of(built: nn.Module) -> list[Part]:
+    """Return the parameters of a model that is there, with the splits that `muonmesh.split_params` gives them."""
+    import muonmesh as mm
+
     found = {}
     for group in mm.split_params(built):
         muon = group["algorithm"] == "muon"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Sequence
+from pathlib import Path
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -33,3 +35,10 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def embedded(picture: Path, title: str) -> str:
+    """Return a picture as a part of the page, under a heading."""
+    content = base64.b64encode(picture.read_bytes()).decode("ascii")
+    heading = html.escape(title)
+    return f'<h2>{heading}</h2><img alt="{heading}" src="data:image/png;base64,{content}">'

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from muonmesh.cli.blueprint import Part
 
 WHAT = "What to plan"
 WHERE = "Where it would run"
@@ -91,14 +95,13 @@ def planned(
     weights: Literal["fp32", "bf16"] = "fp32",
     rank: int | None = None,
     rates: Path | None = None,
-    vocab: int = 2048,
-    seq: int = 128,
+    parts: Sequence[Part] | None = None,
 ) -> dict[str, Any]:
     """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
 
     Args:
         model, mesh, experts, weights, rank, rates: As the options say.
-        vocab, seq: Of the presets of ``muonmesh train``.
+        parts: The parameters, where they are known already; ``model`` is their name then.
 
     Raises:
         ValueError: an option is wrong.
@@ -107,13 +110,14 @@ def planned(
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
     from muonmesh.cli.failure import RunError
     from muonmesh.cli.figures import figures_of, load_rates
+    from muonmesh.cli.settings import Settings
     from muonmesh.report.forecast import Weight, forecast
 
     cluster = parse_cluster(mesh, experts)
     if rank is not None and rank >= len(cluster.ranks):
         raise RunError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
     speed = None if rates is None else load_rates(rates)
-    parts = blueprint(model, vocab=vocab, seq=seq)
+    parts = parts or blueprint(model, vocab=Settings.vocab, seq=Settings.seq)
     if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
         raise RunError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import html
-import math
 from typing import Any
 
 from muonmesh.cli.page import document, table
-from muonmesh.cli.plan_text import HEADINGS, lines_of, rows_of
+from muonmesh.cli.plan_text import HEADINGS, lines_of, rows_of, size
 
 CELL, GAP, WIDE = 11, 1, 64  # pixels of a rank, between two, and ranks in a row at the most
 COLOURS = ("#f3f3f0", "#fbe3d6", "#f2a99b", "#d1495b")  # of no work, less than the mean, about it, much more
@@ -75,15 +74,10 @@ def _memory(found: dict[str, Any]) -> str:
     sizes["a step, modelled"] = found["modelled"]["bytes of the exchange"]
     whole = max(1, sum(sizes.values()))
     x, parts, key = 0.0, [], []
-    for name, size in sizes.items():
-        width = 768 * size / whole
+    for name, count in sizes.items():
+        width = 768 * count / whole
         fill = BARS.get(name, "#bbb")
         parts.append(f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="28" fill="{fill}"/>')
-        key.append(f'<span style="background:{fill}">&emsp;</span> {html.escape(name)} {_bytes(size)} &emsp;')
+        key.append(f'<span style="background:{fill}">&emsp;</span> {html.escape(name)} {size(count)} &emsp;')
         x += width
     return f'<svg viewBox="0 0 768 28" style="width:100%">{"".join(parts)}</svg><p class="note">{"".join(key)}</p>'
-
-
-def _bytes(size: int) -> str:
-    exponent = min(4, int(math.log(size, 1024))) if size else 0
-    return f"{size / 1024**exponent:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
+
+from muonmesh.report.rates import Rates
 
 HEADINGS = ("parameters", "shape", "matrices", "owners", "TFLOP", "MB sent")
 
@@ -29,10 +32,11 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
 def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What is said below the table, by title; a line of modelled figures says so."""
     balance = found["balance"]
+    device = "one H100" if found["rates"] == asdict(Rates()) else "the rates given"
     return [
         (
             "Model",
-            f"{found['elements'] / 1e9:,.4g}B parameters, {found['matrices']:,} matrices in {found['buckets']} buckets"
+            f"{amount(found['elements'])} parameters, {found['matrices']:,} matrices in {found['buckets']} buckets"
             f"; {sum(k['count'] for k in found['kinds'] if k['algorithm'] == 'adamw'):,} other parameters are AdamW's",
         ),
         (
@@ -42,17 +46,17 @@ def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
             "where they lie whole",
         ),
         (f"Rank {found['rank']}, counted", _counted(found["counted"])),
-        (f"Rank {found['rank']}, modelled", _modelled(found["modelled"])),
+        (f"Rank {found['rank']}, modelled for {device}", _modelled(found["modelled"])),
     ]
 
 
 def _counted(figures: dict[str, Any]) -> str:
     kept = ("weights", "gradients", "momentum", "AdamW's moments")
-    stored = ", ".join(f"{what} {figures[f'bytes of {what}'] / 2**30:.3g}" for what in kept)
+    stored = ", ".join(f"{what} {size(figures[f'bytes of {what}'])}" for what in kept)
     return (
         f"orthogonalises {figures['matrices']:,}, {figures['flops'] / 1e12:,.3g} TFLOP; "
         f"{figures['bytes sent'] / 1e6:,.4g} MB sent and {figures['bytes received'] / 1e6:,.4g} MB received in "
-        f"{figures['collectives']} collectives; GiB of {stored}"
+        f"{figures['collectives']} collectives; {stored}"
     )
 
 
@@ -61,7 +65,23 @@ def _modelled(figures: dict[str, Any]) -> str:
         f"{part} {figures[f'seconds of the {part}'] * 1e3:,.3g}" for part in ("host", "device", "network")
     )
     return (
-        f"{figures['launches']:,} launches; {figures['bytes of the exchange'] / 2**30:.3g} GiB beside what is stored, "
-        f"{figures['bytes together'] / 2**30:.3g} GiB together, without activations; "
-        f"{figures['seconds'] * 1e3:,.3g} ms a step, the slowest of {parts} ms"
+        f"{figures['launches']:,} launches; {size(figures['bytes of the exchange'])} beside what is stored, "
+        f"{size(figures['bytes together'])} together, without activations; {figures['seconds'] * 1e3:,.3g} ms a step, "
+        f"the slowest of {parts} ms"
     )
+
+
+def amount(count: int) -> str:
+    """Return a large count in short: 671B, 1.28M."""
+    for unit, factor in (("B", 1e9), ("M", 1e6)):
+        if count >= factor:
+            return f"{count / factor:,.4g}{unit}"
+    return f"{count:,}"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in a unit that suits it."""
+    exponent = 0
+    while exponent < 4 and count >= 1024 ** (exponent + 1):
+        exponent += 1
+    return f"{count / 1024**exponent:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"

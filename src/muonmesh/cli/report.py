@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from muonmesh.cli.files import read_text, write_text, writing
-from muonmesh.cli.page import document, table
+from muonmesh.cli.page import document, embedded, table
 from muonmesh.cli.plots import FILES, plot_losses
 from muonmesh.cli.settings import Settings, load_config
 from muonmesh.cli.summary import LABELS, Comparison, TrainingSummary, compare, summarise
@@ -83,10 +82,7 @@ def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], c
     config = load_config(run)
     environment = config.pop("environment", {})
     titles = {"steps": "Loss against steps", "seconds": "Loss against time"}
-    pictures = "".join(
-        f'<h2>{titles[axis]}</h2><img alt="{titles[axis]}" src="data:image/png;base64,{_base64(run / name)}">'
-        for axis, name in FILES.items()
-    )
+    pictures = "".join(embedded(run / name, titles[axis]) for axis, name in FILES.items())
     explanation = read_text(run / "explain.txt", needed="what the run wrote there of its optimizers")
     lead = str(comparison) if comparison is not None else _unfinished(settings, summaries)
     return document(
@@ -110,7 +106,3 @@ def _unfinished(settings: Settings, summaries: Sequence[TrainingSummary]) -> str
 
 def _pairs(values: dict[str, Any]) -> str:
     return table(("", "value"), [(str(name), str(value)) for name, value in values.items()])
-
-
-def _base64(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode("ascii")

@@ -101,7 +101,8 @@ class WandbSink:
 
     def close(self) -> None:
         """Finish the run."""
-        self._run.finish(quiet=True)
+        with _quiet():
+            self._run.finish()
 
 
 @contextlib.contextmanager

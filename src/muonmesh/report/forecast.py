@@ -269,7 +269,7 @@ class _Work:
                 elements += coming.gather_sent + coming.gather_received
                 elements += sum(matrix.numel for matrix in self.travelling[number + 1])
             for other in travelling.buckets[max(0, number - 1) : number + 1]:
-                elements += other.scatter_sent + other.scatter_received
+                elements += (other.scatter_sent + other.scatter_received) // other.rounds
             peak = max(peak, elements)
         together = max((_batches(self.staying)), key=lambda batch: len(batch) * batch[0].numel, default=())
         if together:

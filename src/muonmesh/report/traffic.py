@@ -12,12 +12,13 @@ from muonmesh.layout.plan import Leg
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """The elements that one rank moves for one bucket: to the owners (gather) and back (scatter)."""
+    """The elements that one rank moves for one bucket: to the owners (gather), and back in ``rounds`` (scatter)."""
 
     gather_sent: int
     gather_received: int
     scatter_sent: int
     scatter_received: int
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,15 @@ def traffic(plan: Plan, rank: int) -> Traffic:
     for bucket, numbers in enumerate(plan.buckets):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
-        collectives += plan.gathers(bucket) + plan.scatters(bucket)
+        rounds = plan.rounds(bucket)
+        collectives += plan.gathers(bucket) + rounds
         asked = plan.summed(numbers)
         collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers
         there, back = moved(gather.held, rank), moved(scatter.owned, rank)
         sent += there + back
         arriving, returning = moved(gather.owned, rank), moved(scatter.held, rank)
         sizes = (there.total(), arriving.total(), back.total(), returning.total())
-        buckets.append(BucketTraffic(*sizes))
+        buckets.append(BucketTraffic(*sizes, rounds))
     return Traffic(tuple(buckets), sent, collectives)
 
 

@@ -1,0 +1,186 @@
+"""Sweep: each optimizer trained whole at several peak learning rates and seeds, alike, and what came of it.
+
+Every training of a sweep is a run of its own below the sweep's directory, with its own report, and can be looked at,
+resumed and reported like any other. A sweep that is started again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TypeVar
+
+from muonmesh.cli.failure import RunError
+from muonmesh.cli.files import write_text, writing
+from muonmesh.cli.page import document, embedded, table
+from muonmesh.cli.settings import Optimizer, Settings
+from muonmesh.cli.summary import LABELS, summarise
+
+Number = TypeVar("Number", int, float)
+SWEEP_FILE, PAGE_FILE, PICTURE_FILE = "sweep.json", "sweep.html", "sweep.png"
+METHOD = (
+    "Both optimizers tried the same learning rates and the same seeds, each time in a whole training with its own "
+    "schedule. A figure is the last validation loss, the mean over the seeds where there are several, with their "
+    "standard deviation. A best one at the edge of the rates may not be the best there is."
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training of a sweep.
+
+    Attributes:
+        optimizer: What learns.
+        lr: Its peak learning rate.
+        seed: Of weights, data order and dropout.
+        loss: Last validation loss; None until it has finished.
+    """
+
+    optimizer: Optimizer
+    lr: float
+    seed: int
+    loss: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.optimizer}-lr{self.lr:g}-seed{self.seed}"
+
+    def settings(self, base: Settings) -> Settings:
+        """Return the settings of its run."""
+        own = replace(base, out=str(base.directory / self.name), optimizer=self.optimizer, seed=self.seed)
+        return replace(own, lr=self.lr) if self.optimizer == "muon" else replace(own, adamw_lr=self.lr)
+
+
+def parse_sweep(sweep: str, seeds: str | None, base: Settings) -> list[Trial]:
+    """Read ``--sweep lr=0.003,0.006`` and ``--seeds 0,1``: every rate with every seed, for each optimizer.
+
+    Raises:
+        RunError: a rate or a seed is none, or is there twice.
+    """
+    name, _, text = sweep.partition("=")
+    if name != "lr" or not text:
+        raise RunError(f"--sweep {sweep}: found {name!r}; needed learning rates. Write: --sweep lr=0.003,0.006")
+    rates = _numbers(f"--sweep {sweep}", text, float)
+    each = [base.seed] if seeds is None else _numbers(f"--seeds {seeds}", seeds, int)
+    trials = [Trial(optimizer, lr, seed) for optimizer in base.optimizers for lr in rates for seed in each]
+    for trial in trials:
+        trial.settings(base)  # raises what is wrong with a value
+    return trials
+
+
+def finished(base: Settings, trials: Sequence[Trial]) -> Iterator[Trial]:
+    """Yield the trials that have been trained to their end, with their losses.
+
+    Raises:
+        RunError: what one of them left is damaged.
+    """
+    for trial in trials:
+        folder = base.directory / trial.name
+        for summary in summarise(folder) if folder.is_dir() else ():
+            if summary.last_step == base.steps and summary.validation[-1].step == base.steps:
+                yield replace(trial, loss=summary.final_validation_loss)
+
+
+def write_sweep(base: Settings, trials: Sequence[Trial]) -> Path:
+    """Write ``sweep.json``, a picture and ``sweep.html``; returns the page.
+
+    Args:
+        base: Settings of the sweep, whose directory is written to.
+        trials: Finished ones.
+
+    Raises:
+        RunError: they could not be written.
+    """
+    folder = base.directory
+    write_text(folder / SWEEP_FILE, json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
+    with writing(folder):
+        _plot(folder / PICTURE_FILE, trials)
+    headings, rows = figures(trials)
+    lead = "; ".join(best_of(trials))
+    runs = [[trial.name, f"{trial.loss:.4f}"] for trial in trials]
+    write_text(
+        folder / PAGE_FILE,
+        document(
+            f"muonmesh train: {folder.name}",
+            f'<p class="lead">{html.escape(lead)}.</p>{table(headings, rows)}<p class="note">{html.escape(METHOD)}</p>'
+            f"{embedded(folder / PICTURE_FILE, 'Validation loss by learning rate')}"
+            f"<h2>Trainings</h2>{table(('folder', 'validation loss'), runs)}",
+        ),
+    )
+    return folder / PAGE_FILE
+
+
+def figures(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of a sweep: a row for each optimizer, a column for each learning rate; the best is starred."""
+    rates = sorted({trial.lr for trial in trials})
+    rows = []
+    for optimizer in dict.fromkeys(trial.optimizer for trial in trials):
+        found = {rate: losses_of(trials, optimizer, rate) for rate in rates}
+        best = min((fmean(losses) for losses in found.values() if losses), default=math.nan)
+        rows.append([LABELS[optimizer], *(_cell(losses, best) for losses in found.values())])
+    return ["peak learning rate", *(f"{rate:g}" for rate in rates)], rows
+
+
+def best_of(trials: Sequence[Trial]) -> list[str]:
+    """Return a sentence for each optimizer: the learning rate with the lowest loss."""
+    said = []
+    for optimizer in dict.fromkeys(trial.optimizer for trial in trials):
+        rates = {trial.lr for trial in trials if trial.optimizer == optimizer}
+        means = {rate: fmean(losses_of(trials, optimizer, rate)) for rate in rates}
+        rate = min(means, key=lambda one: (means[one], one))
+        edge = " (the edge of what was tried)" if len(means) > 1 and rate in (min(means), max(means)) else ""
+        said.append(f"{LABELS[optimizer]} is best at {rate:g}{edge}: validation loss {means[rate]:.3f}")
+    return said
+
+
+def losses_of(trials: Sequence[Trial], optimizer: Optimizer, lr: float) -> list[float]:
+    """Return the losses of all seeds."""
+    return [t.loss for t in trials if (t.optimizer, t.lr) == (optimizer, lr) and t.loss is not None]
+
+
+def _cell(losses: Sequence[float], best: float) -> str:
+    if not losses:
+        return "–"
+    spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
+    return f"{fmean(losses):.3f}{spread}{' *' if fmean(losses) == best else ''}"
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise RunError(f"{option}: found {text!r}; needed numbers with commas between them. Correct it") from error
+    if len(set(numbers)) < len(numbers):
+        raise RunError(f"{option}: found a value twice; needed each once. Leave it out")
+    return numbers
+
+
+def _plot(path: Path, trials: Sequence[Trial]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from muonmesh.cli.plots import COLOURS
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), dpi=150, layout="constrained")
+    for optimizer in dict.fromkeys(trial.optimizer for trial in trials):
+        own = [trial for trial in trials if trial.optimizer == optimizer]
+        rates = sorted({trial.lr for trial in own})
+        means = [fmean(losses_of(own, optimizer, rate)) for rate in rates]
+        axes.plot(rates, means, color=COLOURS[optimizer], marker="o", markersize=4, label=LABELS[optimizer])
+        axes.scatter([t.lr for t in own], [t.loss for t in own], color=COLOURS[optimizer], alpha=0.35, s=14)
+    axes.set_xscale("log")
+    axes.set_xlabel("peak learning rate")
+    axes.set_ylabel("validation loss [nats per token]")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    pyplot.close(figure)
