@@ -6,12 +6,13 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-megatron test-hosts soak check fuzz test-gpu bench package docs clean
+.PHONY: help setup train test test-megatron test-hosts test-hosts-all soak check fuzz test-gpu bench package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
 	@echo "make test-hosts      the tests inside Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
+	@echo "make test-hosts-all  the tests with ms-swift and Axolotl, likewise"
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
@@ -47,17 +48,30 @@ $(MEGATRON)/.ready: pyproject.toml constraints.txt constraints-megatron.txt
 test-megatron: $(MEGATRON)/.ready
 	$(MEGATRON)/bin/python -m pytest tests/megatron $(ARGS)
 
-# The houses where people train, likewise: their packages are many and heavy.
+# The houses where people train, likewise: their packages are many and heavy. torchtitan imports triton on a CPU too.
 HOSTS := .venv-hosts
 $(HOSTS)/.ready: pyproject.toml constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-hosts.txt -e '.[hosts,train,data,tensorboard,wandb,deepspeed]' pytest
+		-c constraints-hosts.txt -e '.[hosts,train,data,tensorboard,wandb,deepspeed,triton]' pytest
 	touch $@
 
 test-hosts: $(HOSTS)/.ready
 	$(HOSTS)/bin/python -m pytest tests/hosts $(ARGS)
+
+# Hosts that want other versions of what the hosts above have. Axolotl comes without its dependencies, which want CUDA.
+HOSTS_ALL := .venv-hosts-all
+$(HOSTS_ALL)/.ready: pyproject.toml constraints.txt constraints-hosts-all.txt
+	$(PYTHON) -m venv $(HOSTS_ALL)
+	$(HOSTS_ALL)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	DS_BUILD_OPS=0 $(HOSTS_ALL)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-hosts-all.txt -e . ms-swift deepspeed==0.19.8 pytest
+	$(HOSTS_ALL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps axolotl==0.19.0
+	touch $@
+
+test-hosts-all: $(HOSTS_ALL)/.ready
+	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -102,4 +116,4 @@ docs: $(DOCS)/.ready
 	$(DOCS)/bin/python docs/site/check.py site
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(HOSTS) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(MEGATRON) $(HOSTS) $(HOSTS_ALL) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

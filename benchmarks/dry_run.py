@@ -108,7 +108,7 @@ def main() -> None:
         case = CASES[name]
         contenders = {"muonmesh": ours} | ({} if case.mesh else {"torch": theirs})
         for title, optimizer in contenders.items():
-            run = case.run(optimizer)
+            run = case.run(optimizer, steps=1)
             counts = [f"{count:,}" for count in (run.launches, run.operations, run.collectives)]
             memory = [f"{size / 2**20:,.0f}" for size in (run.peak_bytes, run.kept_bytes)]
             milliseconds = f"{run.seconds * 1e3:,.2f}"

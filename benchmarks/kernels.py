@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from muonmesh.numerics.kernels import fused
+from muonmesh.numerics.kernels import fused, lines
 from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.tiles import multiplication
 
@@ -133,6 +133,9 @@ def products(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Callable[[in
         "X Xᵀ": product(x, x.mT, None, 1.0, 0.0, s, square, symmetric=True),
         "b·A + c·A²": product(a, a, a, 1.0, 2.0, 1.0, square, symmetric=True),
         "a·X + B X": product(a, x, x, 1.0, s, s, other, symmetric=False),
+        "(q + W)(p + Z)": lambda stages: multiplication(
+            *(a, a, a, 1.0, 2.0, 1.0, square), symmetric=False, d=a, delta=2.0, diagonal=s[:, :, 0], stages=stages
+        ),
     }
 
 
@@ -160,9 +163,23 @@ def pairs() -> dict[str, Callable[[int | None], Launch]]:
     }
 
 
+def beside() -> dict[str, Callable[[int | None], Launch]]:
+    """The kernels beside products, by name, for bf16 matrices and fp32 gradients."""
+    x, number = torch.empty(2, 64, 64, dtype=torch.bfloat16), torch.empty(2, 1, 1)
+    exponents, table = torch.empty(2, 1, dtype=torch.int32), torch.empty(4, dtype=torch.int64)
+    return {
+        "norms of parts": lambda _: lines.measuring(x, exponents, number[:, 0]),
+        "norms": lambda _: lines.finding_norms(exponents, number[:, 0], number, number, number),
+        "powers of two": lambda _: lines.rescaling(x, number),
+        "diagonal": lambda _: lines.centring(number[:, 0], x.diagonal(dim1=1, dim2=2), 1.0, number),
+        "any not zero": lambda _: lines.finding_nonzero(table, 1, 1, exponents[:, 0], torch.float32),
+    }
+
+
 def compiled(architecture: str, kind: str, name: str) -> Figures:
     """Compile one kernel, a product of one kind of matrices or one of the "pieces", and read what it needs."""
-    launch = (pairs() if kind == "pieces" else products(*MATRICES[kind]))[name]
+    others = {"pieces": pairs, "beside": beside}
+    launch = (others[kind]() if kind in others else products(*MATRICES[kind]))[name]
     with compiling_for(architecture):
         return figures(launch(2 if architecture.startswith("gfx") else None).compile())
 
@@ -170,14 +187,18 @@ def compiled(architecture: str, kind: str, name: str) -> Figures:
 def table() -> str:
     """The table of the page."""
     head = ["kernel", "matrices", *(f"{name} ({SHARED[name]})" for name in ARCHITECTURES)]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    kinds = {**{kind: list(products(8, 8, torch.bfloat16)) for kind in MATRICES}, "pieces": list(pairs())}
+    found = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    kinds = {
+        **{kind: list(products(8, 8, torch.bfloat16)) for kind in MATRICES},
+        "pieces": list(pairs()),
+        "beside": list(beside()),
+    }
     for kind, names in kinds.items():
         for name in names:
             cells = [_cell(compiled(architecture, kind, name)) for architecture in ARCHITECTURES]
-            lines.append("| " + " | ".join([name, kind, *cells]) + " |")
-            print(lines[-1], flush=True)
-    return "\n".join(lines)
+            found.append("| " + " | ".join([name, kind, *cells]) + " |")
+            print(found[-1], flush=True)
+    return "\n".join(found)
 
 
 def _cell(found: Figures) -> str:

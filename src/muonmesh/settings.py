@@ -18,10 +18,20 @@ from muonmesh.errors import about, explain_error
 from muonmesh.layout import Rates, Teams
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.newton_schulz import Method, resolve_method
-from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_matrix_rule, rule_of
+from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_known, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 
-Algorithm = Literal["muon", "normuon", "adamuon", "adamw"]
+Algorithm = Literal[
+    "muon",
+    "normuon",
+    "adamuon",
+    "hyperball",
+    "muoneq",
+    "muon_plus",
+    "scion_sign",
+    "scion_row_norm",
+    "adamw",
+]
 """What comes with muonmesh; `muonmesh.register_rule` adds others."""
 
 ExchangeMode = Literal["owner", "teams", "gram", "auto"] | Rates | Teams
@@ -211,13 +221,13 @@ def algorithm_of(group: Mapping[str, Any]) -> str:
     algorithm: Any = group.get("algorithm")
     if "use_muon" in group:
         alias = "muon" if group["use_muon"] else "adamw"
-        of_matrices = isinstance(algorithm, str) and algorithm in RULES and is_matrix_rule(algorithm)
+        of_matrices = isinstance(algorithm, str) and is_known(algorithm) and is_matrix_rule(algorithm)
         if algorithm not in (None, alias) and not (alias == "muon" and of_matrices):
             found = f"algorithm={algorithm!r} and use_muon={group['use_muon']!r}"
             raise ValueError(explain_error("group", found, "one of them", "Remove use_muon"))
         algorithm = algorithm or alias
     algorithm = "muon" if algorithm is None else algorithm
-    if not isinstance(algorithm, str) or algorithm not in RULES:
+    if not isinstance(algorithm, str) or not is_known(algorithm):
         raise ValueError(explain_error("group", f"algorithm={algorithm!r}", needed_algorithm()))
     return algorithm
 
@@ -344,7 +354,7 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
             needed = "it as the constructor had made it"
             raise ValueError(explain_error(where, f"no {key!r}", needed, f"Set group[{key!r}] again"))
     algorithm = group["algorithm"]
-    known = isinstance(algorithm, str) and algorithm in RULES
+    known = isinstance(algorithm, str) and is_known(algorithm)
     _check(known, f"{where}: algorithm", algorithm, needed_algorithm())
     _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
     count = len(group["params"])

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from muonmesh.integrations.transformers import MuonCallback, MuonFactory
 from tests.hosts.replay import Given, different, replayed, strengths
@@ -41,15 +44,28 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
     return TrainingArguments(folder, **{**settings, **more})
 
 
+def tensor_parallel(folder: str) -> LlamaForCausalLM:
+    """The same weights, cut by `transformers` itself as it loads them."""
+    if dist.get_rank() == 0:
+        llama().save_pretrained(folder)
+    dist.barrier()
+    return LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))
+
+
 def train(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
     """Train under one way of launching; return what was found, which any process can compare."""
     more = {
-        "fsdp2": {"use_cpu": False, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+        "fsdp2": {
+            "use_cpu": False,
+            "fsdp": True,
+            "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+        },
+        "tp": {"use_cpu": False, "save_strategy": "no"},  # a Trainer does not save what it has not sharded itself
     }
-    with launched(), accelerated(how == "fsdp2"):
+    with launched(), accelerated(how in more):
         args, watch = arguments(folder, **more.get(how, {})), Watch()
         trainer = Trainer(
-            llama(),
+            tensor_parallel(folder) if how == "tp" else llama(),
             args,
             train_dataset=Tokens(),
             callbacks=[watch, MuonCallback(metrics=True)],
@@ -82,10 +98,41 @@ def test_in_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_on_two_ranks(workers: Any, tmp_path: Path, how: str) -> None:
-    first, second = workers(2).run(train, str(tmp_path), how, timeout=300.0)
+    first, second = workers(2).run(train, str(tmp_path), how, timeout=90.0)
     assert first[0] == {"ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM"}[how]
     check(*first)
     assert different(first[2][-1], second[2][-1]) == []
-    resumed = workers(2).run(train, str(tmp_path), how, resume=True, timeout=300.0)
+    resumed = workers(2).run(train, str(tmp_path), how, resume=True, timeout=90.0)
     assert losses(resumed[0][3])[-2:] == losses(first[3])[-2:]
     assert different(resumed[0][2][-1], first[2][-1]) == []
+
+
+def test_under_tensor_parallelism(workers: Any, tmp_path: Path) -> None:
+    first, _ = workers(2).run(train, str(tmp_path), "tp", timeout=90.0)
+    assert first[0] == "LlamaForCausalLM"
+    check(*first)
+
+
+def train_zero(folder: str, stage: int, resume: bool = False) -> dict[str, torch.Tensor]:
+    """Without clipping, so that the gradients are the same bits as DDP's; stage 0 is DDP."""
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
+    config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
+    more: dict[str, Any] = {"use_cpu": False, "deepspeed": config} if stage else {}
+    with launched(), accelerated(stage > 0):
+        args = arguments(folder, max_grad_norm=0.0, **more)
+        factory = MuonFactory, {"args": args, **SETTINGS}
+        trainer = Trainer(llama(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=factory)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+        named = trainer.model.named_parameters()
+        if not stage:
+            return {name: p.detach().clone() for name, p in named}
+        assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
+
+
+def test_deepspeed_is_ddp(workers: Any, tmp_path: Path) -> None:
+    """At stage 1, whose gradients are the same bits; `test_accelerate` has the other stages."""
+    (expected, _) = workers(2).run(train_zero, str(tmp_path / "ddp"), 0, timeout=90.0)
+    folder = str(tmp_path / "zero")
+    assert different(workers(2).run(train_zero, folder, 1, timeout=90.0)[0], expected) == []
+    assert different(workers(2).run(train_zero, folder, 1, resume=True, timeout=90.0)[0], expected) == []

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.distributed.tensor import Placement
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
+from muonmesh.numerics import rules
 from muonmesh.numerics.rules import register_rule
 from muonmesh.step.slots import RUNNING
 from muonmesh.testing import prove_rule
@@ -499,6 +501,42 @@ def on_the_page() -> None:
 
 def test_the_rule_of_the_page_is_proved(workers) -> None:
     workers(2).run(on_the_page)
+
+
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def packaged(folder: Path) -> None:
+    """The page's rule as an installed package has it: a module, and metadata with an entry point."""
+    page = (Path(__file__).parents[2] / "docs/rules.md").read_text()
+    (rule,) = [block for block in PYTHON.findall(page) if '"even-rows")' in block]
+    assert len(rule.splitlines()) < 30
+    (folder / "even_rows.py").write_text("import muonmesh as mm\n" + rule.replace('"even-rows"', '"packaged-rows"'))
+    metadata = folder / "even_rows-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: even-rows\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[muonmesh.rules]\npackaged-rows = even_rows:EvenRows\nother-rows = even_rows:EvenRows\n"
+    )
+
+
+def from_a_package(folder: str) -> str:
+    sys.path.insert(0, folder)
+    try:
+        optimizer = mm.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], "algorithm": "packaged-rows"}])
+        prove_rule("packaged-rows", examples=FEW, settings={"row_beta": 0.5})
+        with pytest.raises(ValueError, match="entry point other-rows = even_rows:EvenRows: found no such rule"):
+            prove_rule("other-rows")
+        return rules.RULES[optimizer.param_groups[0]["algorithm"]].__module__
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop("even_rows", None)
+        rules.RULES.pop("packaged-rows", None)
+
+
+def test_a_rule_of_another_package_is_found_by_its_entry_point(workers, tmp_path: Path) -> None:
+    packaged(tmp_path)
+    assert workers(2).run(from_a_package, str(tmp_path)) == ["even_rows"] * 2
 
 
 @register_rule("test-sees-its-rank")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import muonmesh as mm
 from muonmesh.layout import Interval, MeshLayout
@@ -33,10 +34,12 @@ ONE_PROCESS = (
     "docs/clipping.md",
     "docs/groups.md",
     "docs/rules.md",
+    "docs/variants.md",
     "docs/performance.md",
     "docs/migrating.md",
 )
 RANKS = ("docs/layouts.md", "docs/deepspeed.md")
+HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
 
@@ -102,7 +105,7 @@ def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None
 
 def test_every_page_with_snippets_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "```python" in path.read_text()}
-    assert pages == {*ONE_PROCESS, *RANKS, *MEGATRON}
+    assert pages == {*ONE_PROCESS, *RANKS, *HOSTS, *MEGATRON}
 
 
 class Net(nn.Module):
@@ -209,6 +212,18 @@ def test_the_page_about_rules() -> None:
     before = weight.detach().clone()
     optimizer.step()
     assert torch.allclose((weight.detach() - before).norm(), 0.01 * before.norm())
+
+
+def test_the_page_about_variants() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, tie_word_embeddings=False))
+    for names in run("docs/variants.md", {"model": model}, {}):
+        optimizer = names["optimizer"]
+        model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+        optimizer.step()
+    assert [tuple(some.shape) for some in names["clip"].largest.values()] == [(4,)]
+    rules = {name: g["algorithm"] for g in optimizer.param_groups for name in g["param_names"]}
+    assert (rules["lm_head.weight"], rules["model.layers.0.mlp.up_proj.weight"]) == ("scion_sign", "normuon")
 
 
 def test_the_page_about_groups() -> None:

@@ -667,3 +667,16 @@ def test_loading_the_state_of_another_kind_of_optimizer_loads_nothing() -> None:
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert torch.equal(after["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
+
+
+def test_a_skipped_step_says_so() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = mm.from_model(model, lr=0.1)
+    found = []
+    for skip_above in (1e9, 0.0, 1e9):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.clip_grad_norm_(1.0, skip_above=skip_above)
+        optimizer.step()
+        found.append(optimizer.skipped)
+    assert found == [False, True, False]

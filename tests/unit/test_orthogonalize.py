@@ -112,10 +112,17 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 # --- accuracy ---------------------------------------------------------------------------------------------------
 
 
+def usual(name: str) -> Any:
+    """A set of coefficients as a parameter: those that have a path of their own in `make test`, all in `make soak`."""
+    return pytest.param(name, marks=() if name in ("polar_express", "aol", "qdwh") else pytest.mark.soak)
+
+
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("coefficients", MADE_FOR)
+@pytest.mark.parametrize("coefficients", [usual(name) for name in MADE_FOR])
 @pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize(("rows", "cols"), [(60, 150), (150, 60), (80, 80), (400, 500)])
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(60, 150), pytest.param(150, 60, marks=pytest.mark.soak), (80, 80), (400, 500)]
+)
 def test_against_svd(rows: int, cols: int, method: Any, coefficients: Any, spectrum: Spectrum) -> None:
     if (method, coefficients) == ("gram", "qdwh"):
         with pytest.raises(ValueError, match="method: found 'gram' with 'qdwh'; needed a set without a rational step"):
@@ -270,7 +277,7 @@ def test_a_power_of_two_changes_no_bit(method: Any, input_dtype: torch.dtype, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("coefficients", [*MADE_FOR, MIXED])
+@pytest.mark.parametrize("coefficients", [*(usual(name) for name in MADE_FOR), MIXED])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dtype) -> None:
     if coefficients == "qdwh":
@@ -526,9 +533,10 @@ def momentum() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("coefficients", "steps"),
     [
-        *(("polar_express", steps) for steps in (3, 4, 5, 8, 10)),
-        *((name, steps) for name in ("quintic", "aol") for steps in (3, 4, 5)),
-        ("deepseekv4", 10),
+        ("polar_express", 5),
+        *(pytest.param("polar_express", steps, marks=pytest.mark.soak) for steps in (3, 4, 8, 10)),
+        *(pytest.param(name, steps, marks=pytest.mark.soak) for name in ("quintic", "aol") for steps in (3, 4, 5)),
+        pytest.param("deepseekv4", 10, marks=pytest.mark.soak),
     ],
 )
 def test_gram_is_as_accurate_where_auto_takes_it(coefficients: Any, steps: int, momentum: dict[str, Tensor]) -> None:

@@ -523,3 +523,21 @@ def test_pieces_that_are_only_read_have_the_scale_of_those_that_are_folded(neste
         together.fold([together.Folded(gradient, same, 0, True, other)], factors)
         torch.testing.assert_close(twin, read)
         torch.testing.assert_close(other, folded)
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
+    """By the device's operations, for the pieces of a bucket together and masked by flags; a matrix is left alone."""
+    results = []
+    for together_ in (False, True):
+        weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
+        optimizer = mm.Muon([{"params": weights, "algorithm": rule}], lr=0.1, compute_dtype=torch.float32)
+        optimizer._kept.together, optimizer._kept.waits = together_, not together_
+        for step in range(3):
+            for number, weight in enumerate(weights):
+                weight.grad = random(12, 20, seed=10 * step + number).float() * (number != step)
+            optimizer.step()
+        state = [value for weight in weights for value in optimizer.state[weight].values()]
+        results.append([*(weight.detach() for weight in weights), *state])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonmesh.numerics import kernels
-from muonmesh.numerics.kernels import device, fused, triton
+from muonmesh.numerics.kernels import beside, device, fused, triton, zeros
 from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
@@ -257,6 +257,71 @@ def applies(masters: bool, masked: bool) -> None:
         assert (memory == 7).all()  # nothing else was written
 
 
+def normalized(dtype: torch.dtype, rows: int, cols: int) -> dict[str, Any]:
+    """What is wrong with norms and powers of two of matrices of every magnitude; empty if nothing is."""
+    torch.manual_seed(0)
+    wrong: dict[str, Any] = {}
+    magnitudes = (1.0, 2.0**-31, 2.0**30, 2.0**-100, 2.0**110, 1e-33, 0.0)
+    x = torch.stack([(torch.randn(rows, cols).double() * size).to(dtype) for size in magnitudes])
+    before = x.clone()
+    inverse, inverse_square = beside.normalize(x)
+    for number, size in enumerate(magnitudes):
+        old, new = before[number].double(), x[number].double()
+        norm = float(new.norm()) or 1.0
+        if abs(float(inverse[number]) * norm - 1) > 1e-6 or abs(float(inverse_square[number]) * norm**2 - 1) > 1e-6:
+            wrong[f"{size}, norm"] = float(inverse[number]), norm
+        largest, factor = float(new.abs().max()), float(new.norm() / old.norm()) if size else 1.0
+        if not torch.equal(new, old * factor) or math.frexp(factor)[0] != 0.5:
+            wrong[f"{size}, not a power of two"] = factor
+        if (factor == 1) != (size in (1.0, 2.0**-31, 2.0**30, 0.0)):
+            wrong[f"{size}, factor"] = factor
+        if size and not 2.0**-32 <= largest < 2.0**33:
+            wrong[f"{size}, largest"] = largest
+    for number, bad in enumerate((math.nan, math.inf, -math.inf)):
+        x[number, rows // 2, cols - 1] = bad
+    inverse, inverse_square = beside.normalize(x)
+    if not bool(inverse[:3].isnan().all() & inverse_square[:3].isnan().all() & inverse[3:].isfinite().all()):
+        wrong["not finite"] = inverse
+    return wrong
+
+
+def nonzeros() -> list[int]:
+    """Which of some gradients have an element that is not zero, each by its entry; entry 1 is nobody's."""
+    long = torch.zeros(2 * 2**17 + 5, dtype=torch.float32)
+    last, nan, negative = long.clone(), torch.zeros(40, 3, dtype=BF16), torch.zeros(1, dtype=FP16)
+    last[-1], nan[7, 1], negative[0] = 2.0**-149, math.nan, -0.0
+    found = torch.zeros(7, dtype=torch.int32)
+    first = torch.ones(5000)
+    gradients = [long, last, nan, negative, first, torch.zeros(0), first[:3].contiguous(), first[:3] * 0]
+    assert zeros.can_look(gradients)
+    assert not zeros.can_look([torch.ones(4, 4).mT[1:]])
+    zeros.mark_nonzero(gradients, [0, 2, 3, 4, 5, 6, 6, 6], found)
+    return found.tolist()
+
+
+def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
+    """The excess of (q + W)(p + Z) - μ and of its diagonal, and the error of μ."""
+    _, z, w = operands(rows, 2 * rows, 2, dtype)
+    p, q = 1.75, 0.625
+    join = triton_products(at_once=2).join
+    assert join is not None
+    factor, mean = join(z, w, p, q, torch.full_like(z, torch.nan), symmetric=symmetric)
+    zd, wd = z.double(), w.double()
+    product = wd @ zd + q * zd + p * wd
+    product = upper(product) if symmetric else product
+    diagonal = product.diagonal(dim1=-2, dim2=-1)
+    middle = diagonal.mean(-1, keepdim=True)
+    exact = product.clone()
+    exact.diagonal(dim1=-2, dim2=-1).sub_(middle)
+    off = ~torch.eye(rows, dtype=torch.bool)
+    return {
+        "off the diagonal": excess(factor[:, off], exact[:, off], rows),
+        "diagonal": excess(factor.diagonal(dim1=-2, dim2=-1), exact.diagonal(dim1=-2, dim2=-1), rows),
+        "mean": float((mean[:, :, 0].double() - p * q - middle).abs().max() / middle.abs().max() * 2**20),
+        "symmetric": float((factor - factor.mT).abs().max()) if symmetric else 0.0,
+    }
+
+
 def fused_refused() -> list[str]:
     """What is said of pieces that cannot be."""
     said = []
@@ -333,6 +398,23 @@ def test_fold_flushes_denormals(interpreter: Interpreter) -> None:
         assert small == pytest.approx(0.9 * 1.5 * 2**-126)
         assert large == pytest.approx(0.9e-20)
         assert math.isnan(nan)
+
+
+@pytest.mark.parametrize(("dtype", "rows", "cols"), [(BF16, 33, 70), (FP32, 130, 300)], ids=str)
+def test_norms_and_powers_of_two(interpreter: Interpreter, dtype: torch.dtype, rows: int, cols: int) -> None:
+    """Of one part of a matrix and of several; what is far from 1 is multiplied by a power of two, the rest stays."""
+    assert interpreter(normalized, dtype, rows, cols) == {}
+
+
+def test_gradients_that_are_exactly_zero(interpreter: Interpreter) -> None:
+    assert interpreter(nonzeros) == [0, 0, 1, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("rows", "dtype", "symmetric"), [(48, BF16, True), (33, BF16, False), (70, FP32, True)])
+def test_the_factor_of_two_steps(interpreter: Interpreter, rows: int, dtype: torch.dtype, symmetric: bool) -> None:
+    found = interpreter(joined, rows, dtype, symmetric)
+    assert max(found.values()) < 4, found
+    assert found["symmetric"] == 0
 
 
 @pytest.mark.parametrize(("masters", "masked"), [(False, False), (True, True)])

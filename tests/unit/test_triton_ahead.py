@@ -40,7 +40,12 @@ def test_a_large_product_fits_and_uses_tensor_cores(script: ModuleType, architec
 
 @pytest.mark.parametrize(
     ("architecture", "kind", "name"),
-    [("sm_90", "large", "X Xᵀ"), ("gfx942", "large", "b·A + c·A²"), ("sm_120", "fp32", "X Xᵀ")],
+    [
+        ("sm_90", "large", "(q + W)(p + Z)"),
+        ("sm_90", "large", "X Xᵀ"),
+        ("gfx942", "large", "b·A + c·A²"),
+        ("sm_120", "fp32", "X Xᵀ"),
+    ],
 )
 def test_a_symmetric_product_fits(script: ModuleType, architecture: str, kind: str, name: str) -> None:
     found = script.compiled(architecture, kind, name)
@@ -60,6 +65,13 @@ def test_the_elementwise_pair_moves_sixteen_bytes_at_a_time(script: ModuleType, 
     found = script.compiled("sm_90", "pieces", name)
     assert found.spilled == 0
     assert found.wide >= 6
+
+
+@pytest.mark.parametrize(("architecture", "name"), [("sm_90", "norms of parts"), ("gfx942", "any not zero")])
+def test_what_is_beside_products_fits(script: ModuleType, architecture: str, name: str) -> None:
+    found = script.compiled(architecture, "beside", name)
+    assert (found.spilled, found.lanes) == (0, 0)
+    assert found.wide > 0 or name == "any not zero"  # which hardly reads anything
 
 
 def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:

@@ -442,8 +442,7 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> list[_Draft]:
         if len(staying) < len(bucket):
             moving = tuple(index for index in bucket if index not in staying)
             ways = _without(gather, staying), _without(scatter, staying)
-            rounds = plan.rounds(number) if plan.scatters(number) else 0
-            drafts.append(_Draft(plan, rank, peers, moving, taken(), ways, plan.gathers(number), rounds))
+            drafts.append(_Draft(plan, rank, peers, moving, taken(), ways, plan.gathers(number), plan.rounds(number)))
     if waiting:
         nothing = Routes({}, {})
         drafts.append(_Draft(plan, rank, peers, (), taken(), (nothing, nothing), False, 0))

@@ -19,7 +19,7 @@ from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
 from muonmesh.groups.sites import Role, Site, as_matrices, sites
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import RULES, is_matrix_rule
+from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = {
@@ -380,7 +380,8 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     if not isinstance(said, Mapping):
         write = f'Write {{{key!r}: {{"lr": ...}}}}'
         raise TypeError(explain_error(where, repr(value), '"muon", "adamw" or a dict of settings', write))
-    if said.get("algorithm", "muon") not in RULES:
+    algorithm = said.get("algorithm", "muon")
+    if not isinstance(algorithm, str) or not is_known(algorithm):
         found, others = f"the algorithm {said['algorithm']!r}", ", ".join(f'"{n}"' for n in RULES if n not in base)
         needed = f'"muon" or "adamw", or another rule: {others}'
         raise ValueError(explain_error(where, found, needed, f'Write {{{key!r}: "adamw"}}'))

@@ -6,7 +6,10 @@ import inspect
 import math
 from typing import Any
 
+import torch
+from accelerate import DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -15,7 +18,7 @@ from transformers.utils import logging
 from muonmesh.clip import ClipPolicy
 from muonmesh.comm.wrappers import living
 from muonmesh.errors import explain_error
-from muonmesh.integrations.accelerate import tell_of_skipped_steps
+from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
 from muonmesh.integrations.settings import check_settings
 from muonmesh.optimizer import Muon, from_model
 
@@ -27,17 +30,20 @@ class MuonFactory:
 
     A Trainer calls the class without arguments and the object with the model and the rest of the pair. Learning rate,
     weight decay, betas and ε are those of its `TrainingArguments`; who holds plain matrices is found at the first step.
-    So one script trains in one process, under DDP and under FSDP2.
+    So one script trains in one process, under DDP, FSDP2 and DeepSpeed.
     """
 
-    def __call__(self, model: nn.Module, *, args: TrainingArguments | None = None, **settings: Any) -> Muon:
+    def __call__(
+        self, model: nn.Module, *, args: TrainingArguments | None = None, **settings: Any
+    ) -> Muon | torch.optim.Optimizer:
         """Return the optimizer.
 
         Args:
             model: As the Trainer will wrap or shard it.
             args: The Trainer's own; ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and
                 ``adam_epsilon`` are read.
-            settings: Arguments of `muonmesh.from_model`, by name; they win over ``args``.
+            settings: Arguments of `muonmesh.from_model`, by name; they win over ``args``. Under DeepSpeed those that
+                `muonmesh.integrations.deepspeed.initialize` takes as ``optimizer=``.
 
         Raises:
             TypeError, ValueError: a setting is unknown or wrong, or ``args`` asks for what nobody would read.
@@ -49,15 +55,16 @@ class MuonFactory:
             found, needed = f"optim_args={args.optim_args!r}", "settings of muonmesh.from_model, beside args"
             write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args, "momentum": 0.95})'
             raise ValueError(explain_error("TrainingArguments", found, needed, write))
-        check_settings("MuonFactory", settings, from_model, decided=("model",))
         given = {
             "lr": args.learning_rate,
             "weight_decay": args.weight_decay,
             "adamw_betas": (args.adam_beta1, args.adam_beta2),
             "adamw_eps": args.adam_epsilon,
-            "process_group": "auto",
         }
-        optimizer = from_model(model, **{**given, **settings})
+        if AcceleratorState._shared_state.get("distributed_type") == DistributedType.DEEPSPEED:
+            return for_deepspeed(model, {**given, **settings})
+        check_settings("MuonFactory", settings, from_model, decided=("model",))
+        optimizer = from_model(model, **{"process_group": "auto", **given, **settings})
         tell_of_skipped_steps(optimizer, lambda: _scaled_by(optimizer))
         return optimizer
 
@@ -162,6 +169,8 @@ def _muon_in(optimizer: Any) -> Muon:
         inner = inner.optimizer
     if not isinstance(inner, Muon):
         found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
+        if type(inner).__name__ == "EngineMuon":
+            write = "Remove the callback: under DeepSpeed the engine clips and steps inside backward, by its own config"
         raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
     return inner
 

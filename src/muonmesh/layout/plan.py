@@ -180,7 +180,7 @@ class Plan:
         return any(self._moves(number, gather=False) for number in self.buckets[bucket])
 
     def rounds(self, bucket: int) -> int:
-        """Return in how many rounds the results of a bucket travel, the same on every rank.
+        """Return in how many rounds the results of a bucket travel, the same on every rank; 0 if none does.
 
         An owner sends one copy of its result to each replica, and a rank receives its shards of all results. With many
         replicas both are many times what an owner computes. So they are cut until in no round a rank sends or receives
@@ -188,6 +188,8 @@ class Plan:
         the matrices there is one round, since nothing is written before all has arrived.
         """
         numbers = self.buckets[bucket]
+        if not self.scatters(bucket):
+            return 0
         if self.summed(numbers) or all(self._place(self.assignments[n], gather=False).copies() == 1 for n in numbers):
             return 1
         owned, sent, kept = Counter[int](), Counter[int](), Counter[int]()

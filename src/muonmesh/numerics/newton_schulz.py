@@ -271,11 +271,11 @@ class _Iteration:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Take memory for (batch, rows, cols) matrices, the thread's own."""
-        batch, rows, _ = shape
+        """Work on at most (batch, rows, cols) matrices, in memory that is the thread's own."""
         self._matmuls, self._kernels = matmuls, kernels
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._square = tuple(scratch(f"square {i}", (batch, rows, rows), dtype=dtype, device=device) for i in range(5))
+        self._memory: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
 
     def run(
         self,
@@ -296,8 +296,14 @@ class _Iteration:
         # X alternates between the two, and should end in `out`.
         moves = len(segments) + (prepared.rational is not None)
         self.x, self._next = (first, second) if moves % 2 else (second, first)
-        self._a, self._b, self._c, self._d, self._e = (buffer[:count] for buffer in self._square)
-        self._norm_is(load(matrices, self.x, together=together))
+        self._count = count
+        self._squares.clear()
+        if self._matmuls.normalize is not None and prepared.rational is None and matrices.dtype == self.x.dtype:
+            if self.x is not matrices:
+                self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
+            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
+        else:
+            self._norm_is(load(matrices, self.x, together=together))
         self._scale: float | Tensor = 1.0
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
@@ -312,6 +318,16 @@ class _Iteration:
                 self.step(*segment)
         if self.x is not out:
             store(self.x, out)
+
+    def _square(self, name: str) -> Tensor:
+        """Return a buffer (count, rows, rows), the same for each name while `run` runs; taken where it is needed."""
+        if name not in self._squares:
+            if name not in self._memory:
+                batch, rows, _ = self._shape
+                shape = batch, rows, rows
+                self._memory[name] = scratch(f"square {name}", shape, dtype=self._dtype, device=self._device)
+            self._squares[name] = self._memory[name][: self._count]
+        return self._squares[name]
 
     def _serves(self, memory: Tensor) -> bool:
         """Whether the caller's memory can hold X."""
@@ -328,8 +344,8 @@ class _Iteration:
 
     def rational_step(self, abc: tuple[float, float, float]) -> None:
         """X ← x (a + b·x²) / (1 + c·x²) of X divided by a bound of its largest singular value."""
-        mean, bound = rational_factor(self.x, self._norm, abc, self._kernels, self._a)
-        self._apply(self._a, mean)
+        mean, bound = rational_factor(self.x, self._norm, abc, self._kernels, self._square("a"))
+        self._apply(self._square("a"), mean)
         self._norm_is(self._norm * bound)
 
     def step(self, p: Polynomial) -> None:
@@ -337,7 +353,7 @@ class _Iteration:
         if len(p) == 5 and p[4]:
             self._apply(*self._degree_9(p, self._gram()))
         else:
-            z = self._without_constant(p, self._gram(), self._b, self._c)
+            z = self._without_constant(p, self._gram(), "b", "c")
             self._apply(z, p[0])
 
     def _degree_9(self, p: Polynomial, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,13 +366,13 @@ class _Iteration:
         lead, u = p[4], p[3] / (2 * p[4])
         w = p[2] / lead - u * u
         t = p[1] / lead - u * w
-        h = self._matmuls.polynomial(a, u, 1.0, self._b)
-        z = self._matmuls.polynomial(h, lead * w, lead, self._c)
+        h = self._matmuls.polynomial(a, u, 1.0, self._square("b"))
+        z = self._matmuls.polynomial(h, lead * w, lead, self._square("c"))
         products = row_products(h, h)
         h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
         diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
         mean = diagonal.mean(-1, keepdim=True)
-        z = add_scaled(z, a, lead * t, a, 0.0, self._d)
+        z = add_scaled(z, a, lead * t, a, 0.0, self._square("d"))
         z.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         return z, (p[0] + mean)[..., None]
 
@@ -372,19 +388,25 @@ class _Iteration:
         """
         matmuls, p0, q0 = self._matmuls, p[0], q[0]
         a = self._gram()
-        z = self._without_constant(p, a, self._b, self._c)
-        spare = self._c if z is self._b else self._b
-        pa = matmuls.product(z, a, a, p0, spare)
+        z = self._without_constant(p, a, "b", "c")
+        spare = "c" if z is self._square("b") else "b"
+        pa = matmuls.product(z, a, a, p0, self._square(spare))
         if last:
-            pap = symmetric_part(matmuls.full(z, pa, pa, p0, self._a), self._d, self._e)
-            w = self._without_constant(q, pap, spare, self._d)
-            factor = matmuls.full(w, z, z, 0.0, self._a)
-            factor = add_scaled(factor, z, q0, w, p0, self._e)
+            pap = symmetric_part(matmuls.full(z, pa, pa, p0, self._square("a")), self._square("d"), self._square("e"))
         else:
-            pap = matmuls.product(z, pa, pa, p0, self._a)
-            w = self._without_constant(q, pap, spare, self._d)
-            both = torch.lerp(z, w, p0 / (p0 + q0), out=self._a)
-            factor = matmuls.product(w, z, both, p0 + q0, self._e)
+            pap = matmuls.product(z, pa, pa, p0, self._square("a"))
+        w = self._without_constant(q, pap, spare, "d")
+        if matmuls.join is not None:
+            self._apply(
+                *matmuls.join(z, w, p0, q0, self._square("a") if last else self._square("e"), symmetric=not last)
+            )
+            return
+        if last:
+            factor = matmuls.full(w, z, z, 0.0, self._square("a"))
+            factor = add_scaled(factor, z, q0, w, p0, self._square("e"))
+        else:
+            both = torch.lerp(z, w, p0 / (p0 + q0), out=self._square("a"))
+            factor = matmuls.product(w, z, both, p0 + q0, self._square("e"))
 
         # The diagonal of the factor again, in fp32 and rounded once.
         products = row_products(z, w)
@@ -396,18 +418,19 @@ class _Iteration:
 
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer `_a`."""
-        return self._matmuls.gram(self.x, self._inverse_square, self._a)
+        return self._matmuls.gram(self.x, self._inverse_square, self._square("a"))
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
         """X ← a·X + B X, in the last segment divided by ν."""
         self._matmuls.apply(self.x, b, a, self._scale, self._next)
         self.x, self._next = self._next, self.x
 
-    def _without_constant(self, p: Polynomial, a: Tensor, out: Tensor, spare: Tensor) -> Tensor:
-        """p₁·A + p₂·A² + ..., in `out` or `spare`; Horner's scheme from the highest power down."""
+    def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:
+        """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""
         if len(p) == 2:
-            return torch.mul(a, p[1], out=out)
-        result = self._matmuls.polynomial(a, p[-2], p[-1], out)
+            return torch.mul(a, p[1], out=self._square(out))
+        result = self._matmuls.polynomial(a, p[-2], p[-1], self._square(out))
         for coefficient in reversed(p[1:-2]):
-            result, spare = self._matmuls.product(result, a, a, coefficient, spare), result
+            out, spare = spare, out
+            result = self._matmuls.product(result, a, a, coefficient, self._square(out))
         return result

@@ -49,7 +49,7 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
         rounds = plan.rounds(bucket)
-        collectives += plan.gathers(bucket) + rounds * plan.scatters(bucket)
+        collectives += plan.gathers(bucket) + rounds
         asked = plan.summed(numbers)
         collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers
         there, back = moved(gather.held, rank), moved(scatter.owned, rank)

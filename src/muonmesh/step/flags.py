@@ -11,6 +11,7 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import Plan
 from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.zeros import can_look, mark_nonzero
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, view_of
 
@@ -66,7 +67,9 @@ def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | Non
             views += [view_of(gradient, piece) for piece in parts]
     # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
     found = torch.zeros(len(plan.assignments), dtype=torch.int32, device=device)
-    if views:
+    if views and can_look(views):
+        mark_nonzero(views, numbers, found)
+    elif views:
         norms = torch.stack(torch._foreach_norm(views, float("inf")))
         if numbers == list(range(len(plan.assignments))):
             found = (norms != 0).to(torch.uint8)

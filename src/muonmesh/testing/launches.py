@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from muonmesh.numerics.kernels.portions import FIRST, LOOKED
+
 _NOTHING = frozenset(
     (
         "_reshape_alias",
@@ -155,7 +157,8 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = _launches(name, args, kwargs)
         self.launches[name] += count
         self.places[self._place()] += count
-        moved = sum(_bytes(func, args, kwargs, made))
+        moved = _usually(name, args) if space == "muonmesh" else None
+        moved = sum(_bytes(func, args, kwargs, made)) if moved is None else moved
         if space == "muonmesh" and name == "multiply":
             self.product_bytes += moved
             self.flops += _flops_of_multiply(args)
@@ -229,6 +232,20 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "", ""
 
 
+def _usually(name: str, args: Sequence[Any]) -> int | None:
+    """Return what our operators move that look at the elements first; None for the others.
+
+    `rescale` leaves matrices alone that are neither tiny nor huge, and `mark_nonzero` stops at the first elements of a
+    part of a gradient that are not all zero. So that is counted: what a training run has in nearly every step.
+    """
+    if name == "rescale":
+        return 0
+    if name == "mark_nonzero":
+        looks = (math.ceil(g.numel() / LOOKED) * min(g.numel(), FIRST) * g.element_size() for g in args[0])
+        return int(sum(looks))
+    return None
+
+
 def _flops_of_multiply(args: Sequence[Any]) -> int:
     """Return the FLOPs of our own product, of which a symmetric one computes one triangle."""
     a, b, symmetric = args[0], args[1], args[8]
@@ -299,7 +316,18 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
             yield _size(tensor)
 
 
-_OURS = ("out", "directions")
+_OURS = (
+    "diagonal",
+    "directions",
+    "exponents",
+    "found",
+    "inverse",
+    "inverse_square",
+    "mean",
+    "out",
+    "power",
+    "squares",
+)
 """Arguments of our own operators that are written without being read."""
 
 _OVERWRITES = frozenset(

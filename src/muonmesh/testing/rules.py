@@ -20,7 +20,7 @@ from muonmesh.comm.storage import Storage, local_of, placements_of, this_rank, w
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.layout.region import row_major
-from muonmesh.numerics.rules import RULES, Rule
+from muonmesh.numerics.rules import RULES, Rule, is_known
 from muonmesh.optimizer import Muon
 
 _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
@@ -68,6 +68,8 @@ def prove_rule(
         AssertionError: on every rank, naming the part of the rule or the case, and what differs.
         ValueError: the rule is not registered.
     """
+    if isinstance(rule, str):
+        is_known(rule)  # which imports it from a package that names it
     names = [name for name, known in RULES.items() if rule in (name, known)]
     found = RULES[names[0]] if names else None
     if found is None or not issubclass(found, Rule):

@@ -26,11 +26,15 @@ def keep(key: Hashable, make: Callable[[], T]) -> T:
 
 def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor on a device, from pinned memory, so that the host waits for nothing."""
-    host = torch.tensor(values, dtype=dtype)
+    return pinned(torch.tensor(values, dtype=dtype), device)
+
+
+def pinned(host: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host as one on a device, likewise; torch keeps the memory until the device has read it."""
     if device.type == "cpu":
         return host
-    pinned = torch.empty(host.shape, dtype=dtype, pin_memory=torch.cuda.is_available()).copy_(host)
-    return pinned.to(device, non_blocking=True)
+    memory = torch.empty(host.shape, dtype=host.dtype, pin_memory=torch.cuda.is_available()).copy_(host)
+    return memory.to(device, non_blocking=True)
 
 
 def download(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.memory import pinned
+
 WIDTH = 18
 """Numbers a piece: three addresses, and those named below."""
 ENTRY, FIRST_PROGRAM, KIND, LENGTHS, STRIDES = 3, 4, 5, 6, 9
@@ -72,10 +74,6 @@ class Rows:
 def on_device(groups: Sequence[Rows], device: torch.device) -> list[Tensor]:
     """Return one table, int64, for each of the groups: one copy for all of them, which the host does not wait for."""
     numbers = array("q", [number for group in groups for number in group.numbers])
-    table = torch.frombuffer(numbers, dtype=torch.int64)
-    if device.type == "cuda":
-        # torch keeps pinned memory until the device has read it.
-        table = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True).copy_(table)
-        table = table.to(device, non_blocking=True)
+    table = pinned(torch.frombuffer(numbers, dtype=torch.int64), device)
     ends = accumulate(len(group.numbers) for group in groups)
     return [table[end - len(group.numbers) : end] for group, end in zip(groups, ends, strict=True)]

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+
+class Join(Protocol):
+    """See `Matmuls`."""
+
+    def __call__(
+        self, z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return Q and μ."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,12 @@ class Matmuls:
         at_once: How many matrices of this shape one call should be given at most.
         together: Whether reductions and elementwise operations should take all matrices at once: on a CPU only where
             matrices are small, since for one alone there are faster operations.
+        join: `join(Z, W, p, q, out, symmetric=)`: (q + W)(p + Z) as μ + Q, where the diagonal of Q has zero mean: Q in
+            `out`, and μ, fp32 (batch, 1, 1). `symmetric` says whether one triangle is computed and mirrored. None: it
+            is put together from products and elementwise operations.
+        normalize: `normalize(X)`: multiplies each matrix in place by a power of two, if that is needed to multiply it
+            safely, and returns 1/ν and 1/ν² of what it is then, fp32 (batch, 1, 1) each; ν counts as 1 for a matrix of
+            zeros, and as NaN where an entry is not finite. None: likewise.
     """
 
     gram: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -34,3 +51,5 @@ class Matmuls:
     apply: Callable[[Tensor, Tensor, float | Tensor, float | Tensor, Tensor], Tensor]
     at_once: int
     together: bool
+    join: Join | None = None
+    normalize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None

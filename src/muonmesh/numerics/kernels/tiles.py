@@ -49,7 +49,10 @@ def _multiply(
     c,
     factor,
     scale,
+    d,
+    diagonal,
     alpha,
+    delta,
     rows,
     cols,
     terms,
@@ -65,10 +68,15 @@ def _multiply(
     c_batch,
     c_row,
     c_col,
+    d_batch,
+    d_row,
+    d_col,
     factor_batch,
     scale_batch,
     SYMMETRIC: tl.constexpr,
     ADDS: tl.constexpr,
+    ADDS_TWO: tl.constexpr,
+    DIAGONAL: tl.constexpr,
     FACTORS: tl.constexpr,
     SCALES: tl.constexpr,
     SIDE: tl.constexpr,
@@ -76,7 +84,7 @@ def _multiply(
     GROUP: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """Write scale·(alpha·A B + factor·C): one tile of it, and its mirror image if the result is symmetric.
+    """Write scale·(alpha·A B + factor·C + delta·D): one tile of it, and its mirror image if the result is symmetric.
 
     All of it in fp32, rounded once. Each sum is added up by one program in one order, so a matrix has the same bits in
     every run and in every batch.
@@ -128,8 +136,16 @@ def _multiply(
         added = c + z * c_batch + top * c_row + side * c_col + near[:, None] * c_row + near[None, :] * c_col
         multiple = tl.load(factor + z * factor_batch) if FACTORS else factor
         sums += multiple.to(tl.float32) * tl.load(added, mask=inside, other=0.0).to(tl.float32)
+    if ADDS_TWO:
+        added = d + z * d_batch + top * d_row + side * d_col + near[:, None] * d_row + near[None, :] * d_col
+        sums += delta * tl.load(added, mask=inside, other=0.0).to(tl.float32)
     multiple = tl.load(scale + z * scale_batch) if SCALES else scale
-    result = (sums * multiple.to(tl.float32)).to(out.dtype.element_ty)
+    sums = sums * multiple.to(tl.float32)
+    if DIAGONAL:  # noqa: SIM102  known to the compiler, unlike what follows
+        if i == j:
+            across_it = tl.where(down_tile[:, None] == down_tile[None, :], sums, 0.0)
+            tl.store(diagonal + z * rows + row, tl.sum(across_it, 1), mask=row < rows)
+    result = sums.to(out.dtype.element_ty)
     out += z * out_batch
     if SYMMETRIC:  # of a tile on the diagonal the upper half, twice
         inside = inside & (row[:, None] <= col[None, :])
@@ -139,7 +155,7 @@ def _multiply(
     tl.store(out + near[:, None] * out_row + near[None, :] * out_col, result, mask=inside)
 
 
-_POINTERS = ["out", "a", "b", "c", "factor", "scale"]
+_POINTERS = ["out", "a", "b", "c", "factor", "scale", "d", "diagonal"]
 _NUMBERS = [name for name in inspect.signature(_multiply).parameters if name.islower() and name not in _POINTERS]
 
 # Triton compiles a kernel again for arguments that are 1 or multiples of 16, or for addresses that are. So there are
@@ -163,9 +179,12 @@ def multiplication(
     out: Tensor,
     *,
     symmetric: bool,
+    d: Tensor | None = None,
+    delta: float = 0.0,
+    diagonal: Tensor | None = None,
     stages: int | None = None,
 ) -> Launch:
-    """Return the launch that writes scale·(alpha·A B + factor·C).
+    """Return the launch that writes scale·(alpha·A B + factor·C + delta·D).
 
     Args:
         a: A, shape (batch, rows, terms), any strides; bf16, fp16 or fp32.
@@ -176,21 +195,32 @@ def multiplication(
         scale: Likewise.
         out: Shape (batch, rows, cols), any strides, sharing no memory with the others.
         symmetric: Whether the result is symmetric. Only one triangle of it is computed then.
+        d: D, as C; None: nothing more is added.
+        delta: A number.
+        diagonal: Where the diagonal of the result goes before it is rounded, contiguous fp32 (batch, rows); None: it is
+            not wanted.
         stages: Loads under way at once; None: as many as the tile is made for.
     """
     batch, rows, cols = out.shape
-    tensors = (out, a, b) if c is None else (out, a, b, c)
+    tensors = (out, a, b, *(t for t in (c, d) if t is not None))
     aligned = all(_is_aligned(tensor) for tensor in tensors)
     tile = tile_for(rows, cols, a.dtype, aligned=aligned)
     down, across = (triton.cdiv(length, tile.side) for length in (rows, cols))
     tiles = down * (down + 1) // 2 if symmetric else down * across
-    strides = [stride for tensor in tensors for stride in _strides(tensor)]
+    strides = [stride for t in (out, a, b, c, d) for stride in ((0, 0, 0) if t is None else _strides(t))]
     within = [stride for tensor in tensors for stride in tensor.stride()[1:]]
     (factor, factor_batch), (scale, scale_batch) = _number(factor, batch), _number(scale, batch)
     arguments = (
-        *(out, a, b, c, factor, scale, alpha),
-        *(rows, cols, a.shape[2], *strides, *((0, 0, 0) if c is None else ()), factor_batch, scale_batch),
-        *(symmetric, c is not None, isinstance(factor, Tensor), isinstance(scale, Tensor)),
+        *(out, a, b, c, factor, scale, d, diagonal, alpha, float(delta)),
+        *(rows, cols, a.shape[2], *strides, factor_batch, scale_batch),
+        *(
+            symmetric,
+            c is not None,
+            d is not None,
+            diagonal is not None,
+            isinstance(factor, Tensor),
+            isinstance(scale, Tensor),
+        ),
         *(tile.side, tile.depth, _GROUP, tl.int32 if max(within) < _FAR else tl.int64),
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}

@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels import beside
 from muonmesh.numerics.kernels.table import Matmuls
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "multiply(Tensor a, Tensor b, Tensor? c, float alpha, float factor, Tensor? factors, float scale, Tensor? scales, "
-    "bool symmetric, Tensor(a!) out) -> ()"
+    "bool symmetric, Tensor(a!) out, Tensor? d, float delta, Tensor(b!)? diagonal) -> ()"
 )
 
 
@@ -35,8 +36,11 @@ def _multiply(
     scales: Tensor | None,
     symmetric: bool,
     out: Tensor,
+    d: Tensor | None,
+    delta: float,
+    diagonal: Tensor | None,
 ) -> None:
-    """Write scale·(alpha·A B + factor·C); a tensor is one number a matrix, instead of the number before it."""
+    """Write scale·(alpha·A B + factor·C + delta·D); ``factors`` and ``scales`` have one number a matrix instead."""
     from muonmesh.numerics.kernels.tiles import multiplication
 
     launch = multiplication(
@@ -45,6 +49,9 @@ def _multiply(
         scale if scales is None else scales,
         out,
         symmetric=symmetric,
+        d=d,
+        delta=delta,
+        diagonal=diagonal,
         stages=2 if torch.version.hip else None,
     )
     launch.run(out.device)
@@ -67,12 +74,15 @@ def _run(
     factor: float | Tensor = 0.0,
     scale: float | Tensor = 1.0,
     symmetric: bool = False,
+    d: Tensor | None = None,
+    delta: float = 0.0,
+    diagonal: Tensor | None = None,
 ) -> Tensor:
     factors, scales = (number if isinstance(number, Tensor) else None for number in (factor, scale))
     torch.ops.muonmesh.multiply(
         *(a, b, c, alpha),
         *(factor if factors is None else 0.0, factors, scale if scales is None else 0.0, scales),
-        *(symmetric, out),
+        *(symmetric, out, d, delta, diagonal),
     )
     return out
 
@@ -102,10 +112,25 @@ def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tenso
     return _run(b, x, x if isinstance(a, Tensor) or a else None, out, factor=a, scale=s)
 
 
+def join(z: Tensor, w: Tensor, p0: float, q0: float, out: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """(q₀ + W)(p₀ + Z) as μ + Q, Q with zero mean on its diagonal: Q and μ."""
+    diagonal = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    _run(w, z, z, out, factor=q0, d=w, delta=p0, symmetric=symmetric, diagonal=diagonal)
+    return out, beside.centre(diagonal, out, p0 * q0)
+
+
 def triton_products(*, at_once: int) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
     return Matmuls(
-        gram=gram, polynomial=polynomial, product=product, full=full, apply=apply, at_once=at_once, together=True
+        gram=gram,
+        polynomial=polynomial,
+        product=product,
+        full=full,
+        apply=apply,
+        at_once=at_once,
+        together=True,
+        join=join,
+        normalize=beside.normalize,
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from muonmesh.errors import explain_error
 from muonmesh.numerics.rules.adamuon import AdaMuonRule
 from muonmesh.numerics.rules.adamw import AdamWRule
 from muonmesh.numerics.rules.hyperball import HyperballRule
@@ -30,6 +32,9 @@ RULES: dict[str, type[Hyperparameters]] = {
 """The rule of each ``algorithm`` of a group."""
 
 _OWN = frozenset(RULES)
+
+ENTRY_POINTS = "muonmesh.rules"
+"""The group of entry points by which packages make rules of theirs known."""
 
 AnyRule = TypeVar("AnyRule", bound=Rule)
 
@@ -70,6 +75,32 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
         return rule
 
     return register
+
+
+def is_known(algorithm: str) -> bool:
+    """Whether a rule has this name, here or in an installed package that names it among its entry points.
+
+    A package's rule is imported when its name is first used: ``[project.entry-points."muonmesh.rules"]`` with a line
+    ``name = "module:Class"``.
+
+    Raises:
+        ValueError: importing what the entry point names registers no rule of this name, or two packages have one.
+    """
+    if algorithm in RULES:
+        return True
+    found = entry_points(group=ENTRY_POINTS, name=algorithm)
+    if not found:
+        return False
+    if len(found) > 1:
+        names = ", ".join(entry.value for entry in found)
+        raise ValueError(explain_error(f"algorithm {algorithm!r}", f"several packages with it: {names}", "one"))
+    (entry,) = found
+    entry.load()
+    if algorithm not in RULES:
+        where, needed = f"the entry point {entry.name} = {entry.value}", "a rule registered by this name"
+        write = f'Write @muonmesh.register_rule("{algorithm}") in front of the class'
+        raise ValueError(explain_error(where, "no such rule in what it imports", needed, write))
+    return True
 
 
 def rule_of(group: Mapping[str, Any]) -> Any:

@@ -1,0 +1,222 @@
+"""The rules that come with muonmesh, against Muon and AdamW, each with learning rates swept alike.
+
+    python benchmarks/variants.py                                          # small, 300 steps, three seeds: hours
+    python benchmarks/variants.py --rules muon normuon --model nano --steps 40 --seeds 1 --rates 1    # minutes
+    python benchmarks/variants.py --json benchmarks/results/variants.json --picture docs/images/variants.png
+
+The model and the text are those of `muonmesh train`: a Llama, and Python's own standard library. Every rule is tried at
+the same multiples of one learning rate with the first seed; the best of them is trained with all seeds. A rule is
+measured by the steps that it needs to Muon's final validation loss, by its own final loss with the spread over seeds,
+and by what a step of the optimizer costs. Trainings that are in the JSON already are not repeated: a sweep can be cut
+short, and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import muonmesh as mm
+from muonmesh.cli.configuration import model_config
+from muonmesh.cli.corpus import Corpus, Windows, prepare_corpus
+from muonmesh.cli.model import build_model
+
+VOCAB, LENGTH, BATCH, HELD_OUT = 2048, 128, 8, 32
+WARMUP = 0.1  # of the steps; then to a tenth along a cosine
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 3e-3, "overrides": {"": "adamw"}},
+    "muon": {"lr": 6e-3},
+    "normuon": {"lr": 6e-3, "rule": "normuon"},
+    "adamuon": {"lr": 6e-3, "rule": "adamuon"},
+    "muoneq": {"lr": 6e-3, "rule": "muoneq"},
+    "muon_plus": {"lr": 6e-3, "rule": "muon_plus"},
+    "hyperball": {"lr": 6e-3, "rule": "hyperball", "muon": {"lr": 2e-2}},
+    "cautious": {"lr": 6e-3, "decay_mode": "cautious"},
+    "per head": {"lr": 6e-3, "per_head": True},
+    "scion head": {"lr": 6e-3, "overrides": {"lm_head.weight": "scion_sign"}},
+}
+"""What `from_model` is told, with the learning rate that the multiples are of. AdamW's half has that of the rule, but
+Hyperball's, whose rate is a length relative to the weights'."""
+RATES = (0.5, 1.0, 2.0)
+
+
+def train(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str, steps: int) -> dict[str, Any]:
+    """One training: validation losses by step, and the median of the optimizer's steps."""
+    torch.manual_seed(seed)
+    model = build_model(model_config(model_name, vocab=corpus.vocab, seq=LENGTH))
+    settings = {key: value for key, value in RULES[rule].items() if key != "lr"}
+    if "muon" in settings:
+        settings["muon"] = {**settings["muon"], "lr": settings["muon"]["lr"] * multiple}
+        multiple_of_the_rest = 1.0
+    else:
+        multiple_of_the_rest = multiple
+    optimizer = mm.from_model(model, lr=RULES[rule]["lr"] * multiple_of_the_rest, process_group="local", **settings)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    windows = Windows(corpus.train(), length=LENGTH, seed=seed)
+    held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
+    every = max(1, steps // 30)
+    validation: list[tuple[int, float]] = []
+    seconds: list[float] = []
+    for step in range(steps):
+        factor = rate_at(step, steps)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        batch = torch.from_numpy(windows.shuffled(range(step * BATCH, (step + 1) * BATCH)))
+        loss(model, batch).backward()
+        optimizer.clip_grad_norm_(1.0)
+        started = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - started)
+        optimizer.zero_grad()
+        if (step + 1) % every == 0 or step + 1 == steps:
+            model.eval()
+            with torch.no_grad():
+                validation.append((step + 1, float(loss(model, held_out))))
+            model.train()
+            if not math.isfinite(validation[-1][1]):
+                break
+    found = {"rule": rule, "multiple": multiple, "seed": seed, "validation": validation}
+    return {**found, "step_ms": 1000 * statistics.median(seconds)}
+
+
+def rate_at(step: int, steps: int) -> float:
+    """The schedule: linear warmup, then a cosine down to a tenth."""
+    warmup = max(1, int(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def final(run: dict[str, Any]) -> float:
+    """The last validation loss; infinite where the training diverged."""
+    value = float(run["validation"][-1][1])
+    return value if math.isfinite(value) else math.inf
+
+
+def steps_to(run: dict[str, Any], target: float) -> float:
+    """Steps to a validation loss, interpolated; infinite if it is never reached."""
+    before: tuple[int, float] = (0, math.inf)
+    for step, value in run["validation"]:
+        if value <= target:
+            if not math.isfinite(before[1]):
+                return float(step)
+            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - value)
+        before = step, value
+    return math.inf
+
+
+def best(runs: Sequence[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
+    """The trainings of a rule at its best multiple."""
+    own = [run for run in runs if run["rule"] == rule]
+    chosen = min((run for run in own if run["seed"] == 0), key=final)["multiple"]
+    return [run for run in own if run["multiple"] == chosen]
+
+
+def table(runs: Sequence[dict[str, Any]]) -> Table:
+    rules = list(dict.fromkeys(run["rule"] for run in runs))
+    target = statistics.mean(final(run) for run in best(runs, "muon"))
+    muon_ms = statistics.median(run["step_ms"] for run in best(runs, "muon"))
+    result = Table(box=MARKDOWN)
+    columns = ("rule", "rate", "final loss", "spread", "steps to Muon's", "of the steps", "cost of a step / Muon's")
+    for column in columns:
+        result.add_column(column, justify="left" if column == "rule" else "right")
+    for rule in rules:
+        own = best(runs, rule)
+        losses = [final(run) for run in own]
+        steps = statistics.mean(steps_to(run, target) for run in own)
+        last = own[0]["validation"][-1][0]
+        result.add_row(
+            rule,
+            f"× {own[0]['multiple']:g}",
+            f"{statistics.mean(losses):.4f}",
+            f"{max(losses) - min(losses):.4f}",
+            f"{steps:.0f}" if math.isfinite(steps) else "never",
+            f"{steps / last:.0%}" if math.isfinite(steps) else "–",
+            f"{statistics.median(run['step_ms'] for run in own) / muon_ms:.2f}",
+        )
+    return result
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Validation losses of each rule at its best rate, with the spread over seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for rule in dict.fromkeys(run["rule"] for run in runs):
+        own = best(runs, rule)
+        steps = [step for step, _ in own[0]["validation"]]
+        values = [[value for _, value in run["validation"]] for run in own]
+        middle = [statistics.mean(at) for at in zip(*values, strict=False)]
+        axes.plot(steps[: len(middle)], middle, label=rule, linewidth=1.2)
+        low, high = ([pick(at) for at in zip(*values, strict=False)] for pick in (min, max))
+        axes.fill_between(steps[: len(middle)], low, high, alpha=0.2)
+    axes.set(xlabel="step", ylabel="validation loss")
+    axes.legend(frameon=False, ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rules", nargs="*", default=list(RULES), choices=list(RULES), help="muon is always among them"
+    )
+    parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="multiples of each rule's learning rate")
+    parser.add_argument("--model", default="small", help="a preset of `muonmesh train`")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where the tokens are kept")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    arguments = parser.parse_args()
+    options = {"model": arguments.model, "steps": arguments.steps}
+    runs: list[dict[str, Any]] = []
+    if arguments.json is not None and arguments.json.is_file():
+        earlier = json.loads(arguments.json.read_text())
+        if earlier["options"] != options:
+            parser.error(f"{arguments.json} was made with {earlier['options']}; give another --json")
+        runs = earlier["runs"]
+    corpus = prepare_corpus((), vocab=VOCAB, cache=arguments.cache)
+    wanted = list(dict.fromkeys(["muon", *arguments.rules]))
+
+    def one(rule: str, multiple: float, seed: int) -> None:
+        if any((run["rule"], run["multiple"], run["seed"]) == (rule, multiple, seed) for run in runs):
+            return
+        runs.append(train(rule, multiple, seed, corpus, arguments.model, arguments.steps))
+        print(f"{rule} × {multiple:g}, seed {seed}: {final(runs[-1]):.4f}", flush=True)
+        if arguments.json is not None:
+            about = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__, "options": options}
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+
+    for rule in wanted:
+        for multiple in arguments.rates:
+            one(rule, multiple, 0)
+        chosen = best(runs, rule)[0]["multiple"]
+        for seed in range(1, arguments.seeds):
+            one(rule, chosen, seed)
+    Console(width=140).print(table(runs))
+    if arguments.picture is not None:
+        draw(runs, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()

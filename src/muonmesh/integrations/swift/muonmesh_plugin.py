@@ -1,0 +1,59 @@
+"""The plugin: ms-swift imports this file by its path, and finds the optimizer ``muonmesh`` in its table then."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from typing import Any
+
+import torch
+from swift.optimizers import OptimizerCallback, optimizers_map
+from torch import nn
+
+from muonmesh.errors import explain_error
+from muonmesh.integrations.transformers import MuonFactory
+
+
+class MuonmeshOptimizer(OptimizerCallback):  # type: ignore[misc]  # ms-swift is not checked with us
+    """Makes the optimizer of ms-swift's trainers: rates from its arguments, further settings from ``--optim_args``.
+
+    ``--optim_args "momentum=0.9,scale_mode=spectral"`` are arguments of `muonmesh.from_model`, by name.
+    """
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return the optimizer of the trainer's model.
+
+        Raises:
+            TypeError, ValueError: a setting of ``--optim_args`` is unknown or wrong.
+        """
+        arguments = copy.copy(self.args)
+        arguments.optim_args = None  # read here
+        trained = self.trainer.model if model is None else model
+        return MuonFactory()(trained, args=arguments, **settings_of(self.args.optim_args))
+
+
+def settings_of(text: str | None) -> dict[str, Any]:
+    """Read ``momentum=0.9,scale_mode=spectral``; values are Python's literals, or words.
+
+    Raises:
+        ValueError: a part is no ``name=value``.
+    """
+    settings: dict[str, Any] = {}
+    for part in (text or "").replace(" ", "").split(","):
+        name, equals, value = part.partition("=")
+        if part and not (name and equals and value):
+            needed, write = "name=value", 'Write --optim_args "momentum=0.9,scale_mode=spectral"'
+            raise ValueError(explain_error("--optim_args", f"{part!r}", needed, write))
+        if part:
+            settings[name] = _literal(value)
+    return settings
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+optimizers_map["muonmesh"] = MuonmeshOptimizer

@@ -1,0 +1,140 @@
+"""torchtitan: its optimizer container with Muon inside, put into a configuration by an override.
+
+Nothing of the user's configuration changes; on the command line of torchtitan one writes::
+
+    --override.imports 'muonmesh.integrations.torchtitan.muon={"lr": 8e-4}' muonmesh.integrations.torchtitan.metrics
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config.override import derive, override
+
+from muonmesh.errors import explain_error
+from muonmesh.groups import ParamGroups, Role, Site, split_params
+from muonmesh.groups.classifiers import register
+from muonmesh.groups.fused import class_names
+from muonmesh.integrations.settings import check_settings
+from muonmesh.optimizer import Muon, from_model
+
+_DTYPES = ("compute_dtype", "state_dtype", "master_dtype")
+
+
+class MuonContainer(OptimizersContainer):  # type: ignore[misc]  # torchtitan is not checked with us
+    """torchtitan's container of optimizers, one `muonmesh.Muon` for each part of the model.
+
+    Schedules, checkpoints and the trainer's clipping work as with its own optimizers; state is saved by the names of
+    parameters, so that it loads under another cut into pipeline parts.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]
+        """torchtitan's, of which the optimizers are not read.
+
+        Attributes:
+            settings: Arguments of `muonmesh.from_model`, by name.
+        """
+
+        settings: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        self.model_parts = model_parts
+        self.optimizers = [_optimizer_of(part, config.settings) for part in model_parts]
+        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._validate_params(held)
+        self._post_init(held)
+
+
+class MuonMetricsProcessor(MetricsProcessor):  # type: ignore[misc]  # torchtitan is not checked with us
+    """torchtitan's metrics, with `muonmesh.Muon.metrics` among what is logged."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
+        """torchtitan's."""
+
+    def log(self, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None, **more: Any) -> None:
+        """Add the figures of the last step; all ranks do, since shards are summed."""
+        figures = dict(extra_metrics or {})
+        optimizers = list(self.optimizers)
+        for number, optimizer in enumerate(optimizers):
+            where = "muon" if len(optimizers) == 1 else f"muon/{number}"
+            figures |= {f"{where}/{key}": value for key, value in optimizer.metrics().items()}
+        super().log(step, *args, extra_metrics=figures, **more)
+
+
+@override(target=MetricsProcessor.Config, description="figures of muonmesh.Muon")  # type: ignore[untyped-decorator]
+def metrics(config: MetricsProcessor.Config) -> MuonMetricsProcessor.Config:
+    """Return what replaces a configuration's metrics: the same, with figures of the optimizer."""
+    replacement: MuonMetricsProcessor.Config = derive(config, MuonMetricsProcessor.Config)
+    return replacement
+
+
+@override(target=OptimizersContainer.Config, description="Muon for matrices, AdamW for the rest")  # type: ignore[untyped-decorator]
+def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.Config:
+    """Return what replaces a configuration's optimizers.
+
+    Args:
+        config: What it replaces; which parameters its optimizers would have had and their rates are not read.
+        settings: Arguments of `muonmesh.from_model`, by name; ``lr`` is needed, since AdamW's own is dropped. A dtype
+            may be its name, such as "float32", since a command line has no other way to say it.
+
+    Raises:
+        TypeError: a setting is unknown, or ``lr`` is missing.
+    """
+    check_settings("muonmesh.integrations.torchtitan.muon", settings, from_model, decided=("model",))
+    if "lr" not in settings:
+        write = "Write 'muonmesh.integrations.torchtitan.muon={\"lr\": 8e-4}'"
+        raise TypeError(explain_error("muonmesh.integrations.torchtitan.muon", "no lr", "a learning rate", write))
+    return MuonContainer.Config(settings=settings)
+
+
+def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
+    """Return the optimizer of one part of a model, as it is after parallelism has been applied."""
+    # A wrong name stays what it is, and the optimizer tells of it.
+    dtypes = {key: getattr(torch, str(settings[key]), settings[key]) for key in _DTYPES if key in settings}
+    settings, known = {**settings, **dtypes}, settings.get("overrides") or {}
+    return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
+
+
+def _not_heads(part: nn.Module, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return overrides for the last linear of a pipeline part without head, which looks like one."""
+    groups: ParamGroups = split_params(part, overrides=overrides)
+    heads = [name for group in groups if group["name"] == "adamw.head" for name in group["param_names"]]
+    return {rf"^{re.escape(name)}$": "muon" for name in heads if ".layers." in f".{name}"}
+
+
+def torchtitan_role(site: Site) -> Role | None:
+    """Say what the fused parameters of torchtitan's own classes are; None: the general rules decide.
+
+    Read from torchtitan 0.3.0.
+    """
+    if site.key == "mlp1_weight_EGD" and "GptOssGroupedExperts" in class_names(site.module, "torchtitan"):
+        return Role("muon", "matrices", "experts: gate, up row by row", ("stack", ("interleaved", 2, 0)))
+    if site.key != "weight" or len(site.owners) < 2:
+        return None
+    held, owner = site.owners[0][0], _sizes(site.owners[1][1])
+    if held == "wqkv" and "FusedQKVLinear" in class_names(owner, "torchtitan"):
+        group = (owner.heads_per_kv * owner.head_dim, owner.head_dim, owner.head_dim)
+        return Role("muon", "matrices", "attention: q, k, v by query group", ("interleaved", group, 0))
+    if held == "wkv_a" and hasattr(owner, "kv_lora_rank"):
+        split = ("rows", owner.kv_lora_rank, owner.qk_rope_head_dim)
+        return Role("muon", "matrices", "attention: latent, rotary key", split)
+    if held == "wkv_b" and hasattr(owner, "qk_nope_head_dim"):
+        head = (owner.qk_nope_head_dim, owner.v_head_dim)
+        return Role("muon", "matrices", "attention: k, v head by head", ("interleaved", head, 0))
+    return None
+
+
+def _sizes(module: Any) -> Any:
+    """Return a module as what its class says of itself, which nn.Module's types do not."""
+    return module
+
+
+register(torchtitan_role)

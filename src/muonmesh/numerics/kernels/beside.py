@@ -1,0 +1,97 @@
+"""What Newton–Schulz does beside its products on a device, in few launches: norms, powers of two, a factor's diagonal.
+
+Each kernel is an operator of torch's: `muonmesh::measure`, `norms`, `rescale` and `centre`. Sums are added up in one
+order, which only the shape decides, so a matrix has the same bits in every run and in every batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.kernels.portions import MEASURED
+
+_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares) -> ()"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    "norms(Tensor exponents, Tensor squares, Tensor(a!) power, Tensor(b!) inverse, Tensor(c!) inverse_square) -> ()"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    "rescale(Tensor(a!) x, Tensor power) -> ()"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    "centre(Tensor diagonal, Tensor(a!) out, float constant, Tensor(b!) mean) -> ()"
+)
+
+
+def normalize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring matrices near norm 1 if they are far from it, and return the inverses of their norms.
+
+    A matrix whose largest entry is between 2⁻³² and 2³² stays as it is: its products neither overflow nor vanish in
+    fp32 or bf16, and a power of two changes no bit of them. Any other is multiplied by the power of two that takes its
+    largest entry near 1. So memory is read once and hardly ever written.
+
+    Args:
+        x: Shape (batch, rows, cols), contiguous; bf16 or fp32; written.
+
+    Returns:
+        1/ν and 1/ν² of what x is then, fp32 (batch, 1, 1) each: 1 for a matrix of zeros, NaN where one has an entry
+        that is not finite.
+    """
+    batch = len(x)
+    parts = -(-x[0].numel() // MEASURED)
+    exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
+    squares = torch.empty(batch, parts, dtype=torch.float32, device=x.device)
+    power, inverse, inverse_square = torch.empty(3, batch, 1, 1, dtype=torch.float32, device=x.device).unbind()
+    torch.ops.muonmesh.measure(x, exponents, squares)
+    torch.ops.muonmesh.norms(exponents, squares, power, inverse, inverse_square)
+    torch.ops.muonmesh.rescale(x, power)
+    return inverse, inverse_square
+
+
+def centre(diagonal: Tensor, factor: Tensor, constant: float) -> Tensor:
+    """Give matrices a diagonal less its mean, rounded once, and return the mean plus a constant, fp32 (batch, 1, 1).
+
+    Args:
+        diagonal: Contiguous fp32 (batch, rows).
+        factor: Shape (batch, rows, rows), contiguous; its diagonal is written.
+        constant: See above.
+    """
+    mean = torch.empty(len(factor), 1, 1, dtype=torch.float32, device=factor.device)
+    torch.ops.muonmesh.centre(diagonal, factor.diagonal(dim1=-2, dim2=-1), constant, mean)
+    return mean
+
+
+def _measure(x: Tensor, exponents: Tensor, squares: Tensor) -> None:
+    from muonmesh.numerics.kernels import lines
+
+    lines.measuring(x, exponents, squares).run(x.device)
+
+
+def _norms(exponents: Tensor, squares: Tensor, power: Tensor, inverse: Tensor, inverse_square: Tensor) -> None:
+    from muonmesh.numerics.kernels import lines
+
+    lines.finding_norms(exponents, squares, power, inverse, inverse_square).run(power.device)
+
+
+def _rescale(x: Tensor, power: Tensor) -> None:
+    from muonmesh.numerics.kernels import lines
+
+    lines.rescaling(x, power).run(x.device)
+
+
+def _centre(diagonal: Tensor, out: Tensor, constant: float, mean: Tensor) -> None:
+    from muonmesh.numerics.kernels import lines
+
+    lines.centring(diagonal, out, constant, mean).run(out.device)
+
+
+for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+    _library.impl("measure", _measure, _key)  # type: ignore[no-untyped-call]
+    _library.impl("norms", _norms, _key)  # type: ignore[no-untyped-call]
+    _library.impl("rescale", _rescale, _key)  # type: ignore[no-untyped-call]
+    _library.impl("centre", _centre, _key)  # type: ignore[no-untyped-call]
+for _name in ("measure", "norms", "rescale", "centre"):
+    torch.library.register_fake(f"muonmesh::{_name}", lambda *arguments: None, lib=_library)

@@ -1,0 +1,171 @@
+"""Norms, a factor's diagonal and gradients that are zero, in Triton; whoever imports this file imports Triton."""
+
+# Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muonmesh.numerics.kernels.launch import Launch
+from muonmesh.numerics.kernels.pieces import TYPES
+from muonmesh.numerics.kernels.portions import FIRST, LOOKED, MEASURED
+
+_BLOCK = 2048
+"""Elements that a program works on at a time."""
+_NEAR = 32
+"""A matrix whose largest entry is within 2 to the power of plus and minus this is left as it is."""
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2 to an exponent of at most 127; 0 below the smallest normal number."""
+    return (tl.maximum(exponent + 127, 0) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def measure(x, exponents, squares, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a part of a matrix: the exponent e of its largest entry, and the sum of squares of the entries times 2⁻ᵉ."""
+    program = tl.program_id(0)
+    x += (program // parts).to(tl.int64) * numel
+    first = program % parts * CHUNK
+    lanes = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, CHUNK, BLOCK):
+        here = first + start + lanes
+        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(values))
+    bits = tl.max(largest, 0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(bits, 1), 253) - 127  # so that its negative is one too; denormals count as 2⁻¹²⁶
+    power = _power_of_two(-exponent)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, CHUNK, BLOCK):
+        here = first + start + lanes
+        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32) * power
+        sums += values * values
+    tl.store(exponents + program, exponent)
+    tl.store(squares + program, tl.sum(sums, 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def norms(exponents, squares, power, inverse, inverse_square, parts, BLOCK: tl.constexpr, NEAR: tl.constexpr):
+    """Of a matrix: what it is multiplied by, and 1/ν and 1/ν² of what it is then."""
+    matrix = tl.program_id(0)
+    exponents += matrix * parts
+    squares += matrix * parts
+    lanes = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), -126, dtype=tl.int32)
+    for start in range(0, parts, BLOCK):
+        here = start + lanes
+        largest = tl.maximum(largest, tl.load(exponents + here, mask=here < parts, other=-126))
+    exponent = tl.max(largest, 0)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, parts, BLOCK):
+        here = start + lanes
+        smaller = tl.load(exponents + here, mask=here < parts, other=-126) - exponent
+        sums += tl.load(squares + here, mask=here < parts, other=0.0) * _power_of_two(2 * smaller)
+    total = tl.sum(sums, 0)
+    near = tl.abs(exponent) <= NEAR
+    norm = tl.sqrt_rn(total) * _power_of_two(tl.where(near, exponent, 0))
+    norm = tl.where(total == 0, 1.0, norm)
+    one_over = tl.where(
+        total - total == 0, tl.div_rn(1.0, norm), float("nan")
+    )  # not 1/∞, as if there had been no gradient
+    tl.store(power + matrix, tl.where(near, 1.0, _power_of_two(-exponent)))
+    tl.store(inverse + matrix, one_over)
+    tl.store(inverse_square + matrix, one_over * one_over)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def rescale(x, power, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply a part of a matrix by a power of two, unless that is 1."""
+    program = tl.program_id(0)
+    matrix = program // parts
+    by = tl.load(power + matrix)
+    if by != 1:
+        x += matrix.to(tl.int64) * numel
+        for start in range(0, CHUNK, BLOCK):
+            here = program % parts * CHUNK + start + tl.arange(0, BLOCK)
+            values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32) * by
+            tl.store(x + here, values.to(x.dtype.element_ty), mask=here < numel)
+
+
+@triton.jit(do_not_specialize=["rows", "batch_stride", "stride"])
+def centre(diagonal, out, constant, mean, rows, batch_stride, stride, BLOCK: tl.constexpr):
+    """Write a diagonal less its mean, and the mean plus a constant."""
+    matrix = tl.program_id(0).to(tl.int64)
+    diagonal += matrix * rows
+    out += matrix * batch_stride
+    lanes = tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, rows, BLOCK):
+        here = start + lanes
+        sums += tl.load(diagonal + here, mask=here < rows, other=0.0)
+    middle = tl.sum(sums, 0) / rows
+    for start in range(0, rows, BLOCK):
+        here = start + lanes
+        values = tl.load(diagonal + here, mask=here < rows, other=0.0) - middle
+        tl.store(out + here.to(tl.int64) * stride, values.to(out.dtype.element_ty), mask=here < rows)
+    tl.store(mean + matrix, middle + constant)
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def nonzero(table, pieces, found, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Say whether a part of a piece has an element that is not zero, unless that is known of another part already."""
+    program = tl.program_id(0)
+    low = 0
+    high = pieces
+    while high - low > 1:  # the last piece whose first program is not after this one
+        middle = (low + high) // 2
+        before = tl.load(table + middle * 4 + 2) <= program
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    row = table + low * 4
+    start = tl.load(row).to(tl.pointer_type(TYPE))
+    entry = found + tl.load(row + 1)
+    length = tl.load(row + 3)
+    first = (program - tl.load(row + 2)) * CHUNK
+    end = tl.minimum(first + CHUNK, length)
+    while first < end:
+        here = first + tl.arange(0, BLOCK)
+        values = tl.load(start + here, mask=here < end, other=0.0)
+        first += BLOCK
+        if tl.max((values != 0).to(tl.int32), 0) > 0:
+            tl.store(entry, 1)  # whoever else writes it writes the same
+            first = end
+        elif tl.load(entry, volatile=True) != 0:
+            first = end
+
+
+def finding_nonzero(table: Tensor, pieces: int, programs: int, found: Tensor, dtype: torch.dtype) -> Launch:
+    """Return the launch of `nonzero`."""
+    return Launch(nonzero, programs, (table, pieces, found, TYPES[dtype], LOOKED, FIRST), {})
+
+
+def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:
+    """Return the launch of `measure`."""
+    batch, parts = exponents.shape
+    return Launch(measure, batch * parts, (x, exponents, squares, x[0].numel(), parts, MEASURED, _BLOCK), {})
+
+
+def finding_norms(exponents: Tensor, squares: Tensor, power: Tensor, inverse: Tensor, inverse_square: Tensor) -> Launch:
+    """Return the launch of `norms`."""
+    batch, parts = exponents.shape
+    arguments = (exponents, squares, power, inverse, inverse_square, parts, _BLOCK, _NEAR)
+    return Launch(norms, batch, arguments, {})
+
+
+def rescaling(x: Tensor, power: Tensor) -> Launch:
+    """Return the launch of `rescale`."""
+    numel = x[0].numel()
+    parts = -(-numel // MEASURED)
+    return Launch(rescale, len(x) * parts, (x, power, numel, parts, MEASURED, _BLOCK), {})
+
+
+def centring(diagonal: Tensor, out: Tensor, constant: float, mean: Tensor) -> Launch:
+    """Return the launch of `centre`."""
+    arguments = (diagonal, out, constant, mean, diagonal.shape[1], *out.stride(), _BLOCK)
+    return Launch(centre, len(out), arguments, {"enable_fp_fusion": False})

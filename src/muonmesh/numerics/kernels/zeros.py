@@ -1,0 +1,55 @@
+"""Which of many gradients are exactly zero, in one launch: the operator `muonmesh::mark_nonzero`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.kernels.memory import pinned
+from muonmesh.numerics.kernels.portions import LOOKED
+from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted
+
+_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "mark_nonzero(Tensor[] gradients, int[] entries, Tensor(a!) found) -> ()"
+)
+
+
+def can_look(gradients: Sequence[Tensor]) -> bool:
+    """Whether `mark_nonzero` takes these: contiguous, and of dtypes that Triton reads."""
+    first = gradients[0].device
+    there = first.type == "cuda" or (first.type == "cpu" and is_interpreted())
+    return there and is_installed() and all(g.dtype in DTYPES and g.is_contiguous() for g in gradients)
+
+
+def mark_nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> None:
+    """Write 1 to the entry of each gradient with an element that is not zero, or is NaN; leave the other entries.
+
+    Args:
+        gradients: Contiguous; bf16, fp16 or fp32; on one device.
+        entries: The entry of each; several may share one.
+        found: int32 (n,) on that device.
+    """
+    torch.ops.muonmesh.mark_nonzero(gradients, entries, found)
+
+
+def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> None:
+    from muonmesh.numerics.kernels import lines
+
+    tables: dict[torch.dtype, tuple[array[int], int]] = {}
+    for gradient, entry in zip(gradients, entries, strict=True):
+        rows, programs = tables.get(gradient.dtype, (array("q"), 0))
+        if gradient.numel():
+            rows.extend((gradient.data_ptr(), entry, programs, gradient.numel()))
+            tables[gradient.dtype] = rows, programs - -gradient.numel() // LOOKED
+    for dtype, (rows, programs) in tables.items():
+        table = pinned(torch.frombuffer(rows, dtype=torch.int64), found.device)
+        lines.finding_nonzero(table, len(rows) // 4, programs, found, dtype).run(found.device)
+
+
+for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+    _library.impl("mark_nonzero", _nonzero, _key)  # type: ignore[no-untyped-call]
+torch.library.register_fake("muonmesh::mark_nonzero", lambda *arguments: None, lib=_library)

@@ -1,0 +1,94 @@
+"""What hosts would do without a word, or with words that say nothing, is told."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from transformers import Trainer, TrainingArguments
+
+import muonmesh as mm
+from muonmesh.integrations.accelerate import from_model
+from muonmesh.integrations.transformers import MuonCallback, MuonFactory
+from tests.hosts.tiny import Tokens, llama
+from tests.hosts.world import accelerated, launched
+
+FP32: dict[str, Any] = {"compute_dtype": torch.float32}
+
+
+def kept_alive() -> int:
+    """How many parameters of the model as it was are kept alive when Accelerate has sharded it."""
+    with launched(), accelerated(True):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        accelerator, model = Accelerator(fsdp_plugin=plugin), llama()
+        optimizer = from_model(accelerator, model, **FP32)
+        before = [weakref.ref(parameter) for parameter in model.parameters()]
+        model, optimizer = accelerator.prepare(model, optimizer)
+        gc.collect()
+        return sum(held() is not None for held in before)
+
+
+def test_nothing_of_the_unsharded_model_is_kept(workers: Any) -> None:
+    assert workers(2).run(kept_alive, timeout=90.0) == [0, 0]
+
+
+def test_accelerate_knows_which_steps_were_skipped() -> None:
+    with launched():
+        accelerator, model = Accelerator(cpu=True), torch.nn.Linear(6, 4)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # on a CPU Accelerate makes none
+        made = from_model(accelerator, model, lr=0.1, **FP32)
+        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
+        model, optimizer, schedule = accelerator.prepare(model, made, schedule)
+        skipped, rates = [], []
+        for scale in (1.0, float("inf"), 1.0, 1e6):
+            accelerator.backward(model(torch.ones(2, 6)).sum() * scale)
+            accelerator.scaler.unscale_(made)  # as accelerator.unscale_gradients() does under fp16
+            made.clip_grad_norm_(1.0, skip_above=1e3)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+            rates.append(made.param_groups[0]["lr"])
+    assert skipped == [False, True, False, True]
+    assert rates == [0.05, 0.05, 0.025, 0.025]
+
+
+def trainer_for(folder: Path, pair: tuple[Any, dict[str, Any]], *callbacks: Any, **more: Any) -> Trainer:
+    args = TrainingArguments(str(folder), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, **more)
+    if pair[0] is MuonFactory:
+        pair = (MuonFactory, {"args": args, **FP32, **pair[1]})
+    return Trainer(llama(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=pair, callbacks=list(callbacks))
+
+
+@pytest.mark.parametrize(
+    ("pair", "more", "message"),
+    [
+        ((mm.from_model, {}), {}, "from_model: found no model; .*MuonFactory"),
+        ((mm.Muon, {}), {}, "needed .*matri"),
+        ((MuonFactory, {"momentun": 0.9}), {}, "MuonFactory: found the setting 'momentun'; .*Write momentum="),
+        ((MuonFactory, {}), {"optim_args": "rank=4"}, "TrainingArguments: found optim_args='rank=4'"),
+    ],
+)
+def test_what_a_trainer_cannot_be_given_is_said(
+    tmp_path: Path, pair: tuple[Any, dict[str, Any]], more: dict[str, Any], message: str
+) -> None:
+    with launched(), pytest.raises((TypeError, ValueError), match=message):
+        trainer_for(tmp_path, pair, **more).train()
+
+
+def test_the_callback_clips_in_place_of_the_trainer_and_skips(tmp_path: Path) -> None:
+    with launched():
+        trainer = trainer_for(tmp_path, (MuonFactory, {}), MuonCallback(skip_above=1e-9), max_grad_norm=1e-3)
+        before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        assert trainer.args.max_grad_norm == 0.0
+        assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+        assert trainer.lr_scheduler.last_epoch == 0  # the schedule waits too
+        with pytest.raises(ValueError, match=r"MuonCallback: found a AdamW; .*MuonFactory"):
+            trainer_for(tmp_path, (torch.optim.AdamW, {}), MuonCallback()).train()

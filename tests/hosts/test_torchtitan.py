@@ -1,0 +1,196 @@
+"""torchtitan 0.3: its own trainer trains, logs, saves and resumes with `muonmesh.integrations.torchtitan`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muonmesh as mm
+from tests.hosts import titan
+from tests.hosts.replay import Given, different, replayed, strengths, weights
+from tests.hosts.world import launched
+from tests.reference import split
+
+LR = 0.01
+MUON = f'muonmesh.integrations.torchtitan.muon={{"lr": {LR}, "compute_dtype": "float32"}}'
+METRICS = "muonmesh.integrations.torchtitan.metrics"
+
+
+def train(folder: Path, load_step: int = -1, **parallelism: Any) -> tuple[Any, list[Given], dict[str, Any]]:
+    """Train to the sixth step, with a checkpoint at the third; return the trainer, its gradients and first weights."""
+    trainer = titan.config(folder, [MUON, METRICS], load_step, **parallelism).build()
+    trainer.metrics_processor.logger = titan.Recorder()
+    (optimizer,) = trainer.optimizers
+    given: list[Given] = []
+    before = weights(trainer.model_parts[0])
+    real = optimizer.step
+
+    def step(*args: Any, **settings: Any) -> Any:
+        if settings.get("closure", 0) is not None:  # torchtitan makes state by a step of closure=None
+            given.append(Given.to(optimizer))
+        return real(*args, **settings)
+
+    optimizer.step = step
+    trainer.train()
+    trainer.close()
+    del optimizer.step
+    return trainer, given, before
+
+
+def both(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
+    """Train, train again from the middle, and replay the gradients in one process."""
+    with launched():
+        trainer, given, before = train(folder, **parallelism)
+        after = weights(trainer.model_parts[0])
+        second, _, _ = train(folder, 3, **parallelism)
+        resumed = different(after, weights(second.model_parts[0]))
+        placed = {str(tuple(p.placements)) for p in trainer.model_parts[0].parameters()}
+
+    def model() -> nn.Module:
+        fresh: nn.Module = titan.config(folder, []).model_spec.model.build()
+        for name, parameter in fresh.named_parameters():
+            parameter.data = before[name].clone()
+        return fresh
+
+    first = replayed(model(), given[:1], compute_dtype=torch.float32)
+    return {
+        "plain loop": different(after, replayed(model(), given, compute_dtype=torch.float32)),
+        "resumed": resumed,
+        "weakest": min(
+            v for n, v in strengths(before, first, LR / 2).items() if n.startswith("layers") and "norm" not in n
+        ),
+        "rows": trainer.metrics_processor.logger.rows,
+        "again": second.metrics_processor.logger.rows,
+        "placed": placed,
+        "steps": len(given),
+    }
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found["plain loop"] == []
+    assert found["resumed"] == []
+    assert found["steps"] == 6
+    losses, again = ([row["loss_metrics/global_avg_loss"] for row in found[key]] for key in ("rows", "again"))
+    assert len(again) == 3
+    assert losses[3:] == again
+    assert found["weakest"] > 0.1  # of AdamW's RMS: a max_norm of 1e-6 stalls nothing
+    rates = [row["lr/Muon/0"] for row in found["rows"]]
+    assert rates[:2] == [LR / 2, LR]
+    assert rates[-1] < rates[2]
+    for row in found["rows"][1:]:
+        assert row["muon/muon/update_to_weight"] > 0
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "placement"),
+    [
+        ({}, "Shard(dim=0)"),
+        ({"data_parallel_shard_degree": 2}, "Shard(dim=0)"),
+        ({"tensor_parallel_degree": 2}, "Shard(dim=1)"),
+        ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, "Replicate()"),
+    ],
+    ids=["one", "FSDP2", "TP", "HSDP"],
+)
+def test_the_trainer(workers, parallelism: dict[str, int], placement: str, tmp_path: Path) -> None:
+    for found in workers(2 if parallelism else 1).run(both, tmp_path, parallelism, timeout=300):
+        check(found)
+        assert any(placement in placed for placed in found["placed"]), found["placed"]
+
+
+# ------------------------------------------------------------------ parts of a pipeline
+
+
+def llama() -> nn.Module:
+    model: nn.Module = titan.config(Path(), []).model_spec.model.build()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def stages(model: nn.Module) -> list[nn.Module]:
+    """Cut a model of two layers into two parts, as torchtitan's pipelines do: what a part lacks is None."""
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    del first.layers["1"], last.layers["0"]
+    first.norm = first.lm_head = last.tok_embeddings = None
+    return [first, last]
+
+
+def container(parts: list[nn.Module]) -> Any:
+    return titan.MuonContainer.Config(settings={"lr": LR, "compute_dtype": torch.float32}).build(model_parts=parts)
+
+
+def step(optimizers: Any, number: int) -> None:
+    for part in optimizers.model_parts:
+        for name, parameter in part.named_parameters():
+            generator = torch.Generator().manual_seed(number + sum(map(ord, name)))
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizers.step()
+
+
+def test_state_of_two_parts_loads_into_one_and_is_small() -> None:
+    whole = llama()
+    apart, together = container(stages(whole)), container([whole])
+    step(apart, 0)
+    step(together, 0)
+    state = apart.state_dict()
+    assert state.keys() == together.state_dict().keys()
+    fresh = copy.deepcopy(whole)
+    other = container([fresh])
+    other.load_state_dict(state)
+    for each in (together, other):
+        step(each, 1)
+    assert different(weights(whole), weights(fresh)) == []
+    step(apart, 1)
+    both = {name: value for part in apart.model_parts for name, value in part.named_parameters()}
+    assert different(weights(whole), both) == []
+    # Nothing of a group grows with the number of its parameters, of which each has all entries of its group.
+    assert max(len(pickle.dumps(value)) for key, value in state.items() if key.startswith("param_groups")) < 200
+
+
+def test_the_last_linear_of_a_part_without_head_is_muons() -> None:
+    first, last = (optimizer.param_groups for optimizer in container(stages(llama())).optimizers)
+    assert {g["name"] for g in first} == {"muon", "adamw.embeddings", "adamw.vectors"}
+    assert "layers.0.feed_forward.w2.weight" in first[0]["param_names"]
+    assert [n for g in last if g["name"] == "adamw.head" for n in g["param_names"]] == ["lm_head.weight"]
+
+
+# ------------------------------------------------------------------ fused parameters
+
+
+def matrices(model: nn.Module) -> dict[str, Any]:
+    (muon, *_) = mm.split_params(model)
+    return dict(zip(muon["param_names"], muon["matrices"], strict=True))
+
+
+def test_fused_parameters_are_taken_apart_as_their_modules_do() -> None:
+    """torchtitan saves q, k and v apart, which is what they are compared with."""
+    model = llama()
+    fused = model.layers["0"].attention.qkv_linear
+    found = split(fused.wqkv.weight.detach(), matrices(model)["layers.0.attention.qkv_linear.wqkv.weight"])
+    apart = [fused.state_dict()[f"{name}.weight"] for name in ("wq", "wk", "wv")]
+    assert all(torch.equal(*pair) for pair in zip(found, apart, strict=True))
+    with torch.device("meta"):
+        deepseek = titan.deepseek_v3.model_registry("debugmodel").model.build()
+        experts = titan.gpt_oss.model_registry("debugmodel").model.build()
+    attention = deepseek.layers["1"].attention
+    splits = matrices(deepseek)
+    sizes = (attention.kv_lora_rank, attention.qk_rope_head_dim)
+    assert splits["layers.1.attention.wkv_a.weight"] == ("rows", *sizes)
+    sizes = (attention.qk_nope_head_dim, attention.v_head_dim)
+    assert splits["layers.1.attention.wkv_b.weight"] == ("interleaved", sizes, 0)
+    gates = {m for n, m in matrices(experts).items() if n.endswith("mlp1_weight_EGD")}
+    assert gates == {("stack", ("interleaved", 2, 0))}
+
+
+def test_an_override_without_a_rate_or_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
+    for given, message in (("{}", "no lr"), ('{"lr": 1, "betas": 3}', "the setting 'betas'")):
+        made = titan.config(tmp_path, [f"muonmesh.integrations.torchtitan.muon={given}"])
+        with pytest.raises(TypeError, match=message):
+            titan.apply_overrides(made.override, made)
