@@ -39,12 +39,12 @@ STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 BUCKET_ELEMENTS = 16 * 2**20 // WIRE  # the default of bucket_cap_mb
 
 # Launches, counted by dry runs: of a step, of a bucket that travels, and of orthogonalising a batch of equal matrices.
-LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET = 50, 8
-LAUNCHES_OF_A_BATCH = {"gram": 60, "standard": 36}
+LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET = 32, 13
+LAUNCHES_OF_A_BATCH = {"gram": 22, "standard": 14}
 BATCH_ELEMENTS = 2**28
 LOOKED_AT_ONCE = 320 * 2**16  # elements of gradients that one launch of a multi-tensor operation looks at
 # Bytes read and written by all but products, for each element that a rank orthogonalises, counted likewise.
-BYTES_OF_AN_OWNED_ELEMENT = {"gram": 23, "standard": 12}
+BYTES_OF_AN_OWNED_ELEMENT = {"gram": 1, "standard": 1}
 BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
 SQUARES = 5  # rows × rows matrices that the iteration works in
 
@@ -269,7 +269,7 @@ class _Work:
                 elements += coming.gather_sent + coming.gather_received
                 elements += sum(matrix.numel for matrix in self.travelling[number + 1])
             for other in travelling.buckets[max(0, number - 1) : number + 1]:
-                elements += (other.scatter_sent + other.scatter_received) // other.rounds
+                elements += (other.scatter_sent + other.scatter_received) // max(1, other.rounds)
             peak = max(peak, elements)
         together = max((_batches(self.staying)), key=lambda batch: len(batch) * batch[0].numel, default=())
         if together:
