@@ -191,7 +191,6 @@ def split_params(
             "algorithm" and "matrices". A key that is a parameter's exact name means that parameter only; any other is
             searched for in the names (`re.search`). Exact names win over expressions, later expressions over earlier
             ones, setting by setting.
-
         per_head: Whether attention weights are one matrix for each head, as the attention module counts them: True for
             those of queries and keys, or some of "q", "k", "v", "o". A matrix and its scale are one head's then.
 
