@@ -93,6 +93,8 @@ AT_FOUR = (
 
 # On two ranks, where these differ by one setting from others: in `make soak`.
 AGAIN = {
+    *("0 accumulation", "1", "2", "3", "1 accumulation", "1 bf16, sums in bf16", "1 offload", "2 scattered gradients"),
+    *("2 bf16", "2 offload, bf16", "2 round robin", "3 small buckets", "3 offload", "3 fp16", "3 sub-groups"),
     *("1 all-reduce", "1 overlap", "1 scattered gradients", "1 small buckets", "1 bf16", "1 offload, bf16"),
     *("2 overlap", "2 small buckets", "2 accumulation", "2 bf16, sums in bf16", "2 fp16"),
     *("3 all-reduce", "3 overlap", "3 scattered gradients", "3 bf16", "3 bf16, sums in fp32", "3 bf16, sums in bf16"),
@@ -174,7 +176,7 @@ def test_padding_enters_nothing(pools: dict[int, Pool], stage: int) -> None:
     assert pools[4].run(ds.poisoned, stage) == [[]] * 4
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.soak) for stage in (0, 1)), 3])
 @pytest.mark.parametrize(
     ("name", "params"),
     [
@@ -209,7 +211,9 @@ def test_the_update_has_no_scale(pools: dict[int, Pool], stage: int) -> None:
 # ---------------------------------------------------------------- clipping
 
 
-@pytest.mark.parametrize("policy", ["adamw_only", "all", "separate"])
+@pytest.mark.parametrize(
+    "policy", ["adamw_only", *(pytest.param(p, marks=pytest.mark.soak) for p in ("all", "separate"))]
+)
 @pytest.mark.parametrize(
     "config",
     [
@@ -261,7 +265,7 @@ def peers() -> Iterator[dict[int, Pool]]:
 
 
 @pytest.mark.parametrize(("kind", "world"), [("1", 2), ("2", 2), ("2", 4)])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_experts(peers: dict[int, Pool], tmp_path: Path, stage: int, kind: str, world: int) -> None:
     folder = str(tmp_path) if stage else None
     assert peers[world].run(ds.parallel, zero(stage), kind, folder) == [[]] * world
@@ -311,7 +315,9 @@ ACROSS: dict[str, tuple[dict[str, Any], list[tuple[str, int, dict[str, Any]]]]] 
 }
 
 
-@pytest.mark.parametrize("name", ACROSS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("1", "3") else pytest.param(name, marks=pytest.mark.soak) for name in ACROSS]
+)
 def test_training_resumes_bit_for_bit(pools: dict[int, Pool], tmp_path: Path, name: str) -> None:
     config, others = ACROSS[name]
     needed = pools[2].run(ds.save, config, str(tmp_path))[0]

@@ -497,6 +497,7 @@ def test_a_run_stopped_in_either_half_resumes_bit_for_bit(finished: Path, stoppe
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
     finished: Path, stopped: Path, runs: Path
 ) -> None:

@@ -44,7 +44,7 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
-NEW = ("hsdp", "fsdp+tp", "zero3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp", "zero1", "zero2")))
+NEW = ("fsdp+tp", "zero3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("hsdp", "tp", "zero1", "zero2")))
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +243,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_dropout_and_sums_over_four_ranks_resume_bit_for_bit(
     pool: Pool, prepare: Callable[..., Path], folder: Path
 ) -> None:
@@ -273,7 +274,8 @@ def test_ranks_and_micro_steps_share_a_step_without_changing_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [pytest.param("tp", marks=pytest.mark.soak), "fsdp+tp"])
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel", ["tp", "fsdp+tp"])
 def test_bf16_reaches_the_projections(
     parallel: Parallel, finished: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path]
 ) -> None:
@@ -309,6 +311,7 @@ def test_pairs_of_ranks_that_share_layers_save_whole_momenta(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_four_ranks_share_the_layers_of_the_default_model(pool: Pool, prepare: Callable[..., Path]) -> None:
     run = prepare("default", parallel="tp", model=Settings(out="").model, optimizer="muon", seq=64)
     assert load_settings(run).model == "small"

@@ -199,7 +199,8 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(small_disk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [pytest.param(0, marks=pytest.mark.soak), 60_000])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [0, 60_000])
 def test_a_disk_that_is_full_from_the_start_is_one_sentence(size: int, folder: Path, tmp_path: Path) -> None:
     """Whatever file is the first that does not fit: the text, the settings, the room for errors."""
 

@@ -69,8 +69,12 @@ def load(layout: str, path: str, flat: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((4, "fsdp"), (2, "fsdp")), ((2, "fsdp"), (4, "shard1")), ((2, "ddp"), (4, "fsdp")), ((4, "fsdp"), (2, "ddp"))],
-    ids=["4-to-2", "other-dim", "ddp-to-fsdp", "fsdp-to-ddp"],
+    [
+        pytest.param((4, "fsdp"), (2, "fsdp"), id="4-to-2", marks=pytest.mark.soak),
+        pytest.param((2, "fsdp"), (4, "shard1"), id="other-dim"),
+        pytest.param((2, "ddp"), (4, "fsdp"), id="ddp-to-fsdp"),
+        pytest.param((4, "fsdp"), (2, "ddp"), id="fsdp-to-ddp", marks=pytest.mark.soak),
+    ],
 )
 def test_resharding_continues_bit_for_bit(
     workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool

@@ -74,8 +74,17 @@ def problem_matrices() -> Any:
             yield from split(problem.initial()[name], spec)
 
 
-@pytest.mark.parametrize("how", ["dtensor", "declared"])
-@pytest.mark.parametrize("name", layouts.MESHES)
+# Declared shards are cut by the same layouts; one of each kind stays.
+DECLARED = ("hsdp", "rows by cols", "fsdp over colwise", "strided alone", "experts")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "dtensor") for name in layouts.MESHES),
+        *(pytest.param(n, "declared", marks=[pytest.mark.soak] * (n not in DECLARED)) for n in layouts.MESHES),
+    ],
+)
 def test_bit_for_bit_on_any_mesh(workers, name: str, how: str) -> None:
     check(workers(4).run(on_mesh, name, how, {"compute_dtype": torch.float32}), divided=True)
 

@@ -408,6 +408,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "thesis").exists()
 
 
+@pytest.mark.soak
 def test_a_process_that_looks_sees_that_its_launcher_is_gone(tmp_path: Path) -> None:
     """What is left to systems that send no signal."""
     looks = (

@@ -320,7 +320,9 @@ def shapes() -> st.SearchStrategy[tuple[int, int]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # `threads` is the same for all examples
 )
 @given(shape=shapes(), seed=st.integers(0, 99), data=st.data())
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [dtype if dtype == torch.bfloat16 else pytest.param(dtype, marks=pytest.mark.soak) for dtype in DTYPES]
+)
 def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
     threads: int, dtype: torch.dtype, shape: tuple[int, int], seed: int, data: st.DataObject
 ) -> None:
@@ -571,6 +573,7 @@ def test_the_norm_is_not_divided_out_in_bf16(momentum: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_gram_is_as_accurate_at_the_sizes_of_gpt2() -> None:
     for cols in (2304, 3072):
         x = matrix(768, cols, "four decades")

@@ -123,8 +123,8 @@ def test_a_dense_model_on_64_ranks(bench: ModuleType, layers: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "deepseek",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "deepseek-1024", "deepseek-ep256")),
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek", "deepseek-1024", "deepseek-ep256")),
     ],
 )
 def test_the_plans_of_the_benchmark(bench: ModuleType, name: str) -> None:
