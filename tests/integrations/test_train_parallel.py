@@ -44,7 +44,7 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
-NEW = ("fsdp+tp", "zero3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("hsdp", "tp", "zero1", "zero2")))
+NEW = ("fsdp+tp", *(pytest.param(name, marks=pytest.mark.soak) for name in ("hsdp", "tp", "zero1", "zero2", "zero3")))
 
 
 @pytest.fixture(scope="module")

@@ -342,7 +342,7 @@ def skipping_all(way: str, policies: Sequence[str]) -> list[Any]:
     [
         pytest.param(2, "fsdp", POLICIES, id="fsdp", marks=pytest.mark.soak),
         pytest.param(4, "shard1", ["separate"], id="shard1"),
-        pytest.param(4, "flat", ["per_matrix"], id="flat"),
+        pytest.param(4, "flat", ["per_matrix"], id="flat", marks=pytest.mark.soak),
     ],
 )
 def test_a_skipped_step_leaves_every_bit_and_only_that_step(

@@ -291,7 +291,7 @@ def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, pytest.param(-math.inf, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("coefficients", ["polar_express", "aol", "qdwh", MIXED])
 def test_a_non_finite_matrix_stays_alone(coefficients: Any, bad: float, dtype: torch.dtype) -> None:
     for rows, cols in ((24, 40), (384, 400)):
@@ -350,7 +350,9 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "input_dtype", [torch.bfloat16, torch.float32, pytest.param(torch.float64, marks=pytest.mark.soak)]
+)
 def test_the_transposed_matrix_gives_the_transposed_result(
     threads: int, input_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:

@@ -115,7 +115,10 @@ def check(stage: nn.Module, whole: dict[str, Any], *, rename: Callable[[str], st
 
 
 @block_kinds
-@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential, nn.ModuleDict])
+@pytest.mark.parametrize(
+    "container",
+    [nn.ModuleList, *(pytest.param(other, marks=pytest.mark.soak) for other in (nn.Sequential, nn.ModuleDict))],
+)
 @pytest.mark.parametrize("absent", ["none", "deleted"])
 def test_a_stage_of_a_model_that_keeps_its_class(block: Callable[[], nn.Module], container: Any, absent: str) -> None:
     """torchtitan's way: the whole model is copied, and what belongs to other stages is set to None or removed."""

@@ -188,7 +188,9 @@ def test_every_scheduler_of_torch_is_here() -> None:
     assert set(SCHEDULERS) == classes
 
 
-@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+@pytest.mark.parametrize(
+    "lr", [pytest.param(0.01, id="number", marks=pytest.mark.soak), pytest.param(torch.tensor(0.01), id="tensor")]
+)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_scheduler_moves_both_halves_as_it_moves_adamw(scheduler: str, lr: Any) -> None:
     """test_forloop_goes_right_direction_with_lrsched, for all of them: the rates are those that torch's AdamW gets."""
