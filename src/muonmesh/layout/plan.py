@@ -360,8 +360,8 @@ def make_plan(
     anyhow and what the least busy one would carry. Among ranks with equal loads the owners are spread over replicas
     and machines.
 
-    Teams: a matrix that one rank could not finish in about the mean of all ranks is given to the smallest team that
-    can, and where none can, to the one that ends first.
+    Teams: a matrix that would make its owner the last to finish is given to the smallest team that would not be, and
+    where every one would be, to the one that ends first.
 
     Buckets: each owner's matrices are cut, in one order, into pieces of about ``bucket_elements``; bucket i
     holds the i-th piece of every owner, so all owners compute in every bucket.
@@ -454,7 +454,7 @@ def _assign(
         if allowed is not None and gathered:
             load = functools.partial(allowed.load, -minus_flops, gathered, itemsize)
             sizes = {size: load(size) for size in allowed.sizes}
-            team = loads.team(parameter.target.ranks, sizes, may=mean)
+            team = loads.team(parameter.target.ranks, sizes, may=_LATE * max(mean, loads.busiest))
             if len(team) > 1:
                 teams[number, index] = team
                 for rank in team:
@@ -484,6 +484,9 @@ def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:
     return holders
 
 
+_LATE = 1.02
+"""How much later than the mean, or than the last of the others, an owner may finish before others share its matrix."""
+
 _Load = tuple[int, int, int, int]
 """(FLOPs, elements, turn, rank): the least is the next to be given something."""
 
@@ -493,6 +496,7 @@ class _Loads:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._of: dict[int, _Load] = {rank: (0, 0, turn, rank) for turn, rank in enumerate(_spread(ranks))}
+        self.busiest = 0
         self._heaps: dict[Sequence[int], list[_Load]] = {}
         self._blocks: dict[tuple[Sequence[int], int], list[tuple[int, int, tuple[int, ...]]]] = {}
 
@@ -501,6 +505,7 @@ class _Loads:
 
     def add(self, rank: int, flops: int, numel: int) -> None:
         before = self._of[rank]
+        self.busiest = max(self.busiest, before[0] + flops)
         self._of[rank] = (before[0] + flops, before[1] + numel, *before[2:])
 
     def team(self, ranks: Sequence[int], sizes: Mapping[int, int], *, may: float) -> tuple[int, ...]:

@@ -177,10 +177,8 @@ def blocked_products(share: Share | None = None) -> Matmuls:
 
     def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """scale·X Xᵀ."""
-        (x2,), alpha = (
-            x,
-            scale.item(),
-        )  # a number is multiplied in before rounding; on a CPU reading it waits for nothing
+        # A number is multiplied in before rounding, and on a CPU reading it waits for nothing.
+        (x2,), alpha = x, scale.item()
         columns = x2.mT.split(BLOCK, dim=1)
 
         def multiply(number: int, entries: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, get_args
@@ -18,7 +19,7 @@ SCALES: tuple[ScaleMode, ...] = ("match_rms_adamw", "unit_rms_norm", "none")
 
 
 @dataclass(frozen=True, slots=True)
-class ScionRule(MuonRule):
+class ScionRule(MuonRule, ABC):
     """Momentum, brought to norm 1 by the operator norm of an embedding or of a head; it is not orthogonalised.
 
     The paper decays weights by its rate γ and steps by γ times a radius ρ: write ``lr=γ·ρ`` and ``weight_decay=1/ρ``.
@@ -47,13 +48,13 @@ class ScionRule(MuonRule):
                 f"scale_mode: found {self.scale_mode!r} for a step that is not orthogonal; needed {needed}"
             )
 
+    @abstractmethod
     def rms(self, rows: int, cols: int) -> float:
         """Return the RMS of an update before it is scaled, if no row is zero."""
-        raise NotImplementedError
 
+    @abstractmethod
     def own(self, rows: int, cols: int) -> float:
         """Return the factor by which the update has Scion's operator norm 1."""
-        raise NotImplementedError
 
     def scale(self, rows: int, cols: int) -> float:
         """Return what the learning rate is multiplied by.
