@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from muonmesh.errors import explain_error
+from muonmesh.migration.memory import Memory
 from muonmesh.migration.package import OFF, Halves, Package, adamw_half, muon_half
 from muonmesh.migration.polynomials import polar_express_102
 from muonmesh.numerics.scale import ScaleMode
@@ -55,4 +56,5 @@ PACKAGE = Package(  # microsoft/dion 0.1.0
         "num_heads": OFF,
     },
     frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
+    memory=Memory("momentum", sums=True, factor="mu", first="momentum", second="variance"),
 )

@@ -7,6 +7,7 @@ from math import prod, sqrt
 from typing import Any
 
 from muonmesh.errors import explain_error
+from muonmesh.migration.memory import Memory
 from muonmesh.migration.package import OFF, SWITCHES, Halves, Package, adamw_half, muon_half
 from muonmesh.migration.polynomials import polar_express_102
 
@@ -66,4 +67,5 @@ PACKAGE = Package(  # muonium 0.2.0
         "differentiable": OFF,
     },
     SWITCHES | {"betas", "eps", "use_muon", "fused_adam", "foreach_adam", "batch_size", "has_complex"},
+    memory=Memory(sums=True, beside=frozenset({"step", "lr_ratio"})),
 )

@@ -1,4 +1,4 @@
-"""Package: what one other package calls its settings."""
+"""Package: what one other package calls its settings, and what it keeps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from muonmesh.errors import explain_error
+from muonmesh.migration.memory import Memory
 from muonmesh.numerics.coefficients import Polynomial
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.settings import FOREIGN_KEYS
@@ -23,19 +24,21 @@ SWITCHES = frozenset({"foreach", "fused", "capturable"})
 
 @dataclass(frozen=True)
 class Package:
-    """What one package calls its settings.
+    """What one package calls its settings, and what it keeps of a parameter.
 
     Attributes:
         defaults: The settings that change a step, with the package's defaults.
         read: Translates a group with all of them.
         without: Settings that change a step in a way that we have no counterpart for, with the values that do not.
         beside: Settings that change no step: how it is run, or where.
+        memory: What it keeps.
     """
 
     defaults: Mapping[str, Any]
     read: Callable[[Mapping[str, Any]], Halves]
     without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
+    memory: Memory = field(default_factory=Memory)
 
     def read_group(self, given: Mapping[str, Any]) -> Halves:
         """Translate a group, or settings alone.

@@ -1,8 +1,9 @@
-"""Packages: those that are known, and whose an optimizer is."""
+"""Packages: those that are known, and whose an optimizer or a group is."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch.optim import Optimizer
 
@@ -67,3 +68,37 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
     write = f"Write convert_settings(name, lr=..., ...) with the settings that you gave it; the names are {names}"
     needed = "an optimizer that keeps its settings in its groups, of a package that is known"
     raise TypeError(explain_error("source", found, needed, write))
+
+
+_MARKS: dict[str, PackageName] = {
+    "mu": "dion",
+    "wd": "muonium",
+    "adjust_lr_fn": "torch",
+    "ns_method": "deepspeed",
+    "is_expert_parallel": "megatron",
+    "use_muon": "keller_jordan",
+    "use_nesterov": "emerging_optimizers",
+    "weight_decay_method": "emerging_optimizers",
+}
+"""Keys that the groups of one package have and those of the packages below it do not."""
+
+
+def package_of(groups: Sequence[Mapping[str, Any]]) -> PackageName:
+    """Return whose saved groups these are.
+
+    Raises:
+        ValueError: they have no key that only one package has.
+    """
+    keys = {key for group in groups for key in group}
+    if "scale_mode" not in keys:
+        for mark, name in _MARKS.items():
+            if mark in keys:
+                return name
+        if "betas" in keys and "momentum" not in keys:
+            return "adamw"
+    found = f"groups with {', '.join(sorted(map(str, keys)))}"
+    needed = "groups by which the package is known, or its name: " + ", ".join(map(repr, get_args(PackageName)))
+    write = (
+        'Write convert(source, optimizer, package="keller_jordan"), or whose it is; state of muonmesh needs no convert'
+    )
+    raise ValueError(explain_error("source", found, needed, write))
