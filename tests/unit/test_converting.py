@@ -46,9 +46,9 @@ def give(model: nn.Module, seed: int) -> None:
 
 def apart(ours: nn.Module, theirs: nn.Module, start: dict[str, Tensor]) -> dict[str, float]:
     """The distance of two ends, relative to the way from the start."""
-    end = dict(theirs.named_parameters())
+    end = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
     return {
-        name: float((mine - end[name]).norm() / (end[name] - start[name]).norm())
+        name: float((mine.detach() - end[name]).norm() / (end[name] - start[name]).norm())
         for name, mine in ours.named_parameters()
     }
 
@@ -191,3 +191,110 @@ def test_the_next_step_is_theirs(name: str) -> None:
         for key, parameter in theirs.named_parameters():
             parameter.copy_(ends[key])
     assert max(apart(model, theirs, start).values()) < 1e-5
+
+
+# ------------------------------------------------------------------ names, order, ranks
+
+
+def jordan_state(model: nn.Module, order: list[str], held: set[str]) -> dict[str, Any]:
+    """What one rank of KellerJordan's distributed MuonWithAuxAdam saves: the momentum of some matrices."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    state: dict[int, dict[str, Any]] = {}
+    for number, name in enumerate([*order, *REST]):
+        if name in held:
+            state[number] = {"momentum_buffer": random(*shapes[name], seed=7 + MATRICES.index(name))}
+        elif name in REST:
+            state[number] = {"exp_avg": random(*shapes[name]), "exp_avg_sq": random(*shapes[name]).abs(), "step": 3}
+    groups = [{"params": [0, 1], "use_muon": True, **JORDAN}, {"params": [2, 3, 4, 5], "use_muon": False, **ADAMW}]
+    return {"state": state, "param_groups": groups}
+
+
+def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() -> None:
+    model = Net()
+    ours = mm.from_model(model, **EXACT)
+    ordered = ["mid.weight", "up.weight"]  # by shape, the largest first; the model has them the other way round
+    ranks = [jordan_state(model, ordered, {name}) for name in ordered]
+    ours.load_state_dict(convert(ranks, ours, params=[MATRICES, REST]))
+    for name, parameter in model.named_parameters():
+        if name in MATRICES:
+            assert torch.equal(
+                ours.state[parameter]["momentum_buffer"], random(*parameter.shape, seed=7 + MATRICES.index(name))
+            )
+    with pytest.raises(mm.StateError, match=r"up\.weight: found no state; needed .*, on the rank that has it"):
+        convert(ranks[:1], ours, params=[MATRICES, REST])
+
+
+class Program:
+    """What a hostile file would run; here a call without harm that would be seen."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("touched"),)
+
+
+def fine(model: nn.Module) -> dict[str, Any]:
+    return jordan_state(model, list(MATRICES), set(MATRICES))
+
+
+Spoil = Callable[[dict[str, Any]], Any]
+REFUSED: dict[str, tuple[Spoil, str]] = {
+    "another shape": (
+        lambda s: s["state"][1].update(momentum_buffer=random(3, 4)),
+        r"mid\.weight: found momentum_buffer of shape \(3, 4\); needed \(20, 20\)",
+    ),
+    "another rule": (
+        lambda s: s["state"][0].update(second_moment=random(20)),
+        r"up\.weight: found 'second_moment' in its state, which belongs to another rule; needed momentum_buffer",
+    ),
+    "amsgrad": (lambda s: s["state"][2].update(max_exp_avg_sq=random(10, 12)), "'max_exp_avg_sq'"),
+    "no moments": (lambda s: s["state"][2].pop("exp_avg"), r"embedding\.weight: found state \['exp_avg_sq', 'step'\]"),
+    "no count": (lambda s: s["state"][3].pop("step"), r"up\.bias: found no count of AdamW's steps; needed 'step'"),
+    "state of nobody": (lambda s: s["state"].update({9: {"step": 1}}), r"found state of 1 parameters that are in none"),
+    "no state": (lambda s: s["state"].clear(), r"up\.weight: found no state"),
+    "half of the model": (
+        lambda s: [s["param_groups"].pop(), [s["state"].pop(n) for n in (2, 3, 4, 5)]],
+        r"params: found parameters for 2 groups; needed those of 1 groups",
+    ),
+    "not a state dict": (
+        lambda s: s.pop("param_groups"),
+        r"source: found state; needed what an optimizer's state_dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_does_not_fit_is_refused(how: str) -> None:
+    spoil, said = REFUSED[how]
+    model = Net()
+    saved = fine(model)
+    spoil(saved)
+    with pytest.raises((mm.StateError, ValueError), match=said):
+        convert(saved, mm.from_model(model), params=[MATRICES, REST])
+
+
+def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    ours, saved = mm.from_model(model), fine(model)
+    with pytest.raises(mm.StateError, match=r"known by number alone; needed their names.*Write params=\[\.\.\.\]"):
+        convert(saved, ours)
+    with pytest.raises(mm.StateError, match=r"needed parameters of this model, not mid\.wait"):
+        convert(saved, ours, params=[("up.weight", "mid.wait"), REST])
+    with pytest.raises(mm.StateError, match=r"embedding\.weight: found the state of adamw; needed that of muon"):
+        convert(saved, mm.from_model(model, overrides={"embedding.weight": "muon"}), params=[MATRICES, REST])
+    with pytest.raises(mm.StateError, match=r"rule 'normuon', which keeps .*; needed momentum alone"):
+        convert(saved, mm.from_model(model, rule="normuon"), params=[MATRICES, REST])
+    with pytest.raises(TypeError, match=r"model: found a AdamW; needed the model or a muonmesh\.Muon"):
+        convert(saved, torch.optim.AdamW(model.parameters()), params=[MATRICES, REST])
+    with pytest.raises(ValueError, match=r"found groups with .*scale_mode.*state of muonmesh needs no convert"):
+        convert(ours.state_dict() | {"state": {}}, ours)
+    with pytest.raises(ValueError, match=r"package: found 'lion'; needed one of 'adamw'"):
+        convert(saved, ours, package="lion")  # type: ignore[arg-type]
+    torch.save({**saved, "extra": Program()}, tmp_path / "hostile.pt")
+    for path, said in (
+        (tmp_path / "hostile.pt", "more than data"),
+        (tmp_path / "none.pt", "No such file"),
+        (tmp_path, "fold"),
+    ):
+        with pytest.raises(mm.errors.FileError, match=said):
+            convert(path, ours, params=[MATRICES, REST])
+    assert not (tmp_path / "touched").exists()
+    assert not Path("touched").exists()
