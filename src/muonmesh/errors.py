@@ -23,6 +23,10 @@ class NotCovered(LayoutError):
     """What was found where elements are held twice or by nobody; whoever knows the parameter composes the message."""
 
 
+class FileError(MuonMeshError, ValueError):
+    """A file or a folder that could not be read or written, or that holds something else than is needed."""
+
+
 def explain_error(parameter: str, found: str, needed: str, write: str | None = None) -> str:
     """Compose the four parts every message has; no part ends in a full stop.
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from muonmesh.checkpoint import Place, SavedGroup, restore_state
+from muonmesh.checkpoint.state import Place, SavedGroup, restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.exchange import Exchange

@@ -19,6 +19,7 @@ from wandb.proto import wandb_internal_pb2
 from muonmesh.cli.corpus import prepare_corpus
 from muonmesh.cli.failure import RunError
 from muonmesh.cli.metrics import read_metrics
+from muonmesh.errors import FileError
 
 TEXTS = [f"Sentence {number} tells that {number} times {number} is {number * number}. " * 6 for number in range(120)]
 
@@ -60,14 +61,14 @@ def test_a_column_without_text_is_told_by_its_name(
     columns: dict[str, list[object]], message: str, tmp_path: Path
 ) -> None:
     parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(FileError, match=message):
         prepare_corpus([str(tmp_path / "rows.parquet")], vocab=300, cache=tmp_path / "cache")
 
 
 def test_a_cut_file_is_one_sentence(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "rows.parquet")
     (tmp_path / "rows.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-40])
-    with pytest.raises(RunError, match=r"rows\.parquet: could not be read \(.*; needed a whole \.parquet file"):
+    with pytest.raises(FileError, match=r"rows\.parquet: could not be read \(.*; needed a whole \.parquet file"):
         prepare_corpus([str(tmp_path / "rows.parquet")], vocab=300, cache=tmp_path / "cache")
 
 

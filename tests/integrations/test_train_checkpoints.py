@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
+from muonmesh.checkpoint.together import insist_on_the_same, on_first_rank, together
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.manifest import MANIFEST_FILE
 from muonmesh.cli.metrics import MetricsLog
 from muonmesh.cli.model import check_parameters, parallelise
 from muonmesh.cli.settings import Parallel, Settings, load_settings
 from muonmesh.cli.stop import StopRequest
-from muonmesh.cli.together import insist_on_the_same, on_first_rank, together
 from muonmesh.cli.training import Training
+from muonmesh.errors import FileError
 from tests.workers import Pool
 
 RANKS = 2
@@ -53,7 +54,7 @@ def load_small(directory: Path) -> tuple[str, bool]:
     state, message = small_state(0.0), ""
     try:
         assert Checkpoints(directory).load(STEP, state)["seconds"] == 2.5
-    except RunError as error:
+    except FileError as error:
         message = str(error)
     weight: DTensor = state["model"]["weight"]
     return message, bool((weight.to_local() == 1).all())
@@ -130,7 +131,7 @@ def restore(run: Path) -> tuple[str, bool]:
     message = ""
     try:
         training.restore()
-    except RunError as error:
+    except FileError as error:
         message = str(error)
     same = all(map(_equal, before, training.model.parameters()))
     training.engine.close()
@@ -307,7 +308,7 @@ def save_poisoned(directory: Path) -> list[str]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         try:
             checkpoints.save(step, held, {"seconds": 1.0})
-        except RunError as error:
+        except FileError as error:
             messages.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -334,7 +335,7 @@ def fail_apart(first_only: bool) -> str:
         if dist.get_rank() == (0 if first_only else 1):
             raise RunError("the disk is full")
 
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(FileError) as caught:
         (on_first_rank if first_only else together)(work)
     return str(caught.value)
 
@@ -348,7 +349,7 @@ def insist_apart(name: str, run: Path) -> str:
     given: dict[str, Any] = {**asdict(Settings(out="x")), "text": "ab"}
     if dist.get_rank() == 1:
         given[name] = "other"
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(FileError) as caught:
         insist_on_the_same(run, given)
     return str(caught.value)
 
@@ -362,13 +363,13 @@ class Scaled(torch.nn.Module):
 
 
 def shard_a_number() -> str:
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(FileError) as caught:
         parallelise(Scaled(), parallel="fsdp", dtype="fp32", device=torch.device("cpu"))
     return str(caught.value)
 
 
 def test_a_parameter_that_cannot_be_sharded_is_one_sentence_before_and_on_the_ranks(pool: Pool) -> None:
-    with pytest.raises(RunError, match=r"--model own: scale is a single number.* Write: --parallel ddp"):
+    with pytest.raises(FileError, match=r"--model own: scale is a single number.* Write: --parallel ddp"):
         check_parameters(Scaled(), name="own", parallel="hsdp")
     check_parameters(Scaled(), name="own", parallel="ddp")
     for message in pool.run(shard_a_number):

@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 from muonmesh.cli import worker
 from muonmesh.cli.app import app
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.settings import LATER, Settings, load_settings
 from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.sweep import figures, finished, parse_sweep, write_sweep
 from muonmesh.cli.tokenizer import load_tokenizer
+from muonmesh.errors import FileError
 from tests.workers import Pool
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
@@ -106,7 +106,7 @@ def test_a_text_that_is_tokenised_in_many_parts_gives_the_same_tokens(
 )
 def test_a_record_without_text_is_told_by_its_line(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(content)
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(FileError, match=message):
         prepare_corpus([str(tmp_path / "records.jsonl")], vocab=300, cache=tmp_path / "cache")
 
 

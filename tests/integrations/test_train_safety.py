@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import prepare_corpus, standard_library
-from muonmesh.cli.manifest import MANIFEST_FILE
 from muonmesh.cli.metrics import read_metrics
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")

@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from muonmesh.cli import failure, terminal
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.failure import RunError, forget_rooms, make_room, read_failures, record_failure
-from muonmesh.cli.files import check_writable, is_finite, make_folders, write_text
 from muonmesh.cli.lock import LOCK_FILE, RunLock
 from muonmesh.cli.memory import check_memory, host_memory, least_memory
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import check_model
 from muonmesh.cli.settings import LATER, Settings, load_settings
 from muonmesh.cli.summary import summarise
+from muonmesh.errors import FileError
+from muonmesh.files import check_writable, is_finite, make_folders, write_text
 
 ANYTHING = st.one_of(
     st.none(),
@@ -65,7 +66,7 @@ def test_settings_are_read_as_written_or_refused_by_the_name_of_file_and_field(
     message = ""
     try:
         found = load_settings(run)
-    except RunError as error:
+    except FileError as error:
         message = str(error)
     else:
         default = next(field.default for field in fields(Settings) if field.name == name)
@@ -98,14 +99,14 @@ def _content(run: Path) -> dict[str, Any]:
 )
 def test_a_broken_config_is_one_sentence(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(RunError, match=rf"config\.json: .*{re.escape(message)}"):
+    with pytest.raises(FileError, match=rf"config\.json: .*{re.escape(message)}"):
         load_settings(tmp_path)
 
 
 def test_a_misspelt_setting_is_told_its_nearest_name(tmp_path: Path) -> None:
     content = _content(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**content, "warmpu": 3}))
-    with pytest.raises(RunError, match=r"unknown settings \['warmpu'\].* nearest known one is 'warmup'"):
+    with pytest.raises(FileError, match=r"unknown settings \['warmpu'\].* nearest known one is 'warmup'"):
         load_settings(tmp_path)
 
 
@@ -121,7 +122,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kind_of_setting_names_the_file_and_the_option(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**_content(tmp_path), name: WRONG[name]}))
-    with pytest.raises(RunError, match=rf"config\.json: --{name.replace('_', '-')} .*: needed"):
+    with pytest.raises(FileError, match=rf"config\.json: --{name.replace('_', '-')} .*: needed"):
         load_settings(tmp_path)
 
 
@@ -152,7 +153,7 @@ def test_a_description_of_the_text_is_read_as_written_or_refused(
     elif not missing and type(value) is type(getattr(CORPUS, name)) and (isinstance(value, str) or value >= 0):
         assert load_corpus_of(run) == replace(CORPUS, **{name: value})
     else:
-        with pytest.raises(RunError, match=rf"corpus\.json: found (no '{name}'|{name})"):
+        with pytest.raises(FileError, match=rf"corpus\.json: found (no '{name}'|{name})"):
             load_corpus_of(run)
 
 
@@ -171,7 +172,7 @@ def test_tokens_that_have_changed_are_noticed(prepared: tuple[Path, Path], tmp_p
     tokens = bytearray((place / "train.npy").read_bytes())
     tokens[-8] ^= 1
     (place / "train.npy").write_bytes(bytes(tokens))
-    with pytest.raises(RunError, match=r"its tokens have changed since they were written\. Remove the folder"):
+    with pytest.raises(FileError, match=r"its tokens have changed since they were written\. Remove the folder"):
         prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
 
 
@@ -189,7 +190,7 @@ def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path
         np.save(file, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
     elif damage == "pipe":
         os.mkfifo(file)
-    with pytest.raises(RunError, match=r"train\.npy: .*; needed the \d+ tokens that corpus\.json tells of"):
+    with pytest.raises(FileError, match=r"train\.npy: .*; needed the \d+ tokens that corpus\.json tells of"):
         prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
 
 
@@ -217,14 +218,14 @@ def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Pa
     good = '{"run": "muon", "step": 0, "seconds": 0.0, "validation_loss": 5.0}\n'
     (tmp_path / "metrics.jsonl").write_text(f"{good}{line}\n{good}")
     for read in (read_metrics, summarise, lambda run: MetricsLog(run).cut("muon", 0)):
-        with pytest.raises(RunError, match=r"metrics\.jsonl: line 2 is not one that a training writes"):
+        with pytest.raises(FileError, match=r"metrics\.jsonl: line 2 is not one that a training writes"):
             read(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == f"{good}{line}\n{good}", "as it was"
 
 
 def test_a_step_without_its_times_is_told_by_the_summary(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"run": "muon", "step": 7, "seconds": 1.0, "tokens": 1, "loss": 5.0}\n')
-    with pytest.raises(RunError, match=r"found no step_seconds in step 7 of muon"):
+    with pytest.raises(FileError, match=r"found no step_seconds in step 7 of muon"):
         summarise(tmp_path)
 
 
@@ -316,7 +317,7 @@ def test_a_path_is_tried_before_a_training_and_nothing_is_left(path: str, messag
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "nothing")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(RunError, match=rf"--save-momentum .*{message}"):
+    with pytest.raises(FileError, match=rf"--save-momentum .*{message}"):
         check_writable(tmp_path / path, option="--save-momentum")
     check_writable(tmp_path / "deep" / "down" / "file", option="--save-momentum")
     check_writable(tmp_path / "file", option="--save-momentum")
@@ -327,7 +328,7 @@ def test_a_path_is_tried_before_a_training_and_nothing_is_left(path: str, messag
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     write_text(tmp_path / "file", "first")
     (tmp_path / ".file.writing").mkdir()  # what it writes beside cannot be
-    with pytest.raises(RunError, match=r"file: could not be written: Is a directory"):
+    with pytest.raises(FileError, match=r"file: could not be written: Is a directory"):
         write_text(tmp_path / "file", "second")
     assert (tmp_path / "file").read_text() == "first"
 
@@ -346,11 +347,11 @@ def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
     with RunLock(run, option="--out"):
         (run / "config.json").write_text("{}")
         for option in ("--out", "--resume"):
-            with pytest.raises(RunError, match=rf"{option} .*run: process {os.getpid()} is training there"):
+            with pytest.raises(FileError, match=rf"{option} .*run: process {os.getpid()} is training there"):
                 RunLock(run, option=option).__enter__()
     with RunLock(run, option="--resume"):
         pass
-    with pytest.raises(RunError, match=r"already there, with config\.json\. Write: --resume"):
+    with pytest.raises(FileError, match=r"already there, with config\.json\. Write: --resume"):
         RunLock(run, option="--out").__enter__()
     assert (run / "config.json").read_text() == "{}"
 
@@ -382,7 +383,7 @@ def start(run: Path, barrier: Any, answers: Any) -> None:
         with RunLock(run, option="--out"):
             (run / "config.json").write_text("{}")
             answers.put("mine")
-    except RunError:
+    except FileError:
         answers.put("not mine")
 
 
@@ -403,7 +404,7 @@ def test_of_many_starters_one_gets_the_directory(tmp_path: Path) -> None:
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / "thesis")
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(FileError, match="cannot be written"):
         RunLock(tmp_path / "run", option="--resume").__enter__()
     assert not (tmp_path / "thesis").exists()
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from muonmesh.cli.entries import CheckpointReader, flat
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.manifest import check_entries, entry_of, read_manifest, write_manifest
-from muonmesh.cli.metadata import METADATA_FILE, read_metadata
+from muonmesh.checkpoint.entries import CheckpointReader, flat
+from muonmesh.checkpoint.manifest import check_entries, entry_of, read_manifest, write_manifest
+from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
+from muonmesh.errors import FileError
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.arange(600.0).view(20, 30), "bias": torch.ones(3, dtype=torch.bfloat16)},
@@ -66,7 +66,7 @@ class Evil:
 def test_a_pickle_that_acts_is_refused_and_does_not_act(folder: Path, tmp_path: Path) -> None:
     mark = tmp_path / "it acted"
     (folder / METADATA_FILE).write_bytes(pickle.dumps(Evil(mark)))
-    with pytest.raises(RunError, match=r"\.metadata: not what a training writes: it names posix\.mkdir"):
+    with pytest.raises(FileError, match=r"\.metadata: not what a training writes: it names posix\.mkdir"):
         read_metadata(folder)
     assert not mark.exists()
     pickle.loads((folder / METADATA_FILE).read_bytes())
@@ -77,7 +77,7 @@ def test_an_entry_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save({"model": {"weight": torch.ones(3), "extra": Evil(tmp_path / "mark")}}, checkpoint_id=tmp_path / "step")
-    with pytest.raises(RunError, match=r"model\.extra is not a tensor"):
+    with pytest.raises(FileError, match=r"model\.extra is not a tensor"):
         read_metadata(tmp_path / "step")
     assert not (tmp_path / "mark").exists()
 
@@ -86,7 +86,7 @@ def test_a_pickle_cannot_change_torchs_classes(folder: Path) -> None:
     # The state of a class, not of an object: what an unpickler sets as its attributes.
     attack = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'mark'\nI1\nstb."
     (folder / METADATA_FILE).write_bytes(attack)
-    with pytest.raises(RunError, match="not what a training writes"):
+    with pytest.raises(FileError, match="not what a training writes"):
         read_metadata(folder)
     assert not hasattr(Metadata, "mark")
 
@@ -165,7 +165,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_metadata_that_do_not_fit_are_refused(name: str, folder: Path) -> None:
     how, message = CHANGES[name]
     change(folder, how)
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(FileError, match=message):
         look(folder)
 
 
@@ -187,14 +187,14 @@ def test_numbers_that_cannot_be_are_refused(name: str, value: float, message: st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save(state, checkpoint_id=tmp_path / "step")
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(FileError, match=message):
         look(tmp_path / "step")
 
 
 def test_a_link_in_place_of_a_file_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "__0_0.distcp").rename(tmp_path / "elsewhere")
     (folder / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match=r"__0_0\.distcp: found a link"):
+    with pytest.raises(FileError, match=r"__0_0\.distcp: found a link"):
         look(folder)
 
 
@@ -214,7 +214,7 @@ def test_damaged_metadata_are_one_sentence_whatever_the_damage(written: Path, da
     message = str(folder)
     try:
         look(folder)
-    except RunError as error:
+    except FileError as error:
         message = str(error)
     assert str(folder) in message
     assert "\n" not in message
@@ -241,7 +241,7 @@ def test_changed_bytes_are_noticed_by_the_manifest_wherever_they_are(written: Pa
         del content[at:]
         message = f"found {at} bytes"
     (folder / name).write_bytes(bytes(content))
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(FileError, match=message):
         check_entries(folder, entries, names)
 
 
@@ -262,6 +262,6 @@ def test_changed_bytes_are_noticed_by_the_manifest_wherever_they_are(written: Pa
 )
 def test_a_broken_manifest_is_one_sentence(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(RunError, match=rf"manifest\.json: .*{message}"):
+    with pytest.raises(FileError, match=rf"manifest\.json: .*{message}"):
         read_manifest(tmp_path)
     assert read_manifest(tmp_path / "older") is None

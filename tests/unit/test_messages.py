@@ -150,11 +150,11 @@ BY_HAND = {
     "numerics/kernels/rows.py": {"piece "},
     # What another rank's message said, which has its four parts.
     "comm/meeting.py": {"failed"},
-    "checkpoint.py": {"str(error)"},
+    "checkpoint/state.py": {"str(error)"},
 }
 """Files with the messages, by how they begin or as they are written, that are not composed there, and why."""
-OTHERS = ("cli/", "numerics/rules", "comm/exchange.py")
-"""Not read here: the command line has errors of its own, and the other two are being written anew."""
+OTHERS = ("cli/", "files.py", "checkpoint/metadata.py", "numerics/rules", "comm/exchange.py")
+"""Not read here: what is said of files and options begins with their names, and the last two are being written anew."""
 
 
 def written(node: ast.expr) -> str:

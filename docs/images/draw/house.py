@@ -24,7 +24,7 @@ SAID = {
     "migration": "settings of others",
     "testing": "prove_rule",
     "optimizer": "one step on one screen",
-    "checkpoint": "state to load and save",
+    "checkpoint": "state to load and save,\nfiles that cannot execute",
     "clip": "norms, skipping",
     "report": "explain, metrics,\nforecast",
     "step": "planning, slots,\npreflight, muon, adamw",
@@ -34,6 +34,7 @@ SAID = {
     "numerics": "Newton–Schulz,\nscale, rules",
     "layout": "Region, Layout,\nMatrix, Plan",
     "names": "canonical names",
+    "files": "read, written whole",
     "numerics.kernels": "products",
 }
 

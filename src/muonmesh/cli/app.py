@@ -358,7 +358,7 @@ def _check(run: Path, settings: Settings, *, resuming: bool) -> int:
 def _prepare(run: Path, settings: Settings, parameters: int, *, resuming: bool) -> None:
     """The rest of what can fail without ranks: the text, and what is written."""
     from muonmesh.cli.corpus import load_corpus_of, prepare_corpus, save_corpus_of
-    from muonmesh.cli.files import check_writable
+    from muonmesh.files import check_writable
 
     console = make_console()
     if settings.save_momentum is not None:
@@ -407,9 +407,9 @@ def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
 def _run(run: Path, settings: Settings) -> int:
     """Launch the ranks, report, and return the exit code."""
     from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-    from muonmesh.cli.failure import RunError
     from muonmesh.cli.launch import Interrupted, RankFailed, launch
     from muonmesh.cli.report import write_report
+    from muonmesh.errors import FileError
 
     stopped = False
     try:
@@ -422,7 +422,7 @@ def _run(run: Path, settings: Settings) -> int:
     stopped = stopped or any(latest_step(checkpoints_of(run, name)) != settings.steps for name in settings.optimizers)
     try:
         report = write_report(run, settings)
-    except RunError as error:
+    except FileError as error:
         return complain("train", f"{error}. The training itself is whole", code=1)
     console = make_console()
     if stopped:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from muonmesh.cli.configuration import PRESETS, fields_of
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import is_whole
+from muonmesh.files import is_whole
 from muonmesh.layout import MatrixSpec
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from muonmesh.cli.entries import CheckpointReader, check_finite, flat
+from muonmesh.checkpoint.entries import CheckpointReader, check_finite, flat
+from muonmesh.checkpoint.manifest import REMEDY, Entry, check_entries, entry_of, read_manifest, write_manifest
+from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
+from muonmesh.checkpoint.together import on_first_rank, together
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import cannot_write, check_fields, onto_disk, read_json, reason, write_text, writing
-from muonmesh.cli.manifest import REMEDY, Entry, check_entries, entry_of, read_manifest, write_manifest
-from muonmesh.cli.metadata import METADATA_FILE, read_metadata
 from muonmesh.cli.settings import Optimizer
-from muonmesh.cli.together import on_first_rank, together
+from muonmesh.files import cannot_write, check_fields, onto_disk, read_json, reason, write_text, writing
 
 PROGRESS_FILE = "progress.json"
 STEP_FOLDER = re.compile(r"step-(\d{8})")

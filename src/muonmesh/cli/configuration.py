@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import is_finite, is_whole, read_json
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID
+from muonmesh.errors import FileError
+from muonmesh.files import is_finite, is_whole, read_json
 
 # Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would be fewer than four,
 # so that four ranks can share a layer. They do not depend on --ranks: a run resumes on any number of ranks.
@@ -133,7 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise RunError(f"--model {path}: no such file; needed a transformers config.json.")
     try:
         fields = read_json(path, needed="a transformers config.json")
-    except RunError as error:
+    except FileError as error:
         raise RunError(f"--model {error}") from error
     if not isinstance(fields.get("model_type"), str):
         raise RunError(f'--model {path}: found no "model_type"; needed a transformers config.json.')

@@ -20,9 +20,9 @@ import numpy as np
 
 from muonmesh.cli.documents import RECORDS, Source, find_files, sources_of, walk
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import check_fields, kind_of, onto_disk, read_json, reason, write_text, writing
 from muonmesh.cli.tokenfile import TokenFile
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID, ReadyTokenizer, load_tokenizer, train_tokenizer
+from muonmesh.files import check_fields, kind_of, onto_disk, read_json, reason, write_text, writing
 
 HELD_OUT_SHARE = 0.05
 FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is held out instead of whole files

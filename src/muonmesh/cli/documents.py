@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import kind_of, named, read_json, reason
+from muonmesh.errors import FileError
+from muonmesh.files import kind_of, named, read_json, reason
 
 HASHED_AT_ONCE = 1 << 20  # bytes
 RECORDS_AT_ONCE = 1024
@@ -220,7 +221,7 @@ def _unreadable(file: Path, error: OSError) -> RunError:
     return RunError(f"--data: {file} could not be read: {reason(error)}; needed a file that can be")
 
 
-def _damaged(file: Path, error: Exception) -> RunError:
-    if isinstance(error, RunError):
+def _damaged(file: Path, error: Exception) -> FileError:
+    if isinstance(error, FileError):
         return error
     return RunError(f"--data {file}: could not be read ({reason(error)}); needed a whole {file.suffix} file")

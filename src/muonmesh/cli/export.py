@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.cli.files import onto_disk, write_text, writing
+from muonmesh.checkpoint.together import on_first_rank
 from muonmesh.cli.model import build_model
 from muonmesh.cli.settings import Optimizer
-from muonmesh.cli.together import on_first_rank
 from muonmesh.cli.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
+from muonmesh.files import onto_disk, write_text, writing
 
 
 def export_of(run: Path, optimizer: Optimizer) -> Path:

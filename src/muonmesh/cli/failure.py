@@ -11,10 +11,12 @@ import traceback
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from muonmesh.errors import FileError
+
 ROOM = 32 * 1024  # bytes taken for each rank's file when a run starts: a full disk is what it may have to tell of
 
 
-class RunError(ValueError):
+class RunError(FileError):
     """What a user can mend: a file, a disk, an option. Its message is all there is to say; a traceback says nothing."""
 
 
@@ -56,7 +58,7 @@ def record_failure(run: Path, rank: int, error: BaseException) -> None:
         time=time.time_ns(),
         kind=type(error).__name__,
         message=str(error)[: ROOM // 16],  # JSON may make twelve bytes of a character
-        trace="" if isinstance(error, RunError) else "".join(traceback.format_exception(error))[-ROOM // 4 :],
+        trace="" if isinstance(error, FileError) else "".join(traceback.format_exception(error))[-ROOM // 4 :],
     )
     content = json.dumps(asdict(failure), indent=2, ensure_ascii=False).encode("utf-8", "replace")
     file = _file(run, rank)

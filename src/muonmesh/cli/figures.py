@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import is_number, read_json
+from muonmesh.files import is_number, read_json
 from muonmesh.layout.balance import at_home, least_imbalance
 from muonmesh.report.forecast import WIRE, Forecast, Weight
 from muonmesh.report.rates import Rates

@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from muonmesh.cli.failure import forget_rooms, make_room, read_failures
-from muonmesh.cli.files import writing
 from muonmesh.cli.lifeline import LAUNCHER
+from muonmesh.files import writing
 
 WORKER = "muonmesh.cli.worker"
 SECONDS_TO_STOP = 600  # after Ctrl-C, for the step under way and its checkpoint; a second Ctrl-C does not wait

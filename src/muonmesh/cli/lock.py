@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import make_folders, reason, remove_empty
+from muonmesh.errors import FileError
+from muonmesh.files import make_folders, reason, remove_empty
 
 LOCK_FILE = ".lock"
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -41,7 +42,7 @@ class RunLock:
             self._take()
         except (OSError, ValueError) as error:
             self._release()
-            if isinstance(error, RunError):
+            if isinstance(error, FileError):
                 raise
             raise RunError(
                 f"{self.option} {self.run}: cannot be written: {reason(error)}; needed a folder that can be made and "

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TextIO, get_args
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import cannot_write, is_finite, is_whole, named, read_text, reason, write_text, writing
 from muonmesh.cli.settings import Optimizer
 from muonmesh.cli.sinks import Sink
+from muonmesh.files import cannot_write, is_finite, is_whole, named, read_text, reason, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
 MAYBE = "communication_seconds"  # None where nobody can tell

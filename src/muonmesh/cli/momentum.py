@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from muonmesh.cli.files import onto_disk, writing
+from muonmesh.files import onto_disk, writing
 
 MOMENTUM_KEY = "momentum_buffer"
 

@@ -72,9 +72,9 @@ def plan(
     Who orthogonalises what, FLOPs, bytes and stored memory are counted from the plan that every rank would make.
     Launches, the memory of a step and its time are modelled, and say so. Nothing is downloaded, built or run.
     """
-    from muonmesh.cli.files import write_text
     from muonmesh.cli.plan_page import page
     from muonmesh.cli.terminal import complain
+    from muonmesh.files import write_text
 
     try:
         found = planned(model, mesh=mesh, experts=experts, weights=weights, rank=rank, rates=rates)

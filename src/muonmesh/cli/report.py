@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from muonmesh.cli.files import read_text, write_text, writing
 from muonmesh.cli.page import document, embedded, table
 from muonmesh.cli.plots import FILES, plot_losses
 from muonmesh.cli.settings import Settings, load_config
 from muonmesh.cli.summary import LABELS, Comparison, TrainingSummary, compare, summarise
 from muonmesh.cli.terminal import make_console
+from muonmesh.files import read_text, write_text, writing
 
 REPORT_FILE = "report.html"
 METHOD = (

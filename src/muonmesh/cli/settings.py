@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import is_finite, is_number, is_whole, read_json, write_text
+from muonmesh.files import is_finite, is_number, is_whole, read_json, write_text
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]

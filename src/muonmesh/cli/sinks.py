@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import writing
 from muonmesh.cli.settings import Logger, Optimizer, Settings
+from muonmesh.files import writing
 
 NEEDED = {"tensorboard": "tensorboard", "wandb": "wandb"}  # what each needs installed; metrics.jsonl needs nothing
 

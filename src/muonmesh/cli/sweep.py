@@ -16,10 +16,10 @@ from statistics import fmean, stdev
 from typing import TypeVar
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import write_text, writing
 from muonmesh.cli.page import document, embedded, table
 from muonmesh.cli.settings import Optimizer, Settings
 from muonmesh.cli.summary import LABELS, summarise
+from muonmesh.files import write_text, writing
 
 Number = TypeVar("Number", int, float)
 SWEEP_FILE, PAGE_FILE, PICTURE_FILE = "sweep.json", "sweep.html", "sweep.png"

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import read_json, read_text, reason
+from muonmesh.files import read_json, read_text, reason
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"

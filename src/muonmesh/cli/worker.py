@@ -38,10 +38,10 @@ def work(run: Path) -> None:
     import torch.distributed as dist
 
     import muonmesh.cli.training  # noqa: F401 - what takes longest, before it is set aside
+    from muonmesh.checkpoint.together import insist_on_the_same
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
-    from muonmesh.cli.together import insist_on_the_same
 
     gc.freeze()
     gc.enable()
@@ -74,12 +74,12 @@ def train(
     stop: StopRequest,
 ) -> bool:
     """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
+    from muonmesh.checkpoint.together import on_first_rank
     from muonmesh.cli.export import export, export_of
-    from muonmesh.cli.files import writing
     from muonmesh.cli.momentum import save_momentum
     from muonmesh.cli.sinks import open_sinks
-    from muonmesh.cli.together import on_first_rank
     from muonmesh.cli.training import Training
+    from muonmesh.files import writing
 
     training = Training(name, settings, corpus, device)
     training.restore()

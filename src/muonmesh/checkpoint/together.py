@@ -8,21 +8,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from muonmesh.cli.failure import RunError
+from muonmesh.errors import FileError
 
 
 def together(work: Callable[[], None]) -> None:
     """Do something on this rank and return when all ranks have done theirs. Called on all ranks.
 
     Raises:
-        RunError: on every rank, with the message of the first rank that failed.
-        Exception: on a rank that met something else, what it met; the others raise a RunError that tells of it.
+        FileError: on every rank, with the message of the first rank that failed.
+        Exception: on a rank that met something else, what it met; the others raise a FileError that tells of it.
     """
     message: str | None = None
     unexpected: Exception | None = None
     try:
         work()
-    except RunError as error:
+    except FileError as error:
         message = str(error)
     except Exception as error:
         message, unexpected = f"rank {dist.get_rank()}: {type(error).__name__}: {error}", error
@@ -32,7 +32,7 @@ def together(work: Callable[[], None]) -> None:
         raise unexpected
     for found in everyone:
         if found is not None:
-            raise RunError(found)
+            raise FileError(found)
 
 
 def on_first_rank(work: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
     """Make sure that all ranks were given the same values.
 
     Raises:
-        RunError: on every rank, with the first that differs.
+        FileError: on every rank, with the first that differs.
     """
     everyone: list[Mapping[str, Any]] = [given] * dist.get_world_size()
     dist.all_gather_object(everyone, given)
@@ -52,7 +52,7 @@ def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
         found = [other.get(name) for other in everyone]
         if any(value != found[0] for value in found):
             values = ", ".join(map(repr, found))
-            raise RunError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")
+            raise FileError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")
 
 
 def _nothing() -> None:

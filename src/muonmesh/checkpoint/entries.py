@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import reason
-from muonmesh.cli.manifest import MANIFEST_FILE, REMEDY
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
+from muonmesh.errors import FileError
+from muonmesh.files import reason
 
 SECOND_MOMENT = "exp_avg_sq"
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads what `muonmesh.cli.metadata.read_metadata` has accepted.
+    """Reads what `muonmesh.checkpoint.metadata.read_metadata` has accepted.
 
     Torch's own reader would unpickle the metadata. The tensors it reads with ``torch.load(weights_only=True)``; entries
     of other kinds, for which it would not, the metadata cannot name.
@@ -39,41 +39,41 @@ class CheckpointReader(FileSystemReader):
         """Make sure that every file with tensors is one of these.
 
         Raises:
-            RunError: naming the first that is not.
+            FileError: naming the first that is not.
         """
         for place in self.metadata.storage_data.values():
             if place.relative_path not in names:
                 path = self.folder / place.relative_path
-                raise RunError(f"{path}: {MANIFEST_FILE} does not tell of it. {REMEDY}")
+                raise FileError(f"{path}: {MANIFEST_FILE} does not tell of it. {REMEDY}")
 
     def check_names(self, needed: Mapping[str, Tensor]) -> None:
         """Make sure that the checkpoint holds these tensors and no others, of these shapes and dtypes.
 
         Raises:
-            RunError: naming the first that differs.
+            FileError: naming the first that differs.
         """
         held = self.metadata.state_dict_metadata
         remedy = "Resume with the model and the optimizer that it was saved with"
         for name, tensor in needed.items():
             if name not in held:
-                raise RunError(
+                raise FileError(
                     f"{self.folder}: found no {name}; needed it, {_told(tensor.shape, tensor.dtype)}. {remedy}"
                 )
             entry: Any = held[name]
             if (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
-                raise RunError(
+                raise FileError(
                     f"{self.folder}: found {name}, {_told(entry.size, entry.properties.dtype)}; needed "
                     f"{_told(tensor.shape, tensor.dtype)}. {remedy}"
                 )
         for name in held:
             if name not in needed:
-                raise RunError(f"{self.folder}: found {name}, which this training does not have. {remedy}")
+                raise FileError(f"{self.folder}: found {name}, which this training does not have. {remedy}")
 
     def check_tensors(self, *, share: int, of: int) -> None:
         """Read every ``of``-th piece of a tensor, beginning with number ``share``, and look at it.
 
         Raises:
-            RunError: naming the file and the tensor: not one, of another shape or dtype, not finite, or negative where
+            FileError: naming the file and the tensor: not one, of another shape or dtype, not finite, or negative where
                 a square is meant.
         """
         held: dict[str, Any] = self.metadata.state_dict_metadata
@@ -87,18 +87,18 @@ class CheckpointReader(FileSystemReader):
                 with path.open("rb") as file:
                     tensor = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
             except Exception as error:  # what damaged bytes make of the reader
-                raise RunError(f"{path}: {name} could not be read: {reason(error)}. {REMEDY}") from error
+                raise FileError(f"{path}: {name} could not be read: {reason(error)}. {REMEDY}") from error
             expected = _told(chunk.sizes, entry.properties.dtype)
             if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-                raise RunError(
+                raise FileError(
                     f"{path}: found {type(tensor).__name__} for {name}; needed a tensor, {expected}. {REMEDY}"
                 )
             if (tensor.shape, tensor.dtype) != (chunk.sizes, entry.properties.dtype):
-                raise RunError(
+                raise FileError(
                     f"{path}: found {name}, {_told(tensor.shape, tensor.dtype)}; needed {expected}. {REMEDY}"
                 )
             if wrong := _wrong_numbers(name, tensor):
-                raise RunError(f"{path}: found {wrong} in {name}; needed finite numbers. {REMEDY}")
+                raise FileError(f"{path}: found {wrong} in {name}; needed finite numbers. {REMEDY}")
 
 
 def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -116,12 +116,13 @@ def check_finite(state: Mapping[str, Any], kept: str) -> None:
     """Make sure that all that this rank holds of a state is finite.
 
     Raises:
-        RunError: naming the first tensor that is not; ``kept`` is said too.
+        FileError: naming the first tensor that is not; ``kept`` is said too.
     """
     for name, tensor in flat(state).items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if _wrong_numbers(name, local.detach()):
-            raise RunError(f"{name}: not finite, so it is not saved. {kept}Start again with a lower --lr or --adamw-lr")
+            remedy = "Start again with a lower --lr or --adamw-lr"
+            raise FileError(f"{name}: not finite, so it is not saved. {kept}{remedy}")
 
 
 def _wrong_numbers(name: str, tensor: Tensor) -> str:

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import kind_of, reason
+from muonmesh.errors import FileError
+from muonmesh.files import kind_of, reason
 
 METADATA_FILE = ".metadata"
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
@@ -84,7 +84,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Read what the checkpoint in ``folder`` says it holds; nothing but plain tensors in files of that folder.
 
     Raises:
-        RunError: there is none, or it holds something else, or it does not fit together or its files.
+        FileError: there is none, or it holds something else, or it does not fit together or its files.
     """
     path = folder / METADATA_FILE
     try:
@@ -92,10 +92,10 @@ def read_metadata(folder: Path) -> Metadata:
             raise ValueError(f"found {kind_of(path)} there")
         metadata = _metadata(_Unpickler(path.read_bytes()).load())
         _check_files(folder, metadata)
-    except RunError:
+    except FileError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
-        raise RunError(
+        raise FileError(
             f"{path}: not what a training writes: {reason(error)}; needed the file as it was written. Remove the "
             "folder, or bring an undamaged copy"
         ) from error
@@ -162,12 +162,12 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name, end in sorted(ends.items()):
         path = folder / name
         if path.is_symlink() or not path.is_file():
-            raise RunError(
+            raise FileError(
                 f"{path}: found {'a link' if path.is_symlink() else kind_of(path)}; needed the {end} bytes that "
                 f"{METADATA_FILE} tells of. Remove the folder, or bring an undamaged copy"
             )
         if path.stat().st_size < end:
-            raise RunError(
+            raise FileError(
                 f"{path}: found {path.stat().st_size} bytes; needed {end}. Remove the folder, or bring an undamaged "
                 "copy"
             )

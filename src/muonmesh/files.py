@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from muonmesh.cli.failure import RunError
+from muonmesh.errors import FileError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What torch's writer and numpy say when the system took less than they gave it.
@@ -33,14 +33,14 @@ def writing(path: Path, *, beside: str = "", raised: type[Exception] = OSError) 
         raised: What to turn; safetensors and tokenizers have errors of their own.
 
     Raises:
-        RunError: it could not be written.
+        FileError: it could not be written.
     """
     try:
         yield
-    except RunError:
+    except FileError:
         raise
     except raised as error:
-        raise RunError(cannot_write(path, error, beside=beside)) from error
+        raise FileError(cannot_write(path, error, beside=beside)) from error
 
 
 def cannot_write(path: Path, error: BaseException, *, beside: str = "") -> str:
@@ -76,7 +76,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a whole file or leave the old one: beside it, onto the disk, then renamed.
 
     Raises:
-        RunError: it could not be written; what was there is there.
+        FileError: it could not be written; what was there is there.
     """
     scratch = path.with_name(f".{path.name}.writing")
     with writing(path):
@@ -105,33 +105,33 @@ def read_text(path: Path, *, needed: str) -> str:
     """Read a regular file of UTF-8 text.
 
     Raises:
-        RunError: there is none, or it cannot be read; ``needed`` says what should be there.
+        FileError: there is none, or it cannot be read; ``needed`` says what should be there.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for somebody to write
-            raise RunError(f"{path}: found {kind_of(path)}; needed {needed}")
+            raise FileError(f"{path}: found {kind_of(path)}; needed {needed}")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RunError(f"{path}: not text in UTF-8 ({error.reason}); needed {needed}") from error
+        raise FileError(f"{path}: not text in UTF-8 ({error.reason}); needed {needed}") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, RunError):
+        if isinstance(error, FileError):
             raise
-        raise RunError(f"{path}: could not be read: {reason(error)}; needed {needed}") from error
+        raise FileError(f"{path}: could not be read: {reason(error)}; needed {needed}") from error
 
 
 def read_json(path: Path, *, needed: str) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        RunError: it is none, or one of its names is there twice.
+        FileError: it is none, or one of its names is there twice.
     """
     text = read_text(path, needed=needed)
     try:
         content = json.loads(text, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: not JSON ({reason(error)}); needed {needed}") from error
+        raise FileError(f"{path}: not JSON ({reason(error)}); needed {needed}") from error
     if not isinstance(content, dict):
-        raise RunError(f"{path}: found {named(content)}; needed {needed}, a JSON object")
+        raise FileError(f"{path}: found {named(content)}; needed {needed}, a JSON object")
     return content
 
 
@@ -139,16 +139,16 @@ def check_fields(path: Path, content: dict[str, Any], kinds: dict[str, str]) -> 
     """Make sure that an object has these fields, of these kinds, and no others.
 
     Raises:
-        RunError: naming the first that is missing, unknown or of another kind.
+        FileError: naming the first that is missing, unknown or of another kind.
     """
     for name, kind in kinds.items():
         if name not in content:
-            raise RunError(f"{path}: found no {name!r}; needed {kind}")
+            raise FileError(f"{path}: found no {name!r}; needed {kind}")
         if not KINDS[kind](content[name]):
-            raise RunError(f"{path}: found {name} {_shown(content[name])}; needed {kind}")
+            raise FileError(f"{path}: found {name} {_shown(content[name])}; needed {kind}")
     for name in content:
         if name not in kinds:
-            raise RunError(f"{path}: found {name!r}, which means nothing; needed {', '.join(kinds)}")
+            raise FileError(f"{path}: found {name!r}, which means nothing; needed {', '.join(kinds)}")
 
 
 def is_whole(value: object) -> bool:
@@ -201,12 +201,12 @@ def check_writable(path: Path, *, option: str) -> None:
     """Try whether a file can be written, folders above it included; leaves nothing behind.
 
     Raises:
-        RunError: it cannot, which a training would have found out at its end.
+        FileError: it cannot, which a training would have found out at its end.
     """
     made: list[Path] = []
     try:
         if (path.exists() or path.is_symlink()) and not path.is_file():
-            raise RunError(f"{option} {path}: found {kind_of(path)} there; needed the name of a file")
+            raise FileError(f"{option} {path}: found {kind_of(path)} there; needed the name of a file")
         made = make_folders(path.parent)
         if path.exists():
             with path.open("r+b"):
@@ -215,9 +215,9 @@ def check_writable(path: Path, *, option: str) -> None:
             trial.write(b"trial")
             trial.flush()
     except (OSError, ValueError) as error:
-        if isinstance(error, RunError):
+        if isinstance(error, FileError):
             raise
-        raise RunError(
+        raise FileError(
             f"{option} {path}: cannot be written: {reason(error)}; needed a file in a folder that can be written"
         ) from error
     finally:

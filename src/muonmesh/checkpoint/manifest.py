@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.files import check_fields, read_json, reason, write_text
+from muonmesh.errors import FileError
+from muonmesh.files import check_fields, read_json, reason, write_text
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -32,7 +32,7 @@ def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:
     """Write down what the files of a checkpoint are.
 
     Raises:
-        RunError: it could not be written.
+        FileError: it could not be written.
     """
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
     write_text(folder / MANIFEST_FILE, json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
@@ -42,7 +42,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
     """Read what the files of a checkpoint were; None for a checkpoint older than manifests.
 
     Raises:
-        RunError: it is not what `write_manifest` wrote.
+        FileError: it is not what `write_manifest` wrote.
     """
     path = folder / MANIFEST_FILE
     if not path.exists() and not path.is_symlink():
@@ -50,11 +50,11 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
     content = read_json(path, needed="what a training wrote there")
     check_fields(path, content, {"format": "a whole number of at least 0", "files": "an object"})
     if content["format"] != FORMAT:
-        raise RunError(f"{path}: found format {content['format']}; needed {FORMAT}: another version wrote it")
+        raise FileError(f"{path}: found format {content['format']}; needed {FORMAT}: another version wrote it")
     entries: dict[str, Entry] = {}
     for name, entry in content["files"].items():
         if not isinstance(entry, dict) or name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise RunError(f"{path}: found {name!r}; needed the name of a file in this folder, with its size and hash")
+            raise FileError(f"{path}: found {name!r}; needed the name of a file in this folder, with its size and hash")
         check_fields(path, entry, {"bytes": "a whole number of at least 0", "sha256": "a string"})
         entries[name] = entry["bytes"], entry["sha256"]
     return entries
@@ -64,18 +64,18 @@ def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str])
     """Make sure that files are what the manifest says.
 
     Raises:
-        RunError: naming the first that is missing or has changed.
+        FileError: naming the first that is missing or has changed.
     """
     for name in names:
         path = folder / name
         try:
             if path.is_symlink() or not path.is_file():
-                raise RunError(f"{path}: not there, or not a file; {MANIFEST_FILE} tells of it. {REMEDY}")
+                raise FileError(f"{path}: not there, or not a file; {MANIFEST_FILE} tells of it. {REMEDY}")
             size, digest = entry_of(path)
         except OSError as error:
-            raise RunError(f"{path}: could not be read: {reason(error)}. {REMEDY}") from error
+            raise FileError(f"{path}: could not be read: {reason(error)}. {REMEDY}") from error
         expected_size, expected_digest = entries[name]
         if size != expected_size:
-            raise RunError(f"{path}: found {size} bytes; needed {expected_size}, as {MANIFEST_FILE} says. {REMEDY}")
+            raise FileError(f"{path}: found {size} bytes; needed {expected_size}, as {MANIFEST_FILE} says. {REMEDY}")
         if digest != expected_digest:
-            raise RunError(f"{path}: its content has changed since it was written ({MANIFEST_FILE}). {REMEDY}")
+            raise FileError(f"{path}: its content has changed since it was written ({MANIFEST_FILE}). {REMEDY}")

@@ -1,0 +1,1 @@
+"""Checkpoint: a model's and its optimizer's state, written so that any layout can read it and nothing can execute."""
