@@ -43,7 +43,7 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.gram import fits, is_cheaper
-from muonmesh.layout.plan import pieces
+from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of
 from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
