@@ -92,6 +92,18 @@ class Hyperparameters:
             weights.copy_(torch.where(agree, weights * keep, weights))
 
 
+def check_choice(settings: Hyperparameters, field: str, choices: tuple[str, ...]) -> None:
+    """Check that a field is one of some words; the message calls it by its key in a group.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    found = getattr(settings, field)
+    if found not in choices:
+        needed = f"one of {', '.join(map(repr, choices))}"
+        raise ValueError(f"{settings.keys.get(field, field)}: found {found!r}; needed {needed}")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule(Hyperparameters):
     """What a group does with its matrices, in the order in which a step calls it.
