@@ -48,9 +48,10 @@ from muonmesh.step.connection import changed, check_members, connect, forget, pl
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
 from muonmesh.step.lacking import lacking_of
+from muonmesh.step.members import Member, group_for
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
-from muonmesh.step.planning import Member, Planned, group_for
+from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.slots import Collected, collect

@@ -16,7 +16,8 @@ from muonmesh.layout import Piece
 from muonmesh.numerics.rules import KeptAs, is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.homes import Home
-from muonmesh.step.planning import Member, Planned
+from muonmesh.step.members import Member
+from muonmesh.step.planning import Planned
 
 RUNNING = ("running_norm", "running_norm_steps")
 """State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
