@@ -80,18 +80,23 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         FileError: it could not be written; what was there is there.
     """
-    scratch = path.with_name(f".{path.name}.writing")
     with writing(path):
-        try:
-            with scratch.open("w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise
+        replace_text(path, text)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Do what `write_text` does; an OSError where it could not be written."""
+    scratch = path.with_name(f".{path.name}.writing")
+    try:
+        with scratch.open("w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
 
 
 def onto_disk(path: Path) -> None:

@@ -34,7 +34,7 @@ from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
 from muonmesh.checkpoint.place import Claim, forget_older, found_at, put, writing_at
 from muonmesh.checkpoint.together import gathered, on_first_rank, rank_in, ranks_in, together
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, reason, write_text, writing
+from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, reason, replace_text, writing
 
 SETTINGS_FILE = "settings.json"
 AGAIN = "save again"
@@ -93,7 +93,7 @@ def write(
             with writing(place, beside=beside, again=again):
                 scratch = claims[0].scratch
                 _check_shared(scratch, entries)
-                write_text(scratch / settings_file, text)
+                replace_text(scratch / settings_file, text)
                 everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, settings_file)}}
                 write_manifest(scratch, everything)
                 onto_disk(scratch)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from muonmesh.errors import FileError
-from muonmesh.files import check_fields, read_json, reason, write_text
+from muonmesh.files import check_fields, read_json, reason, replace_text
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -31,13 +31,9 @@ def entry_of(path: Path) -> Entry:
 
 
 def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:
-    """Write down what the files of a checkpoint are.
-
-    Raises:
-        FileError: it could not be written.
-    """
+    """Write down what the files of a checkpoint are; an OSError where it cannot be written."""
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
-    write_text(folder / MANIFEST_FILE, json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
+    replace_text(folder / MANIFEST_FILE, json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | None:

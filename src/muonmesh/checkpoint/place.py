@@ -119,12 +119,15 @@ def put(scratch: Path, path: Path) -> None:
         path.rename(before)
     try:
         scratch.rename(path)
+        onto_disk(path.parent)
     except BaseException:
+        if not os.path.lexists(scratch):
+            path.rename(scratch)
         if replacing:
             before.rename(path)
         raise
-    onto_disk(path.parent)
-    _remove(before)
+    with contextlib.suppress(OSError):  # nobody reads it while there is something at the place
+        _remove(before)
 
 
 def numbered(directory: Path, family: str) -> list[tuple[int, Path]]:
