@@ -20,6 +20,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, is_whole
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.errors import FileError
 from tests.alone import DEAD, Point, alone, die, files_of_at_most, in_child, refuse
+from tests.disks import read_only, small_disk
 
 OLD, NEW, NEXT = 1, 2, 3
 FAMILY = "step-"
@@ -182,6 +183,24 @@ def test_what_cannot_be_written_is_one_sentence_and_the_process_goes_on(cut: str
             assert said.endswith("Free some space there, then save again")
         else:
             assert found == NEW, "what failed was the removal of the old"
+
+
+def test_a_full_disk_and_one_that_is_read_only_leave_the_old(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        path = disk / "state"
+        save(path, OLD)
+        (disk / "ballast").write_bytes(bytes(4_000_000))
+        large = {"weight": torch.ones(512, 1024)}
+        with pytest.raises(FileError, match=r"state: could not be written: No space left on device\. Free some"):
+            write(path, large, {})
+        assert generation_at(path) == OLD
+        (disk / "ballast").unlink()
+        with read_only(disk), pytest.raises(FileError, match=r"state: could not be written: Read-only file system\. "):
+            save(path, NEW)
+        assert generation_at(path) == OLD
+        save(path, NEW)
+        assert generation_at(path) == NEW
+        assert os.listdir(disk) == ["state"]
 
 
 def test_no_name_is_given_before_all_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

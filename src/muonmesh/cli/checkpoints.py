@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Checkpoints:
         found: list[int | str | None] = [None]
         if dist.get_rank() == 0:
             found = [latest_step(self.directory) or _none_is_whole(self.directory)]
+            if isinstance(found[0], int):
+                _tell_of_broken(self.directory, found[0])
         dist.broadcast_object_list(found, src=0)
         if isinstance(found[0], str):
             raise RunError(found[0])
@@ -94,6 +97,12 @@ def _check_progress(folder: Path, content: dict[str, Any], step: int) -> None:
     check_fields(path, content, kinds)
     if content["step"] != step:
         raise RunError(f"{path}: found step {content['step']}; needed {step}, as its folder is called. {REMEDY}")
+
+
+def _tell_of_broken(directory: Path, latest: int) -> None:
+    for step, path in numbered(directory, STEP):
+        if step > latest:
+            print(f"{path}: found files missing or cut off; goes on from step {latest}", file=sys.stderr)
 
 
 def _none_is_whole(directory: Path) -> str | None:
