@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 import muonmesh as mm
 from muonmesh.numerics.kernels import triton
 from muonmesh.testing import DryRun, HostSync, Rates, dry_run
+from tests.samples import one_in
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 3
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -185,11 +186,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"world": 4, "mesh": {"shard": 4}, "placements": on(Shard(0))},
     "ddp": {"world": 4, "mesh": {"replicate": 4}, "placements": on(Replicate())},
 }
-# One process does nothing that ranks do not.
-QUICK = [name if name != "one" else pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize("layout", QUICK)
+@pytest.mark.parametrize("layout", one_in(3, ["fsdp", "one", "ddp"]))
 @pytest.mark.parametrize("step", STEPS)
 def test_the_host_does_not_wait(step: str, layout: str) -> None:
     """Neither in the first step nor later."""
@@ -212,7 +211,7 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("layout", QUICK)
+@pytest.mark.parametrize("layout", one_in(3, ["ddp", "one", "fsdp"]))
 def test_the_host_does_not_wait_with_settings(layout: str, dtype: torch.dtype, settings: dict[str, Any]) -> None:
     dry_run(Model(dtype), lambda model: ours(model, **settings), **LAYOUTS[layout])
 

@@ -15,7 +15,7 @@ import torch
 from muonmesh.errors import LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
-from tests.integrations import deepspeed_engine as ds
+from tests.hosts import deepspeed_engine as ds
 from tests.workers import Pool
 
 BF16 = {"bf16": {"enabled": True}}
