@@ -112,6 +112,17 @@ def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
         assert bool((counts == 1).all())
 
 
+def test_a_matrix_in_several_runs_of_one_rank_does_not_travel() -> None:
+    """Rank 0 holds columns 0 and 2, which are the first of two alternating matrices."""
+    layout = MeshLayout((1, 4), (2,), (0, 1), (StridedShard(1, 2),))
+    matrices = split_matrices("w", (1, 4), ("transposed", ("interleaved", 2, 0)))
+    assert [layout.holders(matrix.blocks[0].region) for matrix in matrices] == [(0,), (1,)]
+    assert layout.holders(Region.box((0, 0), (1, 3))) == ()
+    plan = make_plan([Parameter("w", layout, layout, matrices, (1, 1), "")], bucket_elements=10)
+    assert [a.team for a in plan.assignments] == [(0,), (1,)]
+    assert not any(plan.moves(number) for number in range(2))
+
+
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
 @hypothesis.given(st.data())
 def test_each_of_a_team_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataObject) -> None:
