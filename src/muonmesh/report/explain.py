@@ -57,10 +57,10 @@ class Explanation:
     Attributes:
         rows: One per parameter, in the order of the groups.
         rank: The rank this is told for.
-        orthogonalizations: Matrices that this rank orthogonalises in a step.
+        orthogonalizations: Matrices that this rank orthogonalises in a step, alone or in a team.
         collectives: Collectives that this rank takes part in in a step.
-        bytes_sent: Bytes this rank sends in a step, flags not counted.
-        bytes_received: Bytes it receives.
+        bytes_sent: Bytes this rank sends in a step; flags, and what teams gather between products, are not counted.
+        bytes_received: Bytes it receives, likewise.
         flops: FLOPs of one step, by rank.
     """
 
