@@ -126,8 +126,8 @@ class GramExchange:
         numels: dict[str, int] = {}
         for draft in drafts:
             for role, numel in draft.numels().items():
-                slot = f"{role}.{draft.sum.turn % 2}"
-                numels[slot] = max(numel, numels.get(slot, 0))
+                name = f"{role}.{draft.sum.turn % 2}"
+                numels[name] = max(numel, numels.get(name, 0))
         self.memory = memory_of(numels, self._dtype, self._device)
         pairs: dict[int, list[_Stage]] = {}
         for draft in drafts:
