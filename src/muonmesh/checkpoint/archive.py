@@ -1,4 +1,4 @@
-"""Saved: a file of `torch.save`, read without running it and only if it is as it was written."""
+"""Archive: a file of `torch.save`, read without running it and only if it is as it was written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDED = "what torch.save wrote, unchanged"
 REMEDY = "Bring an undamaged copy"
 
 
-def read_saved(path: str | os.PathLike[str]) -> Any:
+def read_archive(path: str | os.PathLike[str]) -> Any:
     """Load it on the CPU, with ``weights_only=True``.
 
     Torch writes a checksum beside each record and never looks at it again; here they are looked at, so bytes that have

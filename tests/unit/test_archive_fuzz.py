@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 import muonmesh as mm
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, check_copy, entry_of, write_manifest
-from muonmesh.checkpoint.saved import read_saved
+from muonmesh.checkpoint.archive import read_archive
 from muonmesh.cli.export import export
 from muonmesh.cli.model import build_model, load_model
 from muonmesh.cli.tokenizer import TOKENIZER_FILE, train_tokenizer
@@ -68,7 +68,7 @@ def of_saved(root: Path, count: int) -> Counter[str]:
     for number in range(count):
         folder = shutil.copytree(root / "whole", root / str(number))
         what = mutate(folder, ["state.pt"], root / "outside", number)
-        found = outcome(lambda folder=folder: read_saved(folder / "state.pt"), right)
+        found = outcome(lambda folder=folder: read_archive(folder / "state.pt"), right)
         assert found in ("refused", "equal"), (number, what, found)
         made[found] += 1
         shutil.rmtree(folder)
@@ -133,4 +133,4 @@ def test_bytes_that_torch_load_takes_for_what_was_written_are_refused(tmp_path: 
     with pytest.raises(
         FileError, match=r"state\.pt: found another checksum of state/data/\d+; needed what torch\.save"
     ):
-        read_saved(tmp_path / "state.pt")
+        read_archive(tmp_path / "state.pt")
