@@ -1,0 +1,233 @@
+"""Saved under any layout, loaded under any other: training goes on bit for bit as if one process had never stopped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Placement, Shard
+
+import muonmesh as mm
+from muonmesh.integrations import fsdp1
+from tests import layouts, problem
+from tests.layouts import R, S, strided
+from tests.meshes import mesh_of
+
+# Every way to split, tall and wide, smaller than the ranks and uneven, and AdamW's half.
+NAMES = (
+    "row",
+    "few",
+    "even",
+    "qkv",
+    "columns",
+    "neox",
+    "conv1d",
+    "experts",
+    "expert_gate_up",
+    "conv",
+    "embedding",
+    "bias",
+)
+PARAMETERS = {name: problem.PARAMETERS[name] for name in NAMES}
+FIRST, LAST = 2, 4  # steps before the checkpoint, and at the end
+
+
+@dataclass
+class Case:
+    """A model and its optimizer on this rank.
+
+    Attributes:
+        give: Sets all gradients from whole ones.
+        whole: Returns parameters and state, whole, by name.
+    """
+
+    model: nn.Module
+    optimizer: mm.Muon
+    give: Callable[[dict[str, Tensor | None]], None]
+    whole: Callable[[], dict[str, Tensor]]
+
+    def advance(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            gradients = problem.gradients(step)
+            self.give({name: gradients[name] for name in NAMES})
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def values_of(seed: int) -> dict[str, Tensor]:
+    values = problem.initial(seed)
+    return {name: values[name] for name in NAMES}
+
+
+def of_model(layout: str, seed: int, **settings: Any) -> Case:
+    model, group = problem.hold(layout, values_of(seed))
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **settings)
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
+
+    return Case(model, optimizer, give, lambda: problem.result(model, optimizer))
+
+
+def of_held(held: layouts.Held, **settings: Any) -> Case:
+    optimizer = mm.Muon(held.groups, **held.settings, **settings)
+    model = nn.Module()
+    for name, tensor in held.tensors.items():
+        model.register_parameter(name, tensor)  # type: ignore[arg-type]
+    return Case(model, optimizer, held.give, lambda: held.whole(optimizer))
+
+
+def on_mesh(hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]], seed: int) -> layouts.Held:
+    def placements(name: str, shape: tuple[int, ...]) -> Sequence[Placement]:
+        return place(name, len(shape))
+
+    held: layouts.Held = hold(PARAMETERS, values_of(seed), mesh_of(sizes), placements)
+    return held
+
+
+def alternating(name: str, dims: int) -> list[Placement]:
+    """As tensor parallelism cuts: one weight by rows, the next by columns."""
+    return [Shard(NAMES.index(name) % 2 % dims)]
+
+
+def strided_rows(name: str, dims: int) -> list[Placement]:
+    """FSDP2 over tensor parallelism, by rows and by columns."""
+    return [strided(0, 2), S(0)] if NAMES.index(name) % 2 else [S(0), S(dims - 1)]
+
+
+def experts(name: str, dims: int) -> list[Placement]:
+    return [S(0), S(1)] if dims == 3 else [R, R]
+
+
+def of_fsdp1(seed: int, **settings: Any) -> Case:
+    model = problem.Bag(values_of(seed))
+    groups = problem.groups(model)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    declared: Any = fsdp1.declared_layouts(wrapped)
+    optimizer = mm.Muon(groups, layouts=declared, **settings)
+    parameters = dict(zip(declared, (p for p in wrapped.parameters()), strict=True))
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            assert gradient is not None
+            parameters[name].grad = layouts.cut(gradient, declared[name], dist.get_rank())
+
+    def whole() -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in parameters.items():
+            found[name] = layouts.assemble(parameter, declared[name])
+            for key, value in optimizer.state[parameter].items():
+                flat = key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+                found[f"{name}.{key}"] = layouts.assemble(value, declared[name]) if flat else value.clone()
+        return found
+
+    return Case(wrapped, optimizer, give, whole)
+
+
+Make = Callable[..., Case]
+
+
+def model_in(layout: str, **settings: Any) -> Make:
+    return functools.partial(of_model, layout, **settings)
+
+
+def held_on(hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]]) -> Make:
+    def make(seed: int, **settings: Any) -> Case:
+        return of_held(on_mesh(hold, sizes, place, seed), **settings)
+
+    return make
+
+
+def flat(tensor_parallel: int = 1) -> Make:
+    def make(seed: int, **settings: Any) -> Case:
+        held = layouts.flat(PARAMETERS, values_of(seed), tensor_parallel=tensor_parallel, seed=tensor_parallel)
+        return of_held(held, **settings)
+
+    return make
+
+
+# name: (ranks, how it is made). The order is that of the ring that `make test` goes round.
+LAYOUTS: dict[str, tuple[int, Make]] = {
+    "one process": (1, model_in("local")),
+    "ddp 2": (2, model_in("ddp")),
+    "fsdp 4": (4, model_in("fsdp")),
+    "shard 1 on 2": (2, model_in("shard1")),
+    "hsdp": (4, model_in("hsdp")),
+    "tp 2": (2, held_on(layouts.dtensors, (2,), alternating)),
+    "fsdp over tp": (4, held_on(layouts.dtensors, (2, 2), strided_rows)),
+    "flat 2": (2, flat()),
+    "experts": (4, held_on(layouts.dtensors, (2, 2), experts)),
+    "declared 2": (2, held_on(layouts.declared, (2,), alternating)),
+    "flat over tp": (4, flat(2)),
+    "fsdp 2": (2, model_in("fsdp")),
+    "hsdp, shared state": (4, model_in("hsdp", shard_state=True)),
+    "ddp 4": (4, model_in("ddp")),
+    "declared over tp": (4, held_on(layouts.declared, (2, 2), strided_rows)),
+    "fsdp1": (2, of_fsdp1),
+    "ddp, shared state": (4, model_in("ddp", shard_state=True)),
+    "shard 0 on 2": (2, model_in("shard0")),
+}
+RING = list(zip(LAYOUTS, [*list(LAYOUTS)[1:], next(iter(LAYOUTS))], strict=True))
+PAIRS = [
+    pytest.param(a, b, id=f"{a} to {b}", marks=() if (a, b) in RING else pytest.mark.soak)
+    for a in LAYOUTS
+    for b in LAYOUTS
+]
+
+
+def build(layout: str, seed: int = 0, **settings: Any) -> Case:
+    return LAYOUTS[layout][1](seed, **{**problem.SETTINGS, "compute_dtype": torch.float32, **settings})
+
+
+def save(layout: str, path: str, settings: dict[str, Any]) -> None:
+    case = build(layout, **settings)
+    case.advance(0, FIRST)
+    mm.checkpoint.save(path, case.model, case.optimizer)
+
+
+def load(layout: str, path: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    case = build(layout, seed=7, **settings)  # other weights than those that were saved
+    mm.checkpoint.load(path, case.model, case.optimizer)
+    case.advance(FIRST, LAST)
+    return case.whole()
+
+
+@functools.cache
+def uninterrupted(**settings: Any) -> dict[str, Tensor]:
+    case = build("one process", **settings)
+    case.advance(0, LAST)
+    return case.whole()
+
+
+@pytest.fixture(scope="module")
+def saved(workers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Where the checkpoint of a layout is; each is saved once, and loaded by many."""
+
+    @functools.cache
+    def path_of(layout: str, **settings: Any) -> Path:
+        path = tmp_path_factory.mktemp("checkpoint") / "checkpoint"
+        workers(LAYOUTS[layout][0]).run(save, layout, str(path), settings)
+        return path
+
+    return path_of
+
+
+def check(workers: Any, path: Path, after: str, **settings: Any) -> None:
+    expected = uninterrupted(**settings)
+    for result in workers(LAYOUTS[after][0]).run(load, after, str(path), settings):
+        assert problem.differing(result, expected) == []
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_checkpoint_of_any_layout_loads_into_any_other(workers, saved, before: str, after: str) -> None:
+    check(workers, saved(before), after)
