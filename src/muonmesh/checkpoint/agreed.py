@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from muonmesh.comm.storage import world_size
-from muonmesh.errors import StateError
+from muonmesh.errors import StateError, about
 
 T = TypeVar("T")
 
@@ -33,5 +33,5 @@ def agreed(work: Callable[[], T]) -> list[T]:
         raise failure
     for rank, (_, message) in enumerate(everyone):
         if message is not None:
-            raise StateError(f"rank {rank}: {message}")
+            raise StateError(about(f"rank {rank}", message))
     return [value for value, _ in everyone]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from muonmesh.checkpoint.record import Record
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import StateError, about, explain_error
 from muonmesh.settings import check_group
 
 _OWN = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
@@ -88,9 +88,9 @@ def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved:
         return {}
     settings = {key: _typed(value) for key, value in first[1].items()}
     try:
-        check_group(f"{where} of the checkpoint", {**group, **settings})
+        check_group(where, {**group, **settings})
     except (TypeError, ValueError) as error:
-        raise StateError(str(error)) from None
+        raise StateError(about("the checkpoint", error)) from None
     return settings
 
 
