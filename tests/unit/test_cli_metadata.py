@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from muonmesh.checkpoint.entries import CheckpointReader, flat
+from muonmesh.checkpoint.entries import CheckpointReader, flat, wrong_numbers
 from muonmesh.checkpoint.manifest import check_entries, entry_of, read_manifest, write_manifest
 from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
 from muonmesh.errors import FileError
@@ -44,8 +44,8 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 def look(folder: Path, state: dict[str, Any] = STATE) -> None:
     reader = CheckpointReader(folder, read_metadata(folder))
-    reader.check_names(flat(state))
-    reader.check_tensors(share=0, of=1)
+    reader.check_names(flat(state), flat(state))
+    reader.check_tensors(share=0, of=1, wrong=wrong_numbers)
 
 
 def test_what_torch_writes_is_read_as_torch_reads_it(folder: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from muonmesh.checkpoint.manifest import REMEDY
 from muonmesh.checkpoint.record import Record
-from muonmesh.errors import StateError, about, explain_error
+from muonmesh.errors import FileError, StateError, about, explain_error
+from muonmesh.files import check_fields
 from muonmesh.settings import check_group
 
 _OWN = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
@@ -62,6 +65,28 @@ def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 found = f"other settings on rank {rank} than on the ranks before"
                 raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
     return {"groups": [json.loads(text) for text in numbers], "parameters": parameters}
+
+
+def check_saved(path: Path, saved: dict[str, Any]) -> None:
+    """Make sure that settings which were read are what `merged` returned.
+
+    Raises:
+        FileError: they are not.
+    """
+    check_fields(path, saved, {"groups": "an array", "parameters": "an object"})
+    for group in saved["groups"]:
+        known = group if isinstance(group, dict) else {}
+        check_fields(path, known, {"name": "a string", "algorithm": "a string", "settings": "an object"})
+    for name, entry in saved["parameters"].items():
+        if (
+            not isinstance(entry, dict)
+            or type(entry.get("group")) is not int
+            or not 0 <= entry["group"] < len(saved["groups"])
+            or not isinstance(entry.get("fresh"), bool)
+            or "matrices" not in entry
+        ):
+            needed = "the number of a group, the matrices, and whether it is fresh"
+            raise FileError(about(str(path), explain_error(name, f"{entry!r}", needed, REMEDY)))
 
 
 def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from muonmesh.checkpoint.agreed import agreed
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.groups import merged, settings_of
-from muonmesh.checkpoint.record import MODEL, Record, Recorded
+from muonmesh.checkpoint.groups import check_saved, merged, settings_of
+from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
+from muonmesh.checkpoint.state import NEVER_NEGATIVE
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.names import canonical_name
@@ -93,6 +94,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     host = recorded(optimizer)
     _reshard(model)
     contents = look(path)
+    check_saved(contents.path, contents.settings)
     records: list[Record] = []
     untrained: dict[str, tuple[Tensor, Storage]] = {}
 
@@ -109,11 +111,20 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
 
     agreed(look_at)
     fitting = found[0]
-    contents.read(dict(fitting.shares))
+    contents.read(dict(fitting.shares), wrong=_wrong, partly=True)  # `fit` has told what is too much
     agreed(fitting.check_counts)
     with host.whole([tensor for _, tensor, _ in fitting.untrained], write=True):
         fitting.write()
     host.checkpoint_restored()
+
+
+def _wrong(name: str, tensor: Tensor) -> str:
+    """Say what no step leaves behind in a piece of the state; weights and buffers may be anything."""
+    if not name.startswith(f"{STATE}."):
+        return ""
+    if not bool(tensor.isfinite().all()):
+        return "infinity or NaN"
+    return "a negative number" if name.rsplit(".", 1)[1] in NEVER_NEGATIVE and bool((tensor < 0).any()) else ""
 
 
 def recorded(optimizer: Any) -> Recorded:
