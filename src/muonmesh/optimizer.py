@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -532,8 +532,8 @@ class Muon(torch.optim.Optimizer):
         """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
         self._kept.torn, self._kept.loaded, self._kept.clip = None, True, Clip()
 
-    def whole(self, tensors: Sequence[Tensor], *, write: bool) -> AbstractContextManager[None]:
-        """Return a context in which tensors of the model that nobody trains are whole, which here they always are."""
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
+        """Return a context in which parameters that nobody trains are whole, which here they always are."""
         return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:

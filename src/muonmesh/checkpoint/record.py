@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muonmesh.checkpoint.share import Share, boxes_of, first_copy
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
@@ -192,8 +192,11 @@ class Recorded(Protocol):
     def checkpoint_restored(self) -> None:
         """Take note that weights, state and settings were replaced."""
 
-    def whole(self, tensors: Sequence[Tensor], *, write: bool) -> AbstractContextManager[Any]:
-        """Return a context in which these tensors of the model, which nobody trains, are whole on every rank."""
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
+        """Return a context in which parameters of the model that nobody trains are whole; all ranks enter it.
+
+        With ``write`` what is written into them meanwhile stays.
+        """
 
 
 def records_of(

@@ -55,9 +55,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         digests |= {name: _digest(*held, trained=False) for name, held in untrained.items()}
         return digests, settings_of(records)
 
-    said = agreed(collect)
-    agreed(lambda: _check_alike([digests for digests, _ in said], records))
-    with host.whole([tensor for tensor, _ in untrained.values()], write=False):
+    with host.whole(model, write=False):
+        said = agreed(collect)
+        agreed(lambda: _check_alike([digests for digests, _ in said], records))
         tensors = {name: share for record in records for name, share in record.shares()}
         for name, (tensor, storage) in untrained.items():
             local = local_of(tensor).detach().contiguous()
@@ -103,17 +103,17 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         untrained.update(_untrained(model, records))
         return [*(record.name for record in records), *untrained]
 
-    names = {name for some in agreed(collect) for name in some}
-    found: list[Fit] = []
+    with host.whole(model, write=True):
+        names = {name for some in agreed(collect) for name in some}
+        found: list[Fit] = []
 
-    def look_at() -> None:
-        found.append(fit(path, contents.held, contents.settings, records, untrained, names, strict=strict))
+        def look_at() -> None:
+            found.append(fit(path, contents.held, contents.settings, records, untrained, names, strict=strict))
 
-    agreed(look_at)
-    fitting = found[0]
-    contents.read(dict(fitting.shares), wrong=_wrong, partly=True)  # `fit` has told what is too much
-    agreed(fitting.check_counts)
-    with host.whole([tensor for _, tensor, _ in fitting.untrained], write=True):
+        agreed(look_at)
+        fitting = found[0]
+        contents.read(dict(fitting.shares), wrong=_wrong, partly=True)  # `fit` has told what is too much
+        agreed(fitting.check_counts)
         fitting.write()
     host.checkpoint_restored()
 
