@@ -216,6 +216,7 @@ def flat(
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
         result = {}
+        homes = {member.name: member.homes for member in optimizer.members}
         for buffer, tensor in tensors.items():
             first = 0  # of the entry's matrices among the buffer's
             for entry in contents[buffer]:
@@ -226,7 +227,9 @@ def flat(
                         value = value.view(-1)[first : first + count]
                         result[f"{entry.name}.{key}"] = value.clone().view(() if count == 1 else (count,))
                     else:
-                        result[f"{entry.name}.{key}"] = assemble(value, entry.layout) if value.ndim else value.clone()
+                        home = homes[entry.name].get(key)  # rows and columns lie in buffers of their own
+                        layout = entry.layout if home is None else home.storage.layout
+                        result[f"{entry.name}.{key}"] = assemble(value, layout) if value.ndim else value.clone()
                 first += count
         return result
 

@@ -357,7 +357,7 @@ def test_any_layout_loads_what_any_stage_saved(pools: dict[int, Pool], tmp_path:
     expected = pools[others].run(ds.uninterrupted)[0]
     for found in pools[others].run(ds.load_anywhere, other, str(tmp_path / "checkpoint")):
         assert ds.differences(found, {name: expected[name] for name in found}) == []
-        assert found.keys() >= {name for name in expected if not name.endswith("exp_avg_sq")}
+        assert found.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
 
 
 def test_a_universal_checkpoint_of_stage_2_is_refused_at_3(pools: dict[int, Pool], tmp_path: Path) -> None:

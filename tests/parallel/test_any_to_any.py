@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Shard
 
 import muonmesh as mm
 from muonmesh.integrations import fsdp1
+from muonmesh.step.slots import RUNNING
 from tests import layouts, problem
 from tests.layouts import R, S, strided
 from tests.meshes import mesh_of
@@ -38,6 +39,12 @@ NAMES = (
 )
 PARAMETERS = {name: problem.PARAMETERS[name] for name in NAMES}
 FIRST, LAST = 2, 4  # steps before the checkpoint, and at the end
+RULES: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "normuon": {"algorithm": "normuon", "normuon_side": "longer", "normuon_beta2": 0.8},  # state by row or by column
+    "hyperball": {"algorithm": "hyperball"},  # by matrix
+    "adamuon": {"algorithm": "adamuon", "adamuon_beta2": 0.8},  # by element
+}
 
 
 @dataclass
@@ -58,18 +65,26 @@ class Case:
         for step in range(first, last):
             gradients = problem.gradients(step)
             self.give({name: gradients[name] for name in NAMES})
+            self.optimizer.clip_grad_norm_(1e30, policy="per_matrix")  # measures, and so far limits nothing
             self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def values_of(seed: int) -> dict[str, Tensor]:
+def values_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     values = problem.initial(seed)
-    return {name: values[name] for name in NAMES}
+    return {name: values[name].to(dtype) for name in NAMES}
 
 
-def of_model(layout: str, seed: int, **settings: Any) -> Case:
-    model, group = problem.hold(layout, values_of(seed))
-    optimizer = mm.Muon(problem.groups(model), process_group=group, **settings)
+def optimizer_of(groups: list[dict[str, Any]], rule: str = "muon", **settings: Any) -> mm.Muon:
+    for group in groups:
+        if group["algorithm"] == "muon":
+            group.update(RULES[rule])
+    return mm.Muon(groups, **settings)
+
+
+def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+    model, group = problem.hold(layout, values_of(seed, dtype))
+    optimizer = optimizer_of(problem.groups(model), process_group=group, **settings)
 
     def give(gradients: dict[str, Tensor | None]) -> None:
         for name, gradient in gradients.items():
@@ -80,18 +95,20 @@ def of_model(layout: str, seed: int, **settings: Any) -> Case:
 
 
 def of_held(held: layouts.Held, **settings: Any) -> Case:
-    optimizer = mm.Muon(held.groups, **held.settings, **settings)
+    optimizer = optimizer_of(held.groups, **held.settings, **settings)
     model = nn.Module()
     for name, tensor in held.tensors.items():
         model.register_parameter(name, tensor)  # type: ignore[arg-type]
     return Case(model, optimizer, held.give, lambda: held.whole(optimizer))
 
 
-def on_mesh(hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]], seed: int) -> layouts.Held:
+def on_mesh(
+    hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]], values: dict[str, Tensor]
+) -> layouts.Held:
     def placements(name: str, shape: tuple[int, ...]) -> Sequence[Placement]:
         return place(name, len(shape))
 
-    held: layouts.Held = hold(PARAMETERS, values_of(seed), mesh_of(sizes), placements)
+    held: layouts.Held = hold(PARAMETERS, values, mesh_of(sizes), placements)
     return held
 
 
@@ -114,7 +131,7 @@ def of_fsdp1(seed: int, **settings: Any) -> Case:
     groups = problem.groups(model)
     wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     declared: Any = fsdp1.declared_layouts(wrapped)
-    optimizer = mm.Muon(groups, layouts=declared, **settings)
+    optimizer = optimizer_of(groups, layouts=declared, **settings)
     parameters = dict(zip(declared, (p for p in wrapped.parameters()), strict=True))
 
     def give(gradients: dict[str, Tensor | None]) -> None:
@@ -124,11 +141,12 @@ def of_fsdp1(seed: int, **settings: Any) -> Case:
 
     def whole() -> dict[str, Tensor]:
         found = {}
-        for name, parameter in parameters.items():
-            found[name] = layouts.assemble(parameter, declared[name])
-            for key, value in optimizer.state[parameter].items():
-                flat = key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
-                found[f"{name}.{key}"] = layouts.assemble(value, declared[name]) if flat else value.clone()
+        for member in optimizer.members:
+            found[member.name] = layouts.assemble(member.tensor, declared[member.name])
+            for key, value in optimizer.state[member.tensor].items():
+                layout = member.homes[key].storage.layout if key in member.homes else declared[member.name]
+                counts = key in ("step", *RUNNING)
+                found[f"{member.name}.{key}"] = value.clone() if counts else layouts.assemble(value, layout)
         return found
 
     return Case(wrapped, optimizer, give, whole)
@@ -142,8 +160,8 @@ def model_in(layout: str, **settings: Any) -> Make:
 
 
 def held_on(hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]]) -> Make:
-    def make(seed: int, **settings: Any) -> Case:
-        return of_held(on_mesh(hold, sizes, place, seed), **settings)
+    def make(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+        return of_held(on_mesh(hold, sizes, place, values_of(seed, dtype)), **settings)
 
     return make
 
@@ -231,3 +249,65 @@ def check(workers: Any, path: Path, after: str, **settings: Any) -> None:
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_checkpoint_of_any_layout_loads_into_any_other(workers, saved, before: str, after: str) -> None:
     check(workers, saved(before), after)
+
+
+# Among layouts of each kind: cut by rows and by columns, replicas that share state, flat.
+STATES = (
+    "fsdp over tp",
+    "flat 2",
+    "hsdp, shared state",
+    "declared over tp",
+    "one process",
+    "flat over tp",
+    "shard 1 on 2",
+)
+TRIED = {
+    ("normuon", "fsdp over tp", "flat 2"),
+    ("normuon", "flat over tp", "hsdp, shared state"),
+    ("hyperball", "declared over tp", "one process"),
+    ("adamuon", "hsdp, shared state", "shard 1 on 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "before", "after"),
+    [
+        pytest.param(rule, a, b, marks=() if (rule, a, b) in TRIED else pytest.mark.soak)
+        for rule in RULES
+        if rule != "muon"
+        for a in STATES
+        for b in STATES
+    ],
+)
+def test_what_rules_keep_goes_along(workers, saved, rule: str, before: str, after: str) -> None:
+    """By element, row, column and matrix."""
+    check(workers, saved(before, rule=rule), after, rule=rule)
+
+
+MASTERS = {"dtype": torch.bfloat16, "master_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp 2", "hsdp, shared state"),
+        pytest.param("one process", "declared over tp", marks=pytest.mark.soak),
+        pytest.param("tp 2", "one process", marks=pytest.mark.soak),
+    ],
+)
+def test_masters_go_along_as_the_weights(workers, saved, before: str, after: str) -> None:
+    """Weights are saved as they are trained, so a model in fp32 takes them too, to the last bit."""
+    path = saved(before, **MASTERS)
+    check(workers, path, after, **MASTERS)
+    for weights in workers(1).run(loaded_in_full, str(path), MASTERS):
+        assert weights == []
+
+
+def loaded_in_full(path: str, settings: dict[str, Any]) -> list[str]:
+    """Load what has masters into a model in fp32, and return which weights are not the masters."""
+    here = build("one process", seed=7)
+    mm.checkpoint.load(path, here.model, here.optimizer)
+    trained = build("one process", **settings)
+    trained.advance(0, FIRST)
+    whole, found = trained.whole(), here.whole()
+    return [name for name in NAMES if not torch.equal(found[name], whole[f"{name}.master"])]
