@@ -198,7 +198,7 @@ def _state(
                 found.measured.append((record, name))
             found.state.append((record, part, None))
         elif other and part.side not in ("element", "parameter"):
-            now, then = record.spec or "whole", entry["matrices"] or "whole"
+            now, then = record.spec or "whole", typed_spec(entry["matrices"]) or "whole"
             had, needed = f"{part.key} of matrices {then!r}", f"that of {now!r}: it has a number for each of their "
             needed += {"rows": "rows", "cols": "columns", "matrix": "matrices"}[part.side]
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))

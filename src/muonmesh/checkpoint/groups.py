@@ -106,7 +106,9 @@ def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved:
             first = record.name, settings
         for key in sorted(first[1].keys() | settings.keys()):
             if first[1].get(key) != settings.get(key):
-                found = f"{first[0]} saved with {key}={first[1].get(key)!r}, {record.name} with {settings.get(key)!r}"
+                found = (
+                    f"{first[0]} saved with {key}={first[1].get(key)!r}, {record.name} with {key}={settings.get(key)!r}"
+                )
                 write = "Give them groups of their own, as when they were saved"
                 raise StateError(explain_error(where, found, "one value for all parameters of a group", write))
     if first is None:
