@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Shard
 import muonmesh as mm
 from muonmesh.integrations import fsdp1
 from muonmesh.step.slots import RUNNING
-from tests import layouts, problem
+from tests import gathered, layouts, problem
 from tests.layouts import R, S, strided
 from tests.meshes import mesh_of
 
@@ -140,14 +140,16 @@ def of_fsdp1(seed: int, **settings: Any) -> Case:
             parameters[name].grad = layouts.cut(gradient, declared[name], dist.get_rank())
 
     def whole() -> dict[str, Tensor]:
-        found = {}
+        held, shapes, counts = {}, {}, {}
         for member in optimizer.members:
-            found[member.name] = layouts.assemble(member.tensor, declared[member.name])
-            for key, value in optimizer.state[member.tensor].items():
+            for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
                 layout = member.homes[key].storage.layout if key in member.homes else declared[member.name]
-                counts = key in ("step", *RUNNING)
-                found[f"{member.name}.{key}"] = value.clone() if counts else layouts.assemble(value, layout)
-        return found
+                name = f"{member.name}.{key}" if key else member.name
+                if key in ("step", *RUNNING):
+                    counts[name] = value.clone()
+                else:
+                    held[name], shapes[name] = layouts.elements(value, layout), layout.shape
+        return {**gathered.join(held, shapes), **counts}
 
     return Case(wrapped, optimizer, give, whole)
 

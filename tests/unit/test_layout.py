@@ -23,7 +23,7 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
-from muonmesh.layout.plan import Leg, pieces
+from muonmesh.layout.routes import Leg, pieces
 from tests.boxes import canonical, layouts, local_by_torch, planned
 from tests.reference import split
 

@@ -22,7 +22,7 @@ import pytest
 from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Parameter, Plan, Replicate, Shard, make_plan, split_matrices
 from muonmesh.layout.balance import imbalance, least_imbalance, too_small
-from muonmesh.layout.plan import Leg, pieces
+from muonmesh.layout.routes import Leg, pieces
 from muonmesh.report.forecast import flops_of
 
 REPOSITORY = Path(__file__).parents[2]

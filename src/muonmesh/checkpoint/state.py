@@ -16,7 +16,8 @@ from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
 from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.homes import Home
-from muonmesh.step.planning import Member, Planned
+from muonmesh.step.members import Member
+from muonmesh.step.planning import Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")

@@ -15,7 +15,7 @@ from muonmesh.comm.views import place
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Work
 from muonmesh.layout.carried import Carried
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.routes import Leg
 
 
 class CarriedExchange:

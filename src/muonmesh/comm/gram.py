@@ -21,7 +21,7 @@ from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.gram import Sum, aligned, slab, sums_of
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.routes import Leg
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.slabs import added, divide, gram_of, multiply, norms_of
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from muonmesh.comm.views import memory_of, place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Plan, Routes
-from muonmesh.layout.plan import Leg, in_rounds
 from muonmesh.layout.region import row_major
+from muonmesh.layout.routes import Leg, in_rounds
 
 Copies = tuple[tuple[Tensor, Tensor], ...]
 """What is copied, (to, of), both of one shape."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from muonmesh.layout import Plan
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.routes import Leg
 
 
 @dataclass(frozen=True)
