@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from muonmesh.checkpoint.record import Record, records_of
 from muonmesh.checkpoint.state import Place, SavedGroup, restore_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
@@ -513,6 +515,23 @@ class Muon(torch.optim.Optimizer):
         found = super().state_dict()
         found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
         return found
+
+    def checkpoint_records(self) -> list[Record]:
+        """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
+
+        Raises:
+            StateError: a step was interrupted while it wrote, or there is state that nobody reads.
+            LayoutError, ValueError, TypeError: no plan can be made.
+        """
+        return records_of(plan(self.param_groups, self._kept), self.param_groups, self.state, self._kept.precision)
+
+    def checkpoint_restored(self) -> None:
+        """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
+        self._kept.torn, self._kept.loaded, self._kept.clip = None, True, Clip()
+
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
+        """Return a context in which parameters that nobody trains are whole, which here they always are."""
+        return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""

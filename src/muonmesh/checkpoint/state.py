@@ -21,7 +21,7 @@ from muonmesh.step.planning import Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
-_NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
+NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
 
@@ -263,9 +263,9 @@ def _check_values(name: str, key: str, local: Tensor) -> None:
     if local.is_meta or local.is_complex() or (key != "step" and key not in RUNNING and not local.is_floating_point()):
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
         raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
-    least = local.float().min() if local.numel() and key in _NEVER_NEGATIVE else torch.zeros(())
+    least = local.float().min() if local.numel() and key in NEVER_NEGATIVE else torch.zeros(())
     if not bool(local.isfinite().all()) or float(least) < 0:
-        needed = "finite numbers" + (" of at least 0" if key in _NEVER_NEGATIVE else "")
+        needed = "finite numbers" + (" of at least 0" if key in NEVER_NEGATIVE else "")
         write = "Load an older checkpoint: this one was saved after training had diverged, or was damaged since"
         raise StateError(explain_error(name, f"{key} with nan, inf or negative numbers", needed, write))
 
