@@ -385,6 +385,17 @@ def test_a_model_with_convolutions_goes_back_to_a_state(pools: dict[int, Pool], 
         assert algorithms["depthwise.weight"] == "adamw"
 
 
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_training_with_deepspeed_s_own_muon_goes_on_here(pools: dict[int, Pool], tmp_path: Path, stage: int) -> None:
+    """Its Muon computes in bf16, as ours does here; AdamW's half is torch's on both sides."""
+    pool = pools[2]
+    found = pool.run(ds.converted, zero(stage, reduce_scatter=False), str(tmp_path / "theirs"), timeout=240.0)
+    for apart in found:
+        exact = {name: apart.pop(name) for name in ("embed.weight", "norm.weight", "head.bias")}
+        assert max(exact.values()) < 1e-6, exact
+        assert max(apart.values()) < 0.05, apart
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_to_fp32_finds_the_weights(pools: dict[int, Pool], tmp_path: Path, stage: int) -> None:
     assert pools[2].run(ds.consolidated, zero(stage), str(tmp_path)) == [[], []]
