@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
     from muonmesh.cli.settings import Optimizer, Settings
 
 EXPLANATION_FILE = "explain.txt"
+TIMEOUT = (
+    "MUONMESH_TIMEOUT"  # environment variable: seconds that a collective waits for the others; torch's own if unset
+)
 
 
 def work(run: Path) -> None:
@@ -58,10 +63,10 @@ def work(run: Path) -> None:
     if settings.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=_timeout())
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=_timeout())
     if dist.get_world_size() != settings.ranks:
         raise RunError(
             f"{run}: found {dist.get_world_size()} ranks, started by torchrun; needed the {settings.ranks} of the run. "
@@ -84,6 +89,24 @@ def work(run: Path) -> None:
         gc.collect()  # sharded models are full of cycles, and the next one needs the room
     dist.destroy_process_group()
     lock.__exit__(None, None, None)
+
+
+def _timeout() -> timedelta | None:
+    """How long collectives wait, None for torch's own limit.
+
+    Raises:
+        RunError: the environment says something else than a number of seconds.
+    """
+    text = os.environ.get(TIMEOUT)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise RunError(f"{TIMEOUT}: found {text!r}; needed a number of seconds above 0. Write: {TIMEOUT}=600")
+    return timedelta(seconds=seconds)
 
 
 def train(
