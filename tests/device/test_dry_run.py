@@ -171,11 +171,21 @@ def device_lr(optimizer: mm.Muon) -> None:
     optimizer.step()
 
 
+def measured(optimizer: mm.Muon) -> None:
+    """Every step, as a logger would; nothing is read."""
+    optimizer.step()
+    for name, figure in optimizer.metrics().items():
+        assert isinstance(figure, Tensor), name
+        assert figure.is_cuda, name
+        assert not figure.ndim, name
+
+
 STEPS: dict[str, Callable[[mm.Muon], Any]] = {
     "step": lambda optimizer: optimizer.step(),
     "missing gradient": without_a_gradient,
     "grad scaler": scaled,
     "lr on the device": device_lr,
+    "metrics": measured,
     **{f"clip {policy}": clipped(policy) for policy in ("adamw_only", "all", "separate", "per_matrix")},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
