@@ -104,6 +104,18 @@ def test_layers_of_llama_8b_on_many_ranks(
     assert run.kept_bytes == 0
 
 
+def test_the_gram_exchange_takes_memory_for_two_sums_and_keeps_none() -> None:
+    """However many there are. A sum of one such matrix is X Xᵀ in fp32, twice, and its columns here, twice."""
+    rows, cols, ranks = 4096, 14336, 64
+    model = bag(*[(cols, rows)] * 6)
+    forced = lambda model: ours(model, exchange="gram")  # noqa: E731
+    run = dry_run(model, forced, world=ranks, mesh={"shard": ranks}, placements=on(Shard(0)), steps=1)
+    one = 2 * 4 * rows * (rows + cols // ranks)
+    assert run.kept_bytes == 0
+    factor = 6 * 4 * rows * rows  # what one factor takes to be computed
+    assert run.peak_bytes <= 2 * one + factor + MIB
+
+
 def test_experts_of_one_tensor_are_one_operation() -> None:
     """24 experts a rank: not 24 times as many launches as one."""
     shapes = [(192, 256, 128), (192, 128, 256)] * 4
