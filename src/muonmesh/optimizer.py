@@ -604,6 +604,10 @@ class Muon(torch.optim.Optimizer):
         ``<group>/gradient_rms``, ``<group>/momentum_rms`` (the first moment of AdamW), ``<group>/update_rms`` (without
         decay) and ``<group>/update_to_weight`` (ratio of norms). Call it after ``step`` and before ``zero_grad``. The
         update is recorded from the first call on, so the last two appear after the following step.
+
+        On a CPU the figures are floats. On a device they are 0-d fp64 tensors and the host waits for nothing; reading
+        one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
+        stores something itself; they are NaN if another rank could not follow, and the next step ends in an error.
         """
         kept, groups = self._kept, self.param_groups
         while True:
@@ -611,7 +615,7 @@ class Muon(torch.optim.Optimizer):
             before = changed(groups, kept, error)
             planned, exchange = before or connect(groups, kept)
             here = None if before is not None else (groups, self.state, kept.source, kept.sums)
-            found = measure(planned, exchange, here, error)
+            found = measure(planned, exchange, here, error, waits=kept.host_waits(planned))
             if found is not None:
                 kept.sums = kept.sums or Sums()
                 return found
