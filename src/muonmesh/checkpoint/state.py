@@ -15,6 +15,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
 from muonmesh.settings import Precision, check_group, check_structure
+from muonmesh.step.blocks import SCALE
 from muonmesh.step.homes import Home
 from muonmesh.step.planning import Member, Planned
 from muonmesh.step.slots import RUNNING, running_shape
@@ -76,6 +77,31 @@ class SavedGroup(OrderedDict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the OrderedDict that it is, which ``torch.load(weights_only=True)`` knows."""
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def saved_state(
+    state: Mapping[int, Mapping[str, Any]], held: Mapping[Tensor, Mapping[str, Any]], planned: Planned
+) -> dict[int, Mapping[str, Any]]:
+    """Return state to save, with fp32 for what is kept in int8: any layout and any ``state_dtype`` can load it.
+
+    Encoding it again gives the same codes and scales, so nothing is lost.
+
+    Args:
+        state: As torch returns it, by number.
+        held: The same entries by parameter.
+        planned: Where the parameters live.
+    """
+    members = {id(held[member.tensor]): member for member in planned.members if member.tensor in held}
+    found = dict(state)
+    for number, entry in state.items():
+        member = members.get(id(entry))
+        if member is None:
+            continue
+        coded = [key for key in member.homes if key in entry and local_of(entry[key]).dtype == torch.int8]
+        wide = {key: planned.blocks.wide(member.name, member.tensor, key, entry) for key in coded}
+        kept = {key: value for key, value in entry.items() if key.removesuffix(SCALE) not in coded}
+        found[number] = {**kept, **{key: member.homes[key].storage.wrap(value) for key, value in wide.items()}}
+    return found
 
 
 def restore_state(

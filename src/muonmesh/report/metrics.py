@@ -82,10 +82,12 @@ def _add(
     for member in planned.members:
         held = state.get(member.tensor, {})
         momentum = held.get("momentum_buffer", held.get("exp_avg"))
+        if momentum is not None and local_of(momentum).dtype == torch.int8:
+            momentum = planned.blocks.wide(member.name, member.tensor, "momentum_buffer", held)
         for figure, value in enumerate((source.gradient(member.tensor), momentum, member.tensor)):
             if value is None:
                 continue
-            storage = member.momentum_storage if value is held.get("momentum_buffer") else member.storage
+            storage = member.momentum_storage if figure == 1 and "momentum_buffer" in held else member.storage
             for part in storage.parts(local_of(value.detach())):
                 totals[places[member.group], figure, 0] += sums_of_squares([part])[0] / storage.copies
                 totals[places[member.group], figure, 1] += part.numel() / storage.copies
