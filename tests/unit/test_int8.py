@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.numerics.blockwise import decode, encode, largest
+from muonmesh.numerics.blockwise import Codes, decode, encode, largest
 from muonmesh.step.blocks import SCALE
 
 SHAPES: list[tuple[tuple[int, ...], object]] = [((40, 600), None), ((600, 40), None), ((9, 70, 3, 3), "flatten")]
@@ -31,8 +31,9 @@ def dynamic_tree() -> Tensor:
 
 def there_and_back(values: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     scales = largest(values, first=first, size=256)
-    codes = encode(values, scales, first=first, size=256)
-    return scales, codes, decode(codes, scales, first=first, size=256)
+    table = Codes.on(values.device)
+    codes = encode(values, scales, table, first=first, size=256)
+    return scales, codes, decode(codes, scales, table, first=first, size=256)
 
 
 def test_each_number_becomes_the_nearest_code_of_its_block() -> None:

@@ -7,12 +7,40 @@ again with the largest number of its block gives the same codes.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.memory import upload
+
 _DECADES = 7
+
+
+class Codes(NamedTuple):
+    """What codes stand for, on a device.
+
+    Attributes:
+        multiples: What the codes -127 to 127 are multiples of the scale by, fp32 (255,).
+        borders: The borders between those that are not negative, fp32 (127,).
+    """
+
+    multiples: Tensor
+    borders: Tensor
+
+    @staticmethod
+    def on(device: torch.device) -> Codes:
+        """Return them; worked out in fp64 on the host, so they are the same everywhere."""
+        half = [
+            10.0 ** (decade + 1 - _DECADES) * (0.1 + 0.9 * (part + 0.5) / 2**decade)
+            for decade in range(_DECADES)
+            for part in range(2**decade)
+        ]
+        half = [0.0, *half[:-1], 1.0]
+        multiples = [*(-value for value in half[:0:-1]), *half]
+        borders = [(low + high) / 2 for low, high in itertools.pairwise(half)]
+        return Codes(*(upload(values, dtype=torch.float32, device=device) for values in (multiples, borders)))
 
 
 def largest(values: Tensor, *, first: int, size: int) -> Tensor:
@@ -31,52 +59,35 @@ def largest(values: Tensor, *, first: int, size: int) -> Tensor:
     return values.reshape(len(values), -1, size).amax(-1)
 
 
-def encode(values: Tensor, scales: Tensor, *, first: int, size: int) -> Tensor:
+def encode(values: Tensor, scales: Tensor, codes: Codes, *, first: int, size: int) -> Tensor:
     """Return values as int8 (lines, width), each the code that is nearest to its share of the scale.
 
     Args:
         values: As in `largest`.
         scales: The largest magnitude in each whole block, fp32 (lines, blocks).
+        codes: Those that there are, on the same device.
         first: As in `largest`.
         size: As in `largest`.
     """
     spread = _spread(scales, first, values.shape[1], size)
     shares = values / torch.where(spread == 0, 1.0, spread)
-    _, borders = _codes(values.device)
-    codes = torch.bucketize(shares.abs().nan_to_num_(0.0), borders, out_int32=True)
-    return torch.where(shares < 0, -codes, codes).to(torch.int8)
+    numbers = torch.bucketize(shares.abs().nan_to_num_(0.0), codes.borders, out_int32=True)
+    return torch.where(shares < 0, -numbers, numbers).to(torch.int8)
 
 
-def decode(codes: Tensor, scales: Tensor, *, first: int, size: int) -> Tensor:
+def decode(numbers: Tensor, scales: Tensor, codes: Codes, *, first: int, size: int) -> Tensor:
     """Return the values that codes stand for, fp32 (lines, width); NaN where a scale is not finite.
 
     Args:
-        codes: What `encode` returns.
+        numbers: What `encode` returns.
         scales: As in `encode`.
+        codes: As in `encode`.
         first: As in `largest`.
         size: As in `largest`.
     """
-    multiples, _ = _codes(codes.device)
-    index = codes.to(torch.int32).add_(len(multiples) // 2).reshape(-1)
-    values = multiples.index_select(0, index).view(codes.shape)
-    return values.mul_(_spread(scales, first, codes.shape[1], size))
-
-
-@lru_cache(maxsize=64)
-def _codes(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the 255 multiples that the codes -127 to 127 stand for, and the borders of the 128 that are not negative.
-
-    Both fp32. Worked out in fp64 on the CPU, so they are the same everywhere.
-    """
-    positive = [
-        10.0 ** (decade + 1 - _DECADES) * (0.1 + 0.9 * (part + 0.5) / 2**decade)
-        for decade in range(_DECADES)
-        for part in range(2**decade)
-    ]
-    half = torch.tensor([0.0, *positive[:-1], 1.0], dtype=torch.float64)
-    multiples = torch.cat([-half[1:].flip(0), half]).float()
-    borders = ((half[1:] + half[:-1]) / 2).float()
-    return multiples.to(device), borders.to(device)
+    index = numbers.to(torch.int32).add_(len(codes.multiples) // 2).reshape(-1)
+    values = codes.multiples.index_select(0, index).view(numbers.shape)
+    return values.mul_(_spread(scales, first, numbers.shape[1], size))
 
 
 def _spread(scales: Tensor, first: int, width: int, size: int) -> Tensor:

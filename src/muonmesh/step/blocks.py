@@ -54,11 +54,18 @@ class Blocks:
         plan: Whose matrices.
         holdings: For each matrix the pieces whose momentum is stored here.
         matrices_of: For each tensor the numbers of its matrices, in order.
+        device: Where they are.
     """
 
     plan: Plan
     holdings: tuple[tuple[Piece, ...], ...]
     matrices_of: Mapping[Tensor, tuple[int, ...]]
+    device: torch.device
+
+    @cached_property
+    def codes(self) -> blockwise.Codes:
+        """What codes stand for, on the device."""
+        return blockwise.Codes.on(self.device)
 
     @cached_property
     def shared(self) -> dict[int, _Grid]:
@@ -183,7 +190,7 @@ class Momentum:
         found = torch.empty(piece.shape, dtype=torch.float32, device=self.codes.device)
         for run, place in self._runs(number, piece, found):
             scales = self.blocks.grid(number).of(self.scales, run)
-            place.copy_(blockwise.decode(self._codes(run), scales, first=run.first, size=BLOCK))
+            place.copy_(blockwise.decode(self._codes(run), scales, self.blocks.codes, first=run.first, size=BLOCK))
         return found
 
     def measure(self, number: int, piece: Piece, values: Tensor, into: Tensor) -> None:
@@ -214,7 +221,7 @@ class Momentum:
             else:
                 assert agreed is not None
                 scales.copy_(shared.of(agreed, run).view(torch.float32))
-            self._codes(run).copy_(blockwise.encode(place, scales, first=run.first, size=BLOCK))
+            self._codes(run).copy_(blockwise.encode(place, scales, self.blocks.codes, first=run.first, size=BLOCK))
 
     def _codes(self, run: Run) -> Tensor:
         return self.codes.as_strided((run.lines, run.width), run.strides, self.codes.storage_offset() + run.start)

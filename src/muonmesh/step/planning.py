@@ -165,7 +165,7 @@ class Planned:
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of momentum in int8."""
-        return Blocks(self.plan, self.momentum_holdings, self.matrices_of)
+        return Blocks(self.plan, self.momentum_holdings, self.matrices_of, self.device)
 
     @property
     def members(self) -> list[Member]:
