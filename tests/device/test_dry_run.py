@@ -228,6 +228,7 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
         (torch.float32, {"decay_mode": "cautious"}),
         (torch.float32, {"shard_state": True}),
         (torch.float32, {"exchange": "gram"}),
+        (torch.float32, {"state_dtype": "int8"}),
     ],
     ids=str,
 )

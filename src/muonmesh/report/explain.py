@@ -167,6 +167,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     sums = sums_of(plan, rank)
     collectives += sum(some.collectives for some in sums)
     reduced = sum(some.bytes(max(itemsize, 4)) for some in sums)  # in fp32 at least
+    if precision.int8:
+        collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     rows = []
     for group in groups:
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
