@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from muonmesh.checkpoint.conversion import convert
+    from muonmesh.checkpoint.saved import load, save
 
-__all__ = ["convert"]
+__all__ = ["convert", "load", "save"]
 
-_LATER = {"convert": "conversion"}
+_LATER = {"convert": "conversion", "load": "saved", "save": "saved"}
 """Public names by the file that has them, which is imported when they are asked for: the optimizer needs none."""
 
 
