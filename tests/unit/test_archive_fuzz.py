@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig
 
 import muonmesh as mm
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, check_copy, entry_of, write_manifest
 from muonmesh.checkpoint.archive import read_archive
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, check_copy, entry_of, write_manifest
 from muonmesh.cli.export import export
 from muonmesh.cli.model import build_model, load_model
 from muonmesh.cli.tokenizer import TOKENIZER_FILE, train_tokenizer
