@@ -294,6 +294,7 @@ def main() -> None:
     parser.add_argument("--commands", type=int, default=10)
     given = parser.parse_args()
     adopt()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a launcher would rightly ignore it
     print(
         json.dumps(
             killed_run(
