@@ -177,6 +177,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number of at least 0": lambda value: is_whole(value) and value >= 0,
     "a finite number of at least 0": lambda value: is_finite(value) and value >= 0,
     "a string": lambda value: isinstance(value, str),
+    "an array": lambda value: isinstance(value, list),
     "an object": lambda value: isinstance(value, dict),
 }
 

@@ -128,20 +128,28 @@ class Contents:
         """What is held, by name: torch's records, with a ``size`` and ``properties.dtype`` each."""
         return dict(self._reader.metadata.state_dict_metadata)
 
-    def read(self, tensors: dict[str, Any], *, wrong: Callable[[str, Tensor], str] = lambda name, tensor: "") -> None:
+    def read(
+        self,
+        tensors: dict[str, Any],
+        *,
+        wrong: Callable[[str, Tensor], str] = lambda name, tensor: "",
+        partly: bool = False,
+    ) -> None:
         """Load into tensors, in place. Called on all ranks.
 
         Nothing is written before all pieces of all tensors have been read and looked at; the ranks share that work.
 
         Args:
-            tensors: By name, all that the checkpoint holds, as `write` takes them; not mappings.
+            tensors: By name, as `write` takes them; not mappings.
             wrong: What is wrong with a piece of a tensor, in words; nothing where it says nothing.
+            partly: Whether these may be fewer than all that the checkpoint holds.
 
         Raises:
             FileError: on every rank, naming the first tensor that lacks, is too many, has another shape or dtype, or
                 could not be read.
         """
         names = {name for each in gathered(sorted(tensors), self._group) for name in each}
+        names.update(self.held if partly else ())
         together(lambda: self._reader.check_names(tensors, names), self._group)
         share, of = rank_in(self._group), ranks_in(self._group)
         together(lambda: self._reader.check_tensors(share=share, of=of, wrong=wrong), self._group)
