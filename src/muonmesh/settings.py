@@ -35,7 +35,8 @@ Algorithm = Literal[
 """What comes with muonmesh; `muonmesh.register_rule` adds others."""
 
 ExchangeMode = Literal["owner", "teams", "gram", "auto"] | Rates | Teams
-"""Who computes a matrix: its owner; the ranks that hold it, by summing Gram matrices; or what is cheaper."""
+"""Who computes a matrix: its owner; a team, if the owner would finish last; the ranks that hold it, by summing Gram
+matrices; or, of owner and Gram matrices, what takes less time."""
 
 StateDtype = torch.dtype | Literal["int8"]
 """What momentum is kept in; "int8" has a scale for each block of 256 elements."""

@@ -285,6 +285,21 @@ def test_a_checkpoint_without_manifest_still_loads_and_one_that_acts_does_not(
     assert not mark.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_training_keeps_as_many_checkpoints_as_it_was_told(pool: Pool, prepare: Callable[..., Path]) -> None:
+    run = prepare("kept", keep=2, checkpoint_every=1)
+    pool.run(train, run, timeout=120)
+    directory = checkpoints_of(run, "muon")
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000003", "step-00000004"]
+    (directory / "step-00000004" / "__1_0.distcp").unlink()
+    assert pool.run(restore, run) == [("", False)] * RANKS, "from step 3"
+    (directory / "step-00000003" / ".metadata").unlink()
+    for message, same in pool.run(restore, run):
+        assert "step-00000004: found files missing or cut off, and no whole checkpoint beside it" in message
+        assert same
+
+
 class _Evil:
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -62,8 +62,27 @@ class _Record:
         return state[name]
 
 
-class _Unpickler(pickle.Unpickler):
+# The operations that torch's metadata consist of. Others take memory, call or import, and no checkpoint needs them.
+_OPERATIONS = (
+    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+)
+
+
+class _Operations(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise pickle.UnpicklingError(f"found the operation {code:#04x}, which no checkpoint of a training needs")
+
+
+# Python's own unpickler, not C's: seven bytes make that one take 64 GB, for an index where something is to be kept.
+class _Unpickler(pickle._Unpickler):
     """Makes records; the classes are this object's own, so nothing that is pickled can reach another checkpoint's."""
+
+    dispatch = _Operations({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPERATIONS})
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))

@@ -17,11 +17,12 @@ from muonmesh.names import canonical_name
 from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.homes import Home
-from muonmesh.step.planning import Member, Planned
+from muonmesh.step.members import Member
+from muonmesh.step.planning import Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
-_NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
+NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
 
@@ -102,6 +103,22 @@ def saved_state(
         kept = {key: value for key, value in entry.items() if key.removesuffix(SCALE) not in coded}
         found[number] = {**kept, **{key: member.homes[key].storage.wrap(value) for key, value in wide.items()}}
     return found
+
+
+def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None:
+    """Turn what is kept in int8 into fp32, in place; the next step turns it back, into the same codes.
+
+    Args:
+        held: The optimizer's state, written.
+        planned: Where the parameters live.
+    """
+    for member in planned.members:
+        entry = held.get(member.tensor, {})
+        for key in member.homes:
+            if key in entry and local_of(entry[key]).dtype == torch.int8:
+                wide = planned.blocks.wide(member.name, member.tensor, key, entry)
+                entry[key] = member.homes[key].storage.wrap(wide)
+                entry.pop(key + SCALE, None)
 
 
 def restore_state(
@@ -288,9 +305,9 @@ def _check_values(name: str, key: str, local: Tensor) -> None:
     if local.is_meta or local.is_complex() or (key != "step" and key not in RUNNING and not local.is_floating_point()):
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
         raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
-    least = local.float().min() if local.numel() and key in _NEVER_NEGATIVE else torch.zeros(())
+    least = local.float().min() if local.numel() and key in NEVER_NEGATIVE else torch.zeros(())
     if not bool(local.isfinite().all()) or float(least) < 0:
-        needed = "finite numbers" + (" of at least 0" if key in _NEVER_NEGATIVE else "")
+        needed = "finite numbers" + (" of at least 0" if key in NEVER_NEGATIVE else "")
         write = "Load an older checkpoint: this one was saved after training had diverged, or was damaged since"
         raise StateError(explain_error(name, f"{key} with nan, inf or negative numbers", needed, write))
 

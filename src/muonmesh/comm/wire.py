@@ -105,9 +105,18 @@ class Wire:
         travels = send.numel() - send.numel() // len(ranks)
         return self._started(what, ranks, send, receive, work, travels, travels)
 
-    def collect(self, what: str, mine: Tensor, everyone: Tensor, group: dist.ProcessGroup) -> None:
-        """Fill ``everyone`` (ranks of the group, ...) with ``mine`` (...) of each of them, and wait for it."""
-        ranks = tuple(dist.get_process_group_ranks(group))
+    def collect(
+        self, what: str, mine: Tensor, everyone: Tensor, group: dist.ProcessGroup, ranks: tuple[int, ...]
+    ) -> None:
+        """Fill ``everyone`` (ranks of the group, ...) with ``mine`` (...) of each of them, and wait for it.
+
+        Args:
+            what: Names it in errors.
+            mine: What this rank gives, contiguous.
+            everyone: Written, contiguous.
+            group: Among which ranks.
+            ranks: Those of the group, in its order, by whoever knows them: torch looks them up anew at each call.
+        """
         started = time.perf_counter()
         with self._meeting(what, ranks):
             _all_gather(everyone.view(-1), mine.view(-1), group=group)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.layout import Piece
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.routes import Leg
 from muonmesh.numerics.kernels import Share
 
 Ends = tuple[tuple[Leg, Tensor], ...]

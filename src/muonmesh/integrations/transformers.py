@@ -15,12 +15,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
+from muonmesh.build import from_model
 from muonmesh.clip import ClipPolicy
 from muonmesh.comm.wrappers import living
 from muonmesh.errors import explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
 from muonmesh.integrations.settings import check_settings
-from muonmesh.optimizer import Muon, from_model
+from muonmesh.optimizer import Muon
 
 _logger = logging.get_logger(__name__)
 
@@ -150,8 +151,9 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> None:
         """Add the figures to a training step's log, which the loggers see next."""
         if logs is not None and "loss" in logs:
-            logs.update(self._figures)
-            state.log_history[-1].update(self._figures)
+            figures = {key: float(value) for key, value in self._figures.items()}  # on a device they were not read yet
+            logs.update(figures)
+            state.log_history[-1].update(figures)
 
 
 def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:

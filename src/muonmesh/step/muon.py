@@ -14,7 +14,7 @@ from muonmesh.comm.totals import Totals
 from muonmesh.comm.views import contiguous, place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.routes import Leg
 from muonmesh.numerics.kernels import Share, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize

@@ -113,7 +113,7 @@ class MuonStepTogether(MuonStep):
         if group not in self._factors:
             rule = self._rules[group]
             assert rule is not None
-            self._factors[group] = Factors(rule, self._active, self._every_scale)
+            self._factors[group] = Factors(rule, self._active, self._every_scale, only_zeros=self._flags.only_zeros)
         return self._factors[group]
 
     @cached_property
