@@ -530,7 +530,8 @@ class Muon(torch.optim.Optimizer):
             LayoutError, ValueError, TypeError: no plan can be made.
         """
         planned = plan(self.param_groups, self._kept)
-        widen_state(self.state, planned)
+        if self._kept.precision.int8:
+            widen_state(self.state, planned)
         return records_of(planned, self.param_groups, self.state, self._kept.precision)
 
     def checkpoint_restored(self) -> None:

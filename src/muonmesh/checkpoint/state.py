@@ -107,13 +107,19 @@ def saved_state(
 
 
 def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None:
-    """Write fp32 over what is kept in int8; the next step encodes it again, to the same codes and scales."""
+    """Turn what is kept in int8 into fp32, in place; the next step turns it back, into the same codes.
+
+    Args:
+        held: The optimizer's state, written.
+        planned: Where the parameters live.
+    """
     for member in planned.members:
         entry = held.get(member.tensor, {})
-        for key, home in member.homes.items():
+        for key in member.homes:
             if key in entry and local_of(entry[key]).dtype == torch.int8:
-                entry[key] = home.storage.wrap(planned.blocks.wide(member.name, member.tensor, key, entry))
-                del entry[key + SCALE]
+                wide = planned.blocks.wide(member.name, member.tensor, key, entry)
+                entry[key] = member.homes[key].storage.wrap(wide)
+                entry.pop(key + SCALE, None)
 
 
 def refuse_flat(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Declared]) -> None:
