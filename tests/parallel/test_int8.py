@@ -135,3 +135,21 @@ def test_our_own_checkpoints_hold_it_too(workers, tmp_path) -> None:
 
 def test_a_checkpoint_is_resharded_and_loaded_into_any_dtype(workers, tmp_path) -> None:
     assert workers(2).run(resumed, tmp_path) == [[True, True, True]] * 2
+
+
+def resumed_by_our_own_checkpoints(folder: Path) -> list[bool]:
+    """Likewise by `muonmesh.checkpoint`, which the optimizer that was saved goes on after too."""
+    model, optimizer = made(0, "int8")
+    train(model, optimizer, range(2))
+    mm.checkpoint.save(folder / "saved", model, optimizer)
+    other, loaded = made(-1, "int8")
+    mm.checkpoint.load(folder / "saved", other, loaded)
+    twin, alone = made(None, "int8")
+    for some in ((model, optimizer), (other, loaded)):
+        train(*some, range(2, 4))
+    train(twin, alone, range(4))
+    return [equal(results(*some), results(twin, alone)) for some in ((model, optimizer), (other, loaded))]
+
+
+def test_our_own_checkpoints_carry_it_too(workers, tmp_path) -> None:
+    assert workers(2).run(resumed_by_our_own_checkpoints, tmp_path) == [[True, True]] * 2
