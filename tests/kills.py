@@ -229,7 +229,9 @@ def kill_at_a_random_moment(launcher: int, run: Path, chance: random.Random, ste
 # --- the whole ----------------------------------------------------------------------------------------------------
 
 
-def killed_run(folder: Path, *, steps: int, kills: int, seed: int, ranks: list[int], commands: int) -> dict[str, Any]:
+def killed_run(
+    folder: Path, *, steps: int, kills: int, seed: int, ranks: list[int], commands: int, seconds: float
+) -> dict[str, Any]:
     """Run it whole, then again with kills; what was killed, what was left, and how far losses are apart.
 
     Args:
@@ -239,6 +241,7 @@ def killed_run(folder: Path, *, steps: int, kills: int, seed: int, ranks: list[i
         seed: Decides the moments and whom they meet.
         ranks: How many each start has, one after the other and again.
         commands: Every how many starts the command itself is started.
+        seconds: After which no other kill is begun, so that the counts of a slow machine are fewer, not lost.
     """
     chance = random.Random(seed)
     whole, run, text = folder / "whole", folder / "killed", folder / "text"
@@ -252,7 +255,8 @@ def killed_run(folder: Path, *, steps: int, kills: int, seed: int, ranks: list[i
     counted: Counter[str] = Counter()
     left: Counter[str] = Counter(processes=0, zombies=0, ports=0)
     starts, slowest, refused = 0, 0.0, 0
-    while sum(counted.values()) < kills:
+    until = time.monotonic() + seconds
+    while sum(counted.values()) < kills and time.monotonic() < until:
         began = (run / CONFIG_FILE).is_file() and latest_step(checkpoints_of(run, "muon")) is not None
         if began and (latest_step(checkpoints_of(run, "muon")) or 0) > steps - 5:
             break
@@ -310,6 +314,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--commands", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=3000.0)
     given = parser.parse_args()
     adopt()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a launcher would rightly ignore it
@@ -322,6 +327,7 @@ def main() -> None:
                 seed=given.seed,
                 ranks=given.ranks,
                 commands=given.commands,
+                seconds=given.seconds,
             )
         )
     )

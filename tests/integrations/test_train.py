@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ from muonmesh.cli.checkpoints import latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Split, Survey, Windows, prepare_corpus, standard_library
 from muonmesh.cli.documents import find_files
+from muonmesh.cli.failure import RunError
 from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
 from muonmesh.cli.schedule import learning_rate_factor
 from muonmesh.cli.settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
-from muonmesh.cli.worker import work
+from muonmesh.cli.worker import TIMEOUT, seconds_to_wait, work
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
 STEPS = 12
@@ -341,6 +343,15 @@ def test_a_rank_collects_garbage_again_once_all_is_imported(tmp_path: Path) -> N
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
+def test_a_time_to_wait_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, text)
+    with pytest.raises(RunError, match=f"found {text!r}; needed a number of seconds above 0"):
+        seconds_to_wait()
+    monkeypatch.setenv(TIMEOUT, "0.5")
+    assert seconds_to_wait() == timedelta(seconds=0.5)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_restarts_with_other_numbers_of_ranks_lose_nothing(tmp_path: Path) -> No
     assert outcome["apart"] < 1e-3, "sums over other numbers of ranks round otherwise"
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -64,7 +64,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
 @pytest.mark.soak
 def test_torchrun_restarts_its_ranks_and_takes_them_along_when_it_is_killed(tmp_path: Path) -> None:
     whole, run, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "said.txt"
-    line = [*COMMAND, *options(whole, learn_from(tmp_path), steps=40, ranks=2)]
+    line = [*COMMAND, *options(whole, learn_from(tmp_path), steps=20, ranks=2)]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
     begun_like(whole, run)
 
@@ -77,7 +77,7 @@ def test_torchrun_restarts_its_ranks_and_takes_them_along_when_it_is_killed(tmp_
     def reached() -> int:
         return latest_step(checkpoints_of(run, "muon")) or 0
 
-    assert torchrun(1, 0).wait(timeout=240) == 1
+    assert torchrun(1, 0).wait(timeout=600) == 1
     assert "found 1 ranks, started by torchrun; needed the 2 of the run" in log.read_text()
 
     chance, agent, kills = random.Random(0), torchrun(2, 5), 0
@@ -98,9 +98,9 @@ def test_torchrun_restarts_its_ranks_and_takes_them_along_when_it_is_killed(tmp_
         agent.kill()
         agent.wait()
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() and not is_zombie(rank) for rank in ranks), seconds=10)
-    assert 0 < reached() < 40
+    assert 0 < reached() < 20
 
-    assert torchrun(2, 0).wait(timeout=240) == 0, log.read_text()
+    assert torchrun(2, 0).wait(timeout=600) == 0, log.read_text()
     assert losses(run) == losses(whole), "bit for bit"
     # The report and the lock are the launcher's; the latter stays with torchrun too.
     assert files(run) - {".lock"} <= files(whole) - {".lock"}

@@ -63,10 +63,10 @@ def work(run: Path) -> None:
     if settings.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=_timeout())
+        dist.init_process_group("nccl", device_id=device, timeout=seconds_to_wait())
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=_timeout())
+        dist.init_process_group("gloo", timeout=seconds_to_wait())
     if dist.get_world_size() != settings.ranks:
         raise RunError(
             f"{run}: found {dist.get_world_size()} ranks, started by torchrun; needed the {settings.ranks} of the run. "
@@ -91,7 +91,7 @@ def work(run: Path) -> None:
     lock.__exit__(None, None, None)
 
 
-def _timeout() -> timedelta | None:
+def seconds_to_wait() -> timedelta | None:
     """How long collectives wait, None for torch's own limit.
 
     Raises:
