@@ -35,7 +35,7 @@ import muonmesh as mm
 from muonmesh.cli.cluster import Cluster
 from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, Rates, Teams, make_plan
 from muonmesh.layout.balance import at_home, imbalance, least_imbalance
-from muonmesh.layout.plan import Routes, pieces
+from muonmesh.layout.routes import Routes, pieces
 from muonmesh.report.forecast import BUCKET_ELEMENTS, muon_parameter
 
 MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -220,7 +220,7 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
         seconds,
         megabytes,
         rank,
-        sum(len(legs) for some in routes for peers in (some.held, some.owned) for legs in peers.values()),
+        sum(len(legs) for some in routes for peers in (some.held, some.assembled) for legs in peers.values()),
         len(plan.ranks),
         len(plan.assignments),
         len(plan.assignments) / len(plan.ranks),

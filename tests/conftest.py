@@ -33,10 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under pytest-xdist all files that use ranks share one process: two pools are never at work together.
+    """Under pytest-xdist the files that use ranks share one process, but for the few among the unit tests.
 
-    The tests of another file stay together too, and so do the fixtures that they share. (`--dist loadgroup` would say
-    it with marks, but pytest-xdist 3.8 cannot tell pytest 9.2's tests by their marks.)
+    Two pools at work together only slow each other down; the unit tests' files are the exception because the two
+    processes would else be busy for unequal times. The tests of another file stay together too, and so do the fixtures
+    that they share. (`--dist loadgroup` would say it with marks, but pytest-xdist 3.8 cannot tell pytest 9.2's tests
+    by their marks.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -46,7 +48,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     @cache
     def scope(file: str) -> str:
-        return "ranks" if "workers" in (config.rootpath / file).read_text() else file
+        uses_ranks = "workers" in (config.rootpath / file).read_text()
+        return ("unit tests with ranks" if "unit/" in file else "ranks") if uses_ranks else file
 
     return ByFile(config, log)
 

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.storage import placements_of
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout, split_matrices
 from muonmesh.step.slots import RUNNING
+from tests import gathered
 
 # name: (mesh, placements of a matrix by its number of dims); a dim that is not there is dim 0
 S, R = Shard, Replicate()
@@ -78,21 +79,17 @@ def cut(value: Tensor, layout: Any, rank: int) -> Tensor:
     return local
 
 
-def assemble(local: Tensor, layout: Any) -> Tensor:
-    """The whole value, from what every rank stores; all ranks call it."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, local.detach().clone())
-    whole = torch.full(layout.shape, torch.nan, dtype=local.dtype)
-    for rank in layout.ranks:
-        for block in layout.blocks(rank):
-            region = block.region
-            box = tuple(slice(o, o + n) for o, n in zip(region.offset, region.shape, strict=True))
-            mine = parts[rank].as_strided(region.shape, block.strides, block.start)
-            known = whole[box]
-            assert torch.equal(known[~known.isnan()], mine[~known.isnan()]), "replicas differ"
-            whole[box] = mine
-    assert not whole.isnan().any(), "elements that nobody holds"
-    return whole
+def elements(local: Tensor, layout: Any) -> tuple[Tensor, Tensor]:
+    """What this rank stores of a whole value: the numbers of the elements, and the elements."""
+    rank, local = dist.get_rank(), local.detach()
+    every = torch.arange(math.prod(layout.shape)).view(layout.shape)
+    numbers, stored = [every[:0].flatten()], [local.new_empty(0)]
+    for block in layout.blocks(rank) if rank in layout.ranks else ():
+        region = block.region
+        box = tuple(slice(o, o + n) for o, n in zip(region.offset, region.shape, strict=True))
+        numbers.append(every[box].flatten())
+        stored.append(local.as_strided(region.shape, block.strides, block.start).flatten())
+    return torch.cat(numbers), torch.cat(stored)
 
 
 def _groups(tensors: dict[str, Tensor], parameters: dict[str, tuple[tuple[int, ...], Any]]) -> list[dict[str, Any]]:
@@ -131,12 +128,10 @@ def dtensors(
                 )
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
-        found = {}
+        found = dict(tensors)
         for name, parameter in tensors.items():
-            found[name] = _full(parameter)
-            for key, value in optimizer.state[parameter].items():
-                found[f"{name}.{key}"] = _full(value)
-        return found
+            found.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
+        return gathered.whole(found)
 
     return Held(_groups(tensors, parameters), {}, give, whole, dict(tensors))
 
@@ -162,12 +157,11 @@ def declared(
             tensors[name].grad = None if local is None else local.to(tensors[name].dtype)
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
-        result = {}
+        held = {name: elements(parameter, layouts[name]) for name, parameter in tensors.items()}
+        state = {}
         for name, parameter in tensors.items():
-            result[name] = assemble(parameter, layouts[name])
-            for key, value in optimizer.state[parameter].items():
-                result[f"{name}.{key}"] = _full(value)
-        return result
+            state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
+        return {**gathered.join(held, {name: layouts[name].shape for name in held}), **gathered.whole(state)}
 
     return Held(_groups(tensors, parameters), {"layouts": found}, give, whole, dict(tensors))
 
@@ -215,20 +209,26 @@ def flat(
                     _fill(tensor.grad, gradient, entry.layout, rank)
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
-        result = {}
+        result, held, shapes = {}, {}, {}
+        homes = {member.name: member.homes for member in optimizer.members}
         for buffer, tensor in tensors.items():
             first = 0  # of the entry's matrices among the buffer's
             for entry in contents[buffer]:
-                result[entry.name] = assemble(tensor, entry.layout)
+                held[entry.name], shapes[entry.name] = elements(tensor, entry.layout), entry.layout.shape
                 count = len(split_matrices(entry.name, entry.layout.shape, entry.matrices)) if buffer == "muon" else 0
                 for key, value in optimizer.state[tensor].items():
                     if key in RUNNING:
                         value = value.view(-1)[first : first + count]
                         result[f"{entry.name}.{key}"] = value.clone().view(() if count == 1 else (count,))
+                    elif value.ndim:
+                        home = homes[entry.name].get(key)  # rows and columns lie in buffers of their own
+                        layout = entry.layout if home is None else home.storage.layout
+                        held[f"{entry.name}.{key}"] = elements(value, layout)
+                        shapes[f"{entry.name}.{key}"] = layout.shape
                     else:
-                        result[f"{entry.name}.{key}"] = assemble(value, entry.layout) if value.ndim else value.clone()
+                        result[f"{entry.name}.{key}"] = value.clone()
                 first += count
-        return result
+        return {**gathered.join(held, shapes), **result}
 
     return Held(groups, {"layouts": contents}, give, whole, dict(tensors))
 
@@ -285,7 +285,3 @@ def _fill(local: Tensor, value: Tensor, layout: FlatShards, rank: int) -> None:
         region = block.region
         box = tuple(slice(o, o + n) for o, n in zip(region.offset, region.shape, strict=True))
         local.as_strided(region.shape, block.strides, block.start).copy_(value[box])
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

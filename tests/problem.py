@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
+from tests import gathered
 from tests.meshes import mesh_of
 
 # name: (shape, matrices); "adamw" instead of matrices puts the parameter into the AdamW group. Dims smaller than
@@ -159,12 +160,11 @@ def steps(
 
 def result(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
     """Return parameters and every state tensor, whole, by name."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensors[name] = whole(parameter)
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"{name}.{key}"] = whole(value)
-    return tensors
+        tensors[name] = parameter
+        tensors.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
+    return gathered.whole(tensors)
 
 
 @functools.cache

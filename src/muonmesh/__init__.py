@@ -1,5 +1,6 @@
 """Muon for PyTorch that computes the same update whatever holds the matrix."""
 
+from muonmesh.build import from_model, split_params
 from muonmesh.clip import ClipPolicy, GradNorms
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
@@ -23,7 +24,7 @@ from muonmesh.numerics.rules import (
     register_rule,
 )
 from muonmesh.numerics.scale import ScaleMode, update_scale
-from muonmesh.optimizer import Muon, from_model, split_params
+from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.settings import Algorithm, ExchangeMode
 

@@ -20,17 +20,19 @@ from muonmesh.errors import FileError
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What torch's writer and numpy say when the system took less than they gave it.
 TOOK_LESS = re.compile(r"unexpected pos|PytorchStreamWriter failed|requested and \d+ written")
+AGAIN = "start again or go on with --resume"  # what writes here unless it says otherwise is `muonmesh train`
 NEARLY_NOTHING = 64 * 1024  # bytes; libraries that write for us do not always say why they could not
 
 
 @contextlib.contextmanager
-def writing(path: Path, *, beside: str = "", raised: type[Exception] = OSError) -> Iterator[None]:
+def writing(path: Path, *, beside: str = "", raised: type[Exception] = OSError, again: str = AGAIN) -> Iterator[None]:
     """Turn what a library raises when it cannot write ``path`` into one sentence.
 
     Args:
         path: What is written.
         beside: What else to say: what has been kept.
         raised: What to turn; safetensors and tokenizers have errors of their own.
+        again: What to do once it can be written.
 
     Raises:
         FileError: it could not be written.
@@ -40,10 +42,10 @@ def writing(path: Path, *, beside: str = "", raised: type[Exception] = OSError) 
     except FileError:
         raise
     except raised as error:
-        raise FileError(cannot_write(path, error, beside=beside)) from error
+        raise FileError(cannot_write(path, error, beside=beside, again=again)) from error
 
 
-def cannot_write(path: Path, error: BaseException, *, beside: str = "") -> str:
+def cannot_write(path: Path, error: BaseException, *, beside: str = "", again: str = AGAIN) -> str:
     """Return the sentence about a file that could not be written: which, why, what to do."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (_room_at(path) < NEARLY_NOTHING or TOOK_LESS.search(str(error))):
@@ -52,7 +54,7 @@ def cannot_write(path: Path, error: BaseException, *, beside: str = "") -> str:
     full = number in FULL
     why = reason(error) if number is None or not full else os.strerror(number)
     remedy = "Free some space there" if full else "Choose a place that can be written"
-    return f"{path}: could not be written: {why}. {beside}{remedy}, then start again or go on with --resume"
+    return f"{path}: could not be written: {why}. {beside}{remedy}, then {again}"
 
 
 def _sizes_are_limited() -> bool:
@@ -78,18 +80,23 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         FileError: it could not be written; what was there is there.
     """
-    scratch = path.with_name(f".{path.name}.writing")
     with writing(path):
-        try:
-            with scratch.open("w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise
+        replace_text(path, text)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Do what `write_text` does; an OSError where it could not be written."""
+    scratch = path.with_name(f".{path.name}.writing")
+    try:
+        with scratch.open("w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
 
 
 def onto_disk(path: Path) -> None:
@@ -170,6 +177,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number of at least 0": lambda value: is_whole(value) and value >= 0,
     "a finite number of at least 0": lambda value: is_finite(value) and value >= 0,
     "a string": lambda value: isinstance(value, str),
+    "an array": lambda value: isinstance(value, list),
     "an object": lambda value: isinstance(value, dict),
 }
 

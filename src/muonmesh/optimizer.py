@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from muonmesh.checkpoint.state import Place, SavedGroup, restore_state
+from muonmesh.checkpoint.record import Record, records_of
+from muonmesh.checkpoint.state import Place, SavedGroup, restore_state, saved_state, widen_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.exchange import Exchange
@@ -23,10 +24,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
-from muonmesh.comm.wrappers import group_of_wrapper
 from muonmesh.errors import StateError, explain_error
-from muonmesh.groups import HeadPart, ParamGroups
-from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
@@ -40,6 +38,7 @@ from muonmesh.settings import (
     Precision,
     ProcessGroup,
     SettingsFound,
+    StateDtype,
     algorithm_of,
     check_group,
     check_groups,
@@ -52,9 +51,10 @@ from muonmesh.step.connection import changed, check_members, connect, forget, pl
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
 from muonmesh.step.lacking import lacking_of
+from muonmesh.step.members import Member, group_for
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
-from muonmesh.step.planning import Member, Planned, group_for
+from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.slots import Collected, collect
@@ -97,7 +97,8 @@ class Muon(torch.optim.Optimizer):
         adamw_betas: AdamW's decay rates of the moments.
         adamw_eps: AdamW's ε.
         compute_dtype: Dtype of orthogonalisation and wire.
-        state_dtype: Dtype of the momentum, kept through ``load_state_dict``.
+        state_dtype: Dtype of the momentum, kept through ``load_state_dict``. "int8": in blocks of 256 elements with an
+            fp32 scale each, 1.02 bytes an element; saved in fp32, so any checkpoint can be loaded into any other.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
             every rank trains a copy of its own. Required when several ranks run and a Muon group holds one. "auto":
@@ -143,7 +144,7 @@ class Muon(torch.optim.Optimizer):
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         compute_dtype: torch.dtype = torch.bfloat16,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: StateDtype = torch.float32,
         master_dtype: torch.dtype | None = None,
         process_group: ProcessGroup = None,
         layouts: Mapping[str, Declared] | None = None,
@@ -189,7 +190,7 @@ class Muon(torch.optim.Optimizer):
             while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
                 frame = frame.f_back
             refuse_partitioner(frame.f_locals.get("self"))
-            precision = Precision(compute_dtype, state_dtype, master_dtype)
+            precision = Precision.of(compute_dtype, state_dtype, master_dtype)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
@@ -367,6 +368,7 @@ class Muon(torch.optim.Optimizer):
             device=planned.device,
             step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.sums),
             sums=kept.sums,
+            blocks=planned.blocks if kept.precision.int8 else None,
         )
         kept.torn = f"step {exchange.steps} of this plan"
         exchange.run(work)
@@ -514,8 +516,29 @@ class Muon(torch.optim.Optimizer):
         """
         self.refuse_if_torn()
         found = super().state_dict()
+        if self._kept.precision.int8:
+            found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._kept))
         found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
         return found
+
+    def checkpoint_records(self) -> list[Record]:
+        """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
+
+        Raises:
+            StateError: a step was interrupted while it wrote, or there is state that nobody reads.
+            LayoutError, ValueError, TypeError: no plan can be made.
+        """
+        planned = plan(self.param_groups, self._kept)
+        widen_state(self.state, planned)
+        return records_of(planned, self.param_groups, self.state, self._kept.precision)
+
+    def checkpoint_restored(self) -> None:
+        """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
+        self._kept.torn, self._kept.loaded, self._kept.clip = None, True, Clip()
+
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
+        """Return a context in which parameters that nobody trains are whole, which here they always are."""
+        return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""
@@ -604,128 +627,3 @@ class Muon(torch.optim.Optimizer):
                 kept.sums = kept.sums or Sums()
                 return found
             forget(kept)
-
-
-@functools.wraps(split_locally)
-def split_params(
-    model: nn.Module,
-    *,
-    muon: Mapping[str, Any] | None = None,
-    adamw: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    per_head: bool | Collection[HeadPart] = False,
-) -> ParamGroups:
-    """`muonmesh.groups.split_params`; where several ranks run, the others learn of an error at their first step."""
-    try:
-        return split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
-    except Exception as error:
-        note_failure(error)
-        raise
-
-
-def from_model(
-    model: nn.Module = None,  # type: ignore[assignment]
-    lr: float | Tensor = 3e-4,
-    *,
-    muon: Mapping[str, Any] | None = None,
-    adamw: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    per_head: bool | Collection[HeadPart] = False,
-    rule: str = "muon",
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    weight_decay: float = 0.1,
-    decay_mode: DecayMode = "full",
-    scale_mode: ScaleMode = "match_rms_adamw",
-    extra_scale_factor: float = 1.0,
-    ns_coefficients: Coefficients = "polar_express",
-    ns_steps: int | None = None,
-    ns_method: Method = "auto",
-    adamw_betas: tuple[float, float] = (0.9, 0.95),
-    adamw_eps: float = 1e-8,
-    compute_dtype: torch.dtype = torch.bfloat16,
-    state_dtype: torch.dtype = torch.float32,
-    master_dtype: torch.dtype | None = None,
-    process_group: ProcessGroup = None,
-    layouts: Mapping[str, Declared] | None = None,
-    shard_state: bool = False,
-    exchange: ExchangeMode = "owner",
-    bucket_cap_mb: float = 16.0,
-    gradients: GradientSource | None = None,
-) -> Muon:
-    """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
-
-    Args:
-        model: Any module, sharded or not.
-        lr: Learning rate of both halves.
-        muon: Settings of Muon's groups alone, as `split_params` takes them.
-        adamw: Settings of AdamW's groups alone, likewise.
-        overrides: Which parameters are treated otherwise, likewise.
-        per_head: Which attention weights are one matrix for each head, likewise.
-        rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
-        momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
-        nesterov: Whether to look ahead with the momentum.
-        weight_decay: Of both halves; norms, biases and other vectors have none.
-        decay_mode: Which weights decay.
-        scale_mode: How large an update is, see `update_scale`.
-        extra_scale_factor: Multiplies that.
-        ns_coefficients: Newton–Schulz coefficients, see `orthogonalize`.
-        ns_steps: Newton–Schulz steps; None: what the coefficients are made for.
-        ns_method: Newton–Schulz method.
-        adamw_betas: AdamW's decay rates of the moments.
-        adamw_eps: AdamW's ε.
-        compute_dtype: Dtype of orthogonalisation and wire.
-        state_dtype: Dtype of the momentum.
-        master_dtype: Of masters of lower-precision parameters.
-        process_group: Who holds plain matrices: "world", "local", "auto" or a ProcessGroup; None: those of the
-            DistributedDataParallel that ``model`` is, if it is one.
-        layouts: Where plain local shards live, by name.
-        shard_state: Whether replicas share the momentum.
-        exchange: How matrices move.
-        bucket_cap_mb: MiB of matrices that one owner computes at a time.
-        gradients: Where gradients are kept if not in ``parameter.grad``.
-
-    Raises:
-        ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
-            first step.
-    """
-    missing: object = model
-    if missing is None:  # a Trainer calls what it takes for a factory without arguments first
-        write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
-        write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
-        raise TypeError(explain_error("from_model", "no model", "the model", write))
-    try:
-        groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
-    except Exception as error:
-        if process_group != "local":
-            note_failure(error)
-        raise
-    for group in groups:
-        if group["algorithm"] == "muon":
-            group["algorithm"] = rule
-    if process_group is None:
-        process_group = group_of_wrapper(model)
-    return Muon(
-        groups,
-        lr,
-        momentum=momentum,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        decay_mode=decay_mode,
-        scale_mode=scale_mode,
-        extra_scale_factor=extra_scale_factor,
-        ns_coefficients=ns_coefficients,
-        ns_steps=ns_steps,
-        ns_method=ns_method,
-        adamw_betas=adamw_betas,
-        adamw_eps=adamw_eps,
-        compute_dtype=compute_dtype,
-        state_dtype=state_dtype,
-        master_dtype=master_dtype,
-        process_group=process_group,
-        layouts=layouts,
-        shard_state=shard_state,
-        exchange=exchange,
-        bucket_cap_mb=bucket_cap_mb,
-        gradients=gradients,
-    )

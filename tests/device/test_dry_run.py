@@ -16,6 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 import muonmesh as mm
 from muonmesh.testing import DryRun, HostSync, Rates, dry_run
 from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
+from tests.samples import one_in
 
 MIB = 2**20
 
@@ -150,11 +151,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"world": 4, "mesh": {"shard": 4}, "placements": on(Shard(0))},
     "ddp": {"world": 4, "mesh": {"replicate": 4}, "placements": on(Replicate())},
 }
-# One process does nothing that ranks do not.
-QUICK = [name if name != "one" else pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize("layout", QUICK)
+@pytest.mark.parametrize("layout", one_in(3, ["fsdp", "one", "ddp"]))
 @pytest.mark.parametrize("step", STEPS)
 def test_the_host_does_not_wait(step: str, layout: str) -> None:
     """Neither in the first step nor later."""
@@ -174,10 +173,11 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
         (torch.float32, {"decay_mode": "cautious"}),
         (torch.float32, {"shard_state": True}),
         (torch.float32, {"exchange": "gram"}),
+        (torch.float32, {"state_dtype": "int8"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("layout", QUICK)
+@pytest.mark.parametrize("layout", one_in(3, ["ddp", "one", "fsdp"]))
 def test_the_host_does_not_wait_with_settings(layout: str, dtype: torch.dtype, settings: dict[str, Any]) -> None:
     dry_run(Model(dtype), lambda model: ours(model, **settings), **LAYOUTS[layout])
 

@@ -104,7 +104,7 @@ def test_our_steps_end_where_the_package_s_do(theirs: Callable[[Weights], Optimi
 def test_the_defaults_are_the_package_s() -> None:
     from muonium import Muon
 
-    from muonmesh.migration import _PACKAGES
+    from muonmesh.migration.packages import PACKAGES
 
     known = {"muonium": Muon, "torch": torch.optim.Muon, "adamw": torch.optim.AdamW}
     if sys.version_info >= (3, 12):  # what Emerging-Optimizers needs
@@ -113,7 +113,7 @@ def test_the_defaults_are_the_package_s() -> None:
         known["emerging_optimizers"] = EmergingMuon
     for name, optimizer in known.items():
         arguments = inspect.signature(optimizer.__init__).parameters
-        package = _PACKAGES[name]
+        package = PACKAGES[name]
         assert {key: package.defaults[key] for key in package.defaults if key in arguments} == {
             key: arguments[key].default for key in package.defaults if key in arguments
         }

@@ -28,6 +28,7 @@ from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import prepare_corpus, standard_library
 from muonmesh.cli.metrics import read_metrics
+from tests.disks import small_disk
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
 RANKS = 2
@@ -163,25 +164,17 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(fo
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of four megabytes."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], check=False, capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting is not permitted here: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", place], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk") as place:
+        yield place
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(small_disk: Path, folder: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(disk: Path, folder: Path) -> None:
     # A checkpoint of nano takes 0.9 MB, so that one fits beside the text and two do not, once this lies there too.
-    (small_disk / "ballast").write_bytes(bytes(1_700_000))
-    run = small_disk / "run"
+    (disk / "ballast").write_bytes(bytes(1_700_000))
+    run = disk / "run"
     result = command(run, folder / "text", "--steps", 6, "--checkpoint-every", 2)
     assert result.returncode == 1, result.stdout
     assert "Traceback" not in result.stderr
@@ -192,7 +185,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(small_disk
     assert kept is not None
     assert f"The checkpoint of step {kept} is kept." in result.stderr
     assert (checkpoints_of(run, "muon") / f"step-{kept:08d}" / MANIFEST_FILE).is_file()
-    (small_disk / "ballast").unlink()
+    (disk / "ballast").unlink()
     result = subprocess.run([*COMMAND, "--resume", str(run)], capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
     assert latest_step(checkpoints_of(run, "muon")) == 6

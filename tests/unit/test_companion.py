@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.errors import LayoutError
 from muonmesh.layout import FlatShards, Layout, MeshLayout, Side, companion_matrices, split_matrices
 from muonmesh.layout.companion import companion_on_mesh, companions_in_buffers
-from muonmesh.layout.plan import pieces
+from muonmesh.layout.routes import pieces
 from tests import fuzzing
 from tests.fuzzing import COUNT, generated
 from tests.reference import split

@@ -306,7 +306,7 @@ def test_the_page_about_layouts(workers: Callable[[int], Pool]) -> None:
 
 def differences_on_the_page_about_deepspeed(folder: str) -> list[str]:
     """Return the names of the weights that differ after the state has gone from one engine to the other."""
-    from tests.integrations import deepspeed_engine as ds
+    from tests.hosts import deepspeed_engine as ds
 
     model, given = ds.build(), [ds.given(step, 0, dist.get_rank()) for step in range(2)]
     written = run("docs/deepspeed.md", {"model": model, "batches": given}, {"path": folder})

@@ -19,6 +19,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 LEVELS = (
     ("cli", "testing"),
     ("integrations",),
+    ("build",),
     ("optimizer",),
     ("checkpoint", "clip", "report"),
     ("migration", "step"),

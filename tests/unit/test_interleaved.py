@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.layout import MeshLayout, Shard, StridedShard, split_matrices
-from muonmesh.layout.plan import pieces
+from muonmesh.layout.routes import pieces
 from tests.boxes import canonical, layouts, local_by_torch, planned
 
 

@@ -22,7 +22,7 @@ from muonmesh.layout import (
     make_plan,
 )
 from muonmesh.layout import split_matrices as split
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.routes import Leg
 
 CPU = torch.device("cpu")
 

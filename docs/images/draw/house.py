@@ -23,6 +23,7 @@ SAID = {
     "integrations": "DeepSpeed, Megatron,\nTrainer, Lightning, …",
     "migration": "settings of others",
     "testing": "prove_rule",
+    "build": "from_model",
     "optimizer": "one step on one screen",
     "checkpoint": "state to load and save,\nfiles that cannot execute",
     "clip": "norms, skipping",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,18 @@ class CheckpointReader(FileSystemReader):
                 path = self.folder / place.relative_path
                 raise FileError(f"{path}: {MANIFEST_FILE} does not tell of it. {REMEDY}")
 
-    def check_names(self, needed: Mapping[str, Tensor]) -> None:
-        """Make sure that the checkpoint holds these tensors and no others, of these shapes and dtypes.
+    def check_names(self, needed: Mapping[str, Any], all_names: Collection[str]) -> None:
+        """Make sure that the checkpoint holds these tensors, of these shapes and dtypes, and none beyond ``all_names``.
+
+        Args:
+            needed: What this rank needs: tensors, or what has a ``shape`` and a ``dtype`` of the whole.
+            all_names: What the ranks need together.
 
         Raises:
             FileError: naming the first that differs.
         """
         held = self.metadata.state_dict_metadata
-        remedy = "Resume with the model and the optimizer that it was saved with"
+        remedy = "Load it into the model and the optimizer that it was saved with"
         for name, tensor in needed.items():
             if name not in held:
                 raise FileError(
@@ -66,15 +70,19 @@ class CheckpointReader(FileSystemReader):
                     f"{_told(tensor.shape, tensor.dtype)}. {remedy}"
                 )
         for name in held:
-            if name not in needed:
-                raise FileError(f"{self.folder}: found {name}, which this training does not have. {remedy}")
+            if name not in all_names:
+                raise FileError(f"{self.folder}: found {name}, which nothing here has. {remedy}")
 
-    def check_tensors(self, *, share: int, of: int) -> None:
+    def check_tensors(self, *, share: int, of: int, wrong: Callable[[str, Tensor], str]) -> None:
         """Read every ``of``-th piece of a tensor, beginning with number ``share``, and look at it.
 
+        Args:
+            share: Of the pieces in their order, the first to read.
+            of: How many share them.
+            wrong: Says what is wrong with the numbers in a piece, or nothing.
+
         Raises:
-            FileError: naming the file and the tensor: not one, of another shape or dtype, not finite, or negative where
-                a square is meant.
+            FileError: naming the file and the tensor: not one, of another shape or dtype, or wrong.
         """
         held: dict[str, Any] = self.metadata.state_dict_metadata
         pieces = [
@@ -97,8 +105,8 @@ class CheckpointReader(FileSystemReader):
                 raise FileError(
                     f"{path}: found {name}, {_told(tensor.shape, tensor.dtype)}; needed {expected}. {REMEDY}"
                 )
-            if wrong := _wrong_numbers(name, tensor):
-                raise FileError(f"{path}: found {wrong} in {name}; needed finite numbers. {REMEDY}")
+            if found := wrong(name, tensor):
+                raise FileError(f"{path}: found {found} in {name}; needed finite numbers. {REMEDY}")
 
 
 def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -120,12 +128,13 @@ def check_finite(state: Mapping[str, Any], kept: str) -> None:
     """
     for name, tensor in flat(state).items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if _wrong_numbers(name, local.detach()):
+        if wrong_numbers(name, local.detach()):
             remedy = "Start again with a lower --lr or --adamw-lr"
             raise FileError(f"{name}: not finite, so it is not saved. {kept}{remedy}")
 
 
-def _wrong_numbers(name: str, tensor: Tensor) -> str:
+def wrong_numbers(name: str, tensor: Tensor) -> str:
+    """What no training makes of a tensor of that name, in words: not finite, or negative where a square is meant."""
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         return "infinity or NaN"
     if name.endswith(SECOND_MOMENT) and bool((tensor < 0).any()):

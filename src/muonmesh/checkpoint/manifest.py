@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from muonmesh.errors import FileError
-from muonmesh.files import check_fields, read_json, reason, write_text
+from muonmesh.files import check_fields, read_json, reason, replace_text
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -29,13 +31,9 @@ def entry_of(path: Path) -> Entry:
 
 
 def write_manifest(folder: Path, entries: dict[str, Entry]) -> None:
-    """Write down what the files of a checkpoint are.
-
-    Raises:
-        FileError: it could not be written.
-    """
+    """Write down what the files of a checkpoint are; an OSError where it cannot be written."""
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
-    write_text(folder / MANIFEST_FILE, json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
+    replace_text(folder / MANIFEST_FILE, json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | None:
@@ -58,6 +56,34 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
         check_fields(path, entry, {"bytes": "a whole number of at least 0", "sha256": "a string"})
         entries[name] = entry["bytes"], entry["sha256"]
     return entries
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file that the manifest tells of is there in its full size; contents are not read.
+
+    One older than manifests was renamed when it was whole, so it counts as whole if there is anything in it.
+    """
+    try:
+        entries = read_manifest(folder)
+        if entries is None:
+            return bool(os.listdir(folder))
+        found = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
+    except (OSError, FileError):
+        return False
+    return all(stat.S_ISREG(one.st_mode) and one.st_size == entries[name][0] for name, one in found.items())
+
+
+def check_copy(folder: Path) -> None:
+    """Make sure that a folder with a manifest is what was written; one without may be anything.
+
+    Raises:
+        FileError: naming the first file that is missing or has changed.
+    """
+    entries = read_manifest(folder)
+    try:
+        check_entries(folder, entries or {}, entries or ())
+    except FileError as error:
+        raise FileError(f"{error}; or remove {MANIFEST_FILE}, if you made the change") from error
 
 
 def check_entries(folder: Path, entries: dict[str, Entry], names: Iterable[str]) -> None:

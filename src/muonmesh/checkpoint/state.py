@@ -15,12 +15,14 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
 from muonmesh.settings import Precision, check_group, check_structure
+from muonmesh.step.blocks import SCALE
 from muonmesh.step.homes import Home
-from muonmesh.step.planning import Member, Planned
+from muonmesh.step.members import Member
+from muonmesh.step.planning import Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
-_NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
+NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
 
@@ -76,6 +78,41 @@ class SavedGroup(OrderedDict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the OrderedDict that it is, which ``torch.load(weights_only=True)`` knows."""
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def saved_state(
+    state: Mapping[int, Mapping[str, Any]], held: Mapping[Tensor, Mapping[str, Any]], planned: Planned
+) -> dict[int, Mapping[str, Any]]:
+    """Return state to save, with fp32 for what is kept in int8: any layout and any ``state_dtype`` can load it.
+
+    Encoding it again gives the same codes and scales, so nothing is lost.
+
+    Args:
+        state: As torch returns it, by number.
+        held: The same entries by parameter.
+        planned: Where the parameters live.
+    """
+    members = {id(held[member.tensor]): member for member in planned.members if member.tensor in held}
+    found = dict(state)
+    for number, entry in state.items():
+        member = members.get(id(entry))
+        if member is None:
+            continue
+        coded = [key for key in member.homes if key in entry and local_of(entry[key]).dtype == torch.int8]
+        wide = {key: planned.blocks.wide(member.name, member.tensor, key, entry) for key in coded}
+        kept = {key: value for key, value in entry.items() if key.removesuffix(SCALE) not in coded}
+        found[number] = {**kept, **{key: member.homes[key].storage.wrap(value) for key, value in wide.items()}}
+    return found
+
+
+def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None:
+    """Write fp32 over what is kept in int8; the next step encodes it again, to the same codes and scales."""
+    for member in planned.members:
+        entry = held.get(member.tensor, {})
+        for key, home in member.homes.items():
+            if key in entry and local_of(entry[key]).dtype == torch.int8:
+                entry[key] = home.storage.wrap(planned.blocks.wide(member.name, member.tensor, key, entry))
+                del entry[key + SCALE]
 
 
 def restore_state(
@@ -262,9 +299,9 @@ def _check_values(name: str, key: str, local: Tensor) -> None:
     if local.is_meta or local.is_complex() or (key != "step" and key not in RUNNING and not local.is_floating_point()):
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
         raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
-    least = local.float().min() if local.numel() and key in _NEVER_NEGATIVE else torch.zeros(())
+    least = local.float().min() if local.numel() and key in NEVER_NEGATIVE else torch.zeros(())
     if not bool(local.isfinite().all()) or float(least) < 0:
-        needed = "finite numbers" + (" of at least 0" if key in _NEVER_NEGATIVE else "")
+        needed = "finite numbers" + (" of at least 0" if key in NEVER_NEGATIVE else "")
         write = "Load an older checkpoint: this one was saved after training had diverged, or was damaged since"
         raise StateError(explain_error(name, f"{key} with nan, inf or negative numbers", needed, write))
 

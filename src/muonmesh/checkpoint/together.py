@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from muonmesh.errors import FileError
 
+T = TypeVar("T")
 
-def together(work: Callable[[], None]) -> None:
-    """Do something on this rank and return when all ranks have done theirs. Called on all ranks.
+
+def rank_in(group: dist.ProcessGroup | None = None) -> int:
+    """The number of this rank in a group, None for the default one; 0 where there is one process alone."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def ranks_in(group: dist.ProcessGroup | None = None) -> int:
+    """How many ranks a group has, None for the default one; 1 where there is one process alone."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of a group gave, in the order of ranks. Called on all of them."""
+    everyone: list[T] = [value] * ranks_in(group)
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def together(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Do something on this rank and return when all ranks have done theirs. Called on all ranks of the group.
 
     Raises:
         FileError: on every rank, with the message of the first rank that failed.
@@ -25,9 +45,8 @@ def together(work: Callable[[], None]) -> None:
     except FileError as error:
         message = str(error)
     except Exception as error:
-        message, unexpected = f"rank {dist.get_rank()}: {type(error).__name__}: {error}", error
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, message)
+        message, unexpected = f"rank {rank_in(group)}: {type(error).__name__}: {error}", error
+    everyone = gathered(message, group)
     if unexpected is not None:
         raise unexpected
     for found in everyone:
@@ -35,9 +54,9 @@ def together(work: Callable[[], None]) -> None:
             raise FileError(found)
 
 
-def on_first_rank(work: Callable[[], None]) -> None:
-    """Do something on rank 0 only, and return or fail together."""
-    together(work if dist.get_rank() == 0 else _nothing)
+def on_first_rank(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Do something on the group's rank 0 only, and return or fail together."""
+    together(work if rank_in(group) == 0 else _nothing, group)
 
 
 def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
@@ -46,8 +65,7 @@ def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
     Raises:
         FileError: on every rank, with the first that differs.
     """
-    everyone: list[Mapping[str, Any]] = [given] * dist.get_world_size()
-    dist.all_gather_object(everyone, given)
+    everyone = gathered(given)
     for name in sorted({name for other in everyone for name in other}):
         found = [other.get(name) for other in everyone]
         if any(value != found[0] for value in found):

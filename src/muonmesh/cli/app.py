@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from muonmesh.cli import options
+from muonmesh.cli.doctor import doctor
 from muonmesh.cli.lock import RunLock
 from muonmesh.cli.plan import plan
 from muonmesh.cli.settings import (
@@ -40,6 +41,7 @@ MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
 
 
 app.command()(plan)
+app.command()(doctor)
 
 
 @app.command()
@@ -75,6 +77,7 @@ def train(
     eval_every: options.EvalEvery = None,
     eval_sequences: options.EvalSequences = Settings.eval_sequences,
     checkpoint_every: options.CheckpointEvery = Settings.checkpoint_every,
+    keep: options.Keep = Settings.keep,
     resume: options.Resume = None,
     save_momentum: options.SaveMomentum = None,
     export: options.Export = False,
@@ -131,6 +134,7 @@ def train(
                 eval_every=eval_every,
                 eval_sequences=eval_sequences,
                 checkpoint_every=checkpoint_every,
+                keep=keep,
                 save_momentum=save_momentum,
                 export=export,
                 log=tuple(dict.fromkeys(log or ())),
@@ -331,6 +335,7 @@ def _resumed(run: Path, given: set[str], *, ranks: int | None, parallel: Paralle
 
 def _check(run: Path, settings: Settings, *, resuming: bool) -> int:
     """What can be found wrong before anything is written; returns the number of the model's parameters."""
+    from muonmesh.checkpoint.manifest import check_copy
     from muonmesh.cli.lock import LOCK_FILE
     from muonmesh.cli.memory import check_memory
     from muonmesh.cli.metrics import read_metrics
@@ -341,6 +346,8 @@ def _check(run: Path, settings: Settings, *, resuming: bool) -> int:
         read_metrics(run)
     elif os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
+    if settings.init is not None:
+        check_copy(Path(settings.init))
     parameters = check_model(
         settings.model,
         vocab=settings.vocab,

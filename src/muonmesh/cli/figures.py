@@ -12,8 +12,8 @@ from typing import Any
 from muonmesh.cli.failure import RunError
 from muonmesh.files import is_number, read_json
 from muonmesh.layout.balance import at_home, least_imbalance
+from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.forecast import WIRE, Forecast, Weight
-from muonmesh.report.rates import Rates
 
 MODELLED = "modelled"
 COUNTED = "counted"
@@ -68,14 +68,14 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
     }
 
 
-def load_rates(path: Path) -> Rates:
+def load_rates(path: Path) -> DeviceRates:
     """Read rates of a device from a JSON object; what it leaves out is one H100's.
 
     Raises:
         RunError: it is no such object, or a name or a number in it is none.
     """
     content = read_json(path, needed="rates such as those of the documentation")
-    known = asdict(Rates())
+    known = asdict(DeviceRates())
     for name, value in content.items():
         if name not in known:
             raise RunError(f"--rates {path}: found {name!r}; needed {', '.join(known)}. Rename it or leave it out")
@@ -83,7 +83,7 @@ def load_rates(path: Path) -> Rates:
         if not is_number(value) or not least <= value < math.inf:
             needed = "a number of seconds" if least == 0 else "a positive, finite number a second"
             raise RunError(f"--rates {path}: found {name} {value!r}; needed {needed}. Correct it")
-    return Rates(**content)
+    return DeviceRates(**content)
 
 
 def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:

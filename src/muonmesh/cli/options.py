@@ -112,6 +112,9 @@ CheckpointEvery = Annotated[
     int,
     typer.Option(help="Steps between two checkpoints; 0: at the end and on Ctrl-C only.", rich_help_panel=OUTPUT),
 ]
+Keep = Annotated[
+    int, typer.Option(help="How many checkpoints of each training stay: the newest whole ones.", rich_help_panel=OUTPUT)
+]
 Resume = Annotated[
     str | None,
     typer.Option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from muonmesh.report.rates import Rates
+from muonmesh.report.device_rates import DeviceRates
 
 HEADINGS = ("parameters", "shape", "matrices", "owners", "TFLOP", "MB sent")
 
@@ -32,7 +32,7 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
 def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What is said below the table, by title; a line of modelled figures says so."""
     balance = found["balance"]
-    device = "one H100" if found["rates"] == asdict(Rates()) else "the rates given"
+    device = "one H100" if found["rates"] == asdict(DeviceRates()) else "the rates given"
     return [
         (
             "Model",

@@ -61,6 +61,7 @@ class Settings:
     eval_every: int = 30
     eval_sequences: int = 128
     checkpoint_every: int = 200
+    keep: int = 1
     save_momentum: str | None = None
     text_field: str = "text"
     tokenizer: str | None = None
@@ -234,7 +235,7 @@ def option(name: str) -> str:
 
 
 # What runs of older versions do not say; they did what these settings do when they are left out.
-LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "log")
+LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "log", "keep")
 _LEAST = {
     "ranks": 1,
     "steps": 1,
@@ -247,6 +248,7 @@ _LEAST = {
     "eval_every": 1,
     "eval_sequences": 1,
     "checkpoint_every": 0,
+    "keep": 1,
 }
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 _MOST = {"steps": 99_999_999, "seed": 2**63 - 1}  # the digits of a checkpoint's name; what torch takes as a seed

@@ -57,7 +57,7 @@ class Training:
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
-        self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name))
+        self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
         self.clock = CollectiveClock(self.model)
         self.start = 0
         self.seconds = 0.0  # of training, evaluation and checkpoints left out

@@ -16,7 +16,7 @@ from muonmesh.comm.meeting import shared_store, wait_until
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import PlanError, about, explain_error
 from muonmesh.layout import Elementwise, Parameter, Plan
-from muonmesh.layout.plan import describe
+from muonmesh.layout.parameter import describe
 
 _announced: Counter[tuple[int, ...]] = Counter()
 """How often this process has announced each set of ranks. All ranks of a set announce it the same number of times, so

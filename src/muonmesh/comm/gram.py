@@ -21,7 +21,7 @@ from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.gram import Sum, aligned, slab, sums_of
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.routes import Leg
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.slabs import added, divide, gram_of, multiply, norms_of
@@ -129,8 +129,8 @@ class GramExchange:
         for draft in (_Draft(self._plan, some, self._rank) for some in self._sums):
             pairs.setdefault(draft.sum.turn // 2, []).append(draft)
             for role, numel in draft.numels().items():
-                slot = f"{role}.{draft.sum.turn % 2}"
-                numels[slot] = max(numel, numels.get(slot, 0))
+                name = f"{role}.{draft.sum.turn % 2}"
+                numels[name] = max(numel, numels.get(name, 0))
         if self._device.type == "cpu":
             self.memory = memory_of(numels, self._dtype, self._device)
         return list(pairs.values())
@@ -169,7 +169,7 @@ class GramExchange:
         squares = sums_of_squares([part.x[0] for part in stage.slabs])
         sent = squares.repeat(len(stage.order), 1)
         received = torch.empty_like(sent)
-        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group)
+        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group, stage.sum.ranks)
         yield True
         self._wire.finish(transfer)
         return norms_of(added(received[stage.order]))
@@ -178,12 +178,14 @@ class GramExchange:
         """Replace the Gram matrices by their sums over the ranks."""
         share, ranks = stage.sum.share(segment), len(stage.order)
         whole, parts = stage.whole[: ranks * share], stage.parts[: ranks * share]
-        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group)
+        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group, stage.sum.ranks)
         yield True
         self._wire.finish(transfer)
         of_each = parts.view(ranks, share)
         of_each.copy_(added(of_each[stage.order]))  # to each rank the same
-        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}, summed", parts, whole, stage.group)
+        transfer = self._wire.swap_parts(
+            f"{stage.what}, segment {segment}, summed", parts, whole, stage.group, stage.sum.ranks
+        )
         yield True
         self._wire.finish(transfer)
 

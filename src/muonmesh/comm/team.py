@@ -16,6 +16,12 @@ class Team:
         group: A process group of exactly these ranks, in any order.
         wire: Counts what travels.
         rank: This one.
+
+    Attributes:
+        ranks: The members in the order of the group, by which blocks of a product are dealt out.
+        size: How many they are.
+        index: The place of this rank among them.
+        is_owner: Whether this rank is the owner.
     """
 
     def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup, wire: Wire, *, rank: int) -> None:
@@ -27,5 +33,5 @@ class Team:
         self._wire = wire
 
     def gather(self, mine: Tensor, everyone: Tensor) -> None:
-        """Fill ``everyone`` (size, ...) with ``mine`` (...) of each member."""
-        self._wire.collect(f"a product of the team {self.ranks}", mine, everyone, self._group)
+        """Fill ``everyone`` (size, ...) with ``mine`` (...) of each member, in the order of ``ranks``."""
+        self._wire.collect(f"a product of the team {self.ranks}", mine, everyone, self._group, self.ranks)

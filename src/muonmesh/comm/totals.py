@@ -20,7 +20,7 @@ from muonmesh.comm.views import contiguous
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
-from muonmesh.layout.plan import Leg
+from muonmesh.layout.routes import Leg
 from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.threads import run_all
 

@@ -97,17 +97,30 @@ class Wire:
             work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)
         return self._started(what, self.ranks, send, receive, work, send.numel(), receive.numel())
 
-    def swap_parts(self, what: str, send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> Transfer:
-        """Start to give each rank of a group its part of ``send``, all of one size, and receive one from each."""
-        ranks = tuple(dist.get_process_group_ranks(group))
+    def swap_parts(
+        self, what: str, send: Tensor, receive: Tensor, group: dist.ProcessGroup, ranks: tuple[int, ...]
+    ) -> Transfer:
+        """Start to give each rank of a group its part of ``send``, all of one size, and receive one from each.
+
+        ``ranks`` are those of the group, as for `collect`; errors name them.
+        """
         with self._meeting(what, ranks):
             work = dist.all_to_all_single(receive, send, group=group, async_op=True)
         travels = send.numel() - send.numel() // len(ranks)
         return self._started(what, ranks, send, receive, work, travels, travels)
 
-    def collect(self, what: str, mine: Tensor, everyone: Tensor, group: dist.ProcessGroup) -> None:
-        """Fill ``everyone`` (ranks of the group, ...) with ``mine`` (...) of each of them, and wait for it."""
-        ranks = tuple(dist.get_process_group_ranks(group))
+    def collect(
+        self, what: str, mine: Tensor, everyone: Tensor, group: dist.ProcessGroup, ranks: tuple[int, ...]
+    ) -> None:
+        """Fill ``everyone`` (ranks of the group, ...) with ``mine`` (...) of each of them, and wait for it.
+
+        Args:
+            what: Names it in errors.
+            mine: What this rank gives, contiguous.
+            everyone: Written, contiguous.
+            group: Among which ranks.
+            ranks: Those of the group, in its order, by whoever knows them: torch looks them up anew at each call.
+        """
         started = time.perf_counter()
         with self._meeting(what, ranks):
             _all_gather(everyone.view(-1), mine.view(-1), group=group)

@@ -15,9 +15,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from torch import nn
 
+from muonmesh.build import from_model as core_from_model
 from muonmesh.integrations.settings import check_settings
 from muonmesh.optimizer import Muon
-from muonmesh.optimizer import from_model as core_from_model
 
 
 def from_model(

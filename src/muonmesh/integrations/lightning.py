@@ -15,11 +15,11 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from muonmesh.build import from_model as core_from_model
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
 from muonmesh.integrations.settings import check_settings
 from muonmesh.optimizer import Muon
-from muonmesh.optimizer import from_model as core_from_model
 
 
 class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not checked with us

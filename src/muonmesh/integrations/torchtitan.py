@@ -17,12 +17,13 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import derive, override
 
+from muonmesh.build import from_model
 from muonmesh.errors import explain_error
 from muonmesh.groups import ParamGroups, Role, Site, split_params
 from muonmesh.groups.classifiers import register
 from muonmesh.groups.fused import class_names
 from muonmesh.integrations.settings import check_settings
-from muonmesh.optimizer import Muon, from_model
+from muonmesh.optimizer import Muon
 
 _DTYPES = ("compute_dtype", "state_dtype", "master_dtype")
 

@@ -15,12 +15,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
+from muonmesh.build import from_model
 from muonmesh.clip import ClipPolicy
 from muonmesh.comm.wrappers import living
 from muonmesh.errors import explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
 from muonmesh.integrations.settings import check_settings
-from muonmesh.optimizer import Muon, from_model
+from muonmesh.optimizer import Muon
 
 _logger = logging.get_logger(__name__)
 

@@ -8,9 +8,11 @@ from muonmesh.layout.cost import cost, gathered
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
 from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
-from muonmesh.layout.plan import Assignment, Elementwise, Parameter, Plan, Routes, make_plan
+from muonmesh.layout.parameter import Elementwise, Parameter
+from muonmesh.layout.plan import Assignment, Plan, make_plan
 from muonmesh.layout.rates import Rates, Teams
 from muonmesh.layout.region import Block, Piece, Region, overlap
+from muonmesh.layout.routes import Routes
 
 __all__ = [
     "Assignment",

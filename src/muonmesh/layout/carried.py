@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from muonmesh.layout.companion import Companion
-from muonmesh.layout.plan import Assignment, Parameter, Plan
+from muonmesh.layout.parameter import Parameter
+from muonmesh.layout.plan import Assignment, Plan
 
 
 @dataclass(frozen=True)

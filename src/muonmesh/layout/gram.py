@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from muonmesh.layout.layout import Layout, MeshLayout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.plan import Parameter, Plan, pieces
+from muonmesh.layout.parameter import Parameter
+from muonmesh.layout.plan import Plan
 from muonmesh.layout.rates import Rates
 from muonmesh.layout.region import Piece
+from muonmesh.layout.routes import pieces
 
 
 def slab(layout: Layout, rank: int, matrix: Matrix) -> tuple[int, tuple[Piece, ...]] | None:

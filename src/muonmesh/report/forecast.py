@@ -28,7 +28,7 @@ from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
-from muonmesh.report.rates import Rates
+from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.traffic import Traffic, traffic
 
 COEFFICIENTS: CoefficientName = "polar_express"
@@ -107,7 +107,7 @@ class Forecast:
     memory: Memory
     launches: int
     elementwise_bytes: int
-    rates: Rates
+    rates: DeviceRates
 
     @property
     def flops(self) -> int:
@@ -155,7 +155,7 @@ def forecast(
     weights: Sequence[Weight],
     *,
     rank: int | None = None,
-    rates: Rates | None = None,
+    rates: DeviceRates | None = None,
     itemsize: int = 4,
     bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Forecast:
@@ -201,7 +201,7 @@ def forecast(
         memory,
         work.launches + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE),
         elementwise_bytes + work.elementwise_bytes,
-        rates or Rates(),
+        rates or DeviceRates(),
     )
 
 

@@ -122,11 +122,13 @@ def _add(
     for member in planned.members:
         held = state.get(member.tensor, {})
         momentum = held.get("momentum_buffer", held.get("exp_avg"))
+        if momentum is not None and local_of(momentum).dtype == torch.int8:
+            momentum = planned.blocks.wide(member.name, member.tensor, "momentum_buffer", held)
         for figure, value in enumerate((source.gradient(member.tensor), momentum, member.tensor)):
             if value is None:
                 continue
             known.add((places[member.group], _FIGURES[figure]))
-            storage = member.momentum_storage if value is held.get("momentum_buffer") else member.storage
+            storage = member.momentum_storage if figure == 1 and "momentum_buffer" in held else member.storage
             for part in storage.parts(local_of(value.detach())):
                 cells.append(places[member.group] * len(_FIGURES) + figure)
                 parts.append(part)

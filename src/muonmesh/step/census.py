@@ -221,8 +221,8 @@ class Answers:
         """Return whether some rank set a flag of `TAIL`, 0-d bool."""
         return self.of(name) != 0
 
-    def torn(self) -> Tensor:
-        """Return for each flag "present" whether replicas differ in it.
+    def half_missing(self) -> Tensor:
+        """Return for each flag "present" whether some replicas have the gradient and others lack it.
 
         A gradient that is a sum over ranks is left out: a missing summand is zero.
         """
@@ -245,7 +245,7 @@ class Answers:
 
     def stops(self) -> Tensor:
         """Return whether the step ends in an error on every rank, 0-d bool; `preflight` says which."""
-        parts = (self.torn(), self.mixed(), self.unequal())
+        parts = (self.half_missing(), self.mixed(), self.unequal())
         found = self.somebody("error")
         for part in parts:
             found = found | part.any()

@@ -21,15 +21,8 @@ from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.settings import check_dtype, check_group, check_structure
 from muonmesh.step.kept import Kept
-from muonmesh.step.planning import (
-    Planned,
-    likely_sets,
-    members_of,
-    plan_members,
-    replicas_of,
-    signature_of,
-    widened,
-)
+from muonmesh.step.members import likely_sets, members_of, replicas_of
+from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.rounding import rounding_of
 
 Groups = Sequence[dict[str, Any]]
@@ -82,6 +75,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         dtype=kept.precision.compute,
         carried=kept.precision.carried,
         device=planned.device,
+        blocks=planned.blocks.count if kept.precision.int8 else 0,
         teams=_groups_of_teams(planned, candidates),
         meshes=lambda number: mesh_groups([m.storage for m in members[number : number + 1] if m is not None]),
     )

@@ -11,7 +11,7 @@ import torch
 from muonmesh.comm.storage import Storage
 from muonmesh.layout import Companion, FlatShards, MatrixSpec, MeshLayout, companion_matrices
 from muonmesh.layout.companion import companion_on_mesh, companions_in_buffers
-from muonmesh.numerics.rules import Kept
+from muonmesh.numerics.rules import KeptAs
 from muonmesh.settings import Precision
 
 
@@ -25,13 +25,17 @@ class Home(NamedTuple):
             not travel: directions are made of the momentum, and "weights" written, where they are stored.
     """
 
-    kept: Kept
+    kept: KeptAs
     storage: Storage
     companion: Companion | None = None
 
     def dtype(self, precision: Precision) -> torch.dtype:
-        """Return what it is kept in: ``state_dtype``, but fp32 or wider where there are few numbers of it."""
+        """Return what it is saved in: ``state_dtype``, but fp32 or wider where there are few numbers of it."""
         return precision.state if self.companion is None else precision.carried
+
+    def created(self, precision: Precision) -> torch.dtype:
+        """Return what it is kept in: momentum in int8 if that is asked for, which is saved in fp32."""
+        return torch.int8 if precision.int8 and self.kept == "momentum" else self.dtype(precision)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Stored:
     momentum_storage: Storage
 
 
-def homes_of(keeps: Mapping[str, Kept], together: Mapping[int, Stored]) -> dict[int, dict[str, Home]]:
+def homes_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]) -> dict[int, dict[str, Home]]:
     """Return the homes of all that a rule keeps of the parameters of one tensor: one of them, or several if it is flat.
 
     What has a number for each row, column or matrix follows the momentum: it is placed on its mesh, or lies in a flat

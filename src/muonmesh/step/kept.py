@@ -39,8 +39,7 @@ class Kept:
     """What an optimizer keeps between calls: one object for its whole life, whose fields change and which does not.
 
     Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy. An attribute
-    that a method assigned would be set on the copy alone, and lost; a field of an object that both have is not. (What a
-    rule keeps of a parameter is another thing: `muonmesh.numerics.rules.Kept`.)
+    that a method assigned would be set on the copy alone, and lost; a field of an object that both have is not.
 
     Attributes:
         precision: Dtypes.

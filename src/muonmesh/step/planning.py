@@ -1,11 +1,10 @@
-"""Planning: from param groups to a Plan, read off the parameters without communication."""
+"""Planning: from the parameters of all groups to a Plan, without communication."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -16,22 +15,10 @@ from torch import Tensor
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource
-from muonmesh.comm.storage import (
-    Declared,
-    Signature,
-    Storage,
-    connected_ranks,
-    local_of,
-    ranks_of,
-    sharded_over_replicas,
-    storage_of,
-    this_rank,
-    world_size,
-)
+from muonmesh.comm.storage import Declared, Signature, connected_ranks, local_of, this_rank
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
-    FlatParameter,
     Parameter,
     Piece,
     Plan,
@@ -43,40 +30,18 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.gram import fits, is_cheaper
-from muonmesh.layout.plan import pieces
+from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of
 from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
-from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ExchangeMode, Precision, ProcessGroup
+from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
+from muonmesh.step.blocks import Blocks
 from muonmesh.step.census import Census
-from muonmesh.step.homes import Home, Stored, homes_of
+from muonmesh.step.members import Member, with_homes
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter with what its group, number ``group``, says of it; several may share one flat tensor.
-
-    Attributes:
-        name: Canonical name.
-        tensor: What the user holds.
-        group: Number of its group.
-        spec: How it splits into matrices.
-        storage: Where it lives.
-        momentum_storage: Where its momentum lives: there too, or shared among the replicas.
-        homes: Where each thing lives that its rule keeps of it, by key; empty for AdamW's.
-    """
-
-    name: str
-    tensor: Tensor
-    group: int
-    spec: Any
-    storage: Storage
-    momentum_storage: Storage
-    homes: Mapping[str, Home] = field(default_factory=dict)
 
 
 @dataclass
@@ -161,104 +126,15 @@ class Planned:
                 )
         return found
 
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The blocks of momentum in int8."""
+        return Blocks(self.plan, self.momentum_holdings, self.matrices_of, self.device)
+
     @property
     def members(self) -> list[Member]:
         """All parameters of this rank, the Muon half first."""
         return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
-
-
-def members_of(
-    groups: Sequence[Mapping[str, Any]],
-    process_group: ProcessGroup,
-    layouts: Mapping[str, Declared],
-    source: GradientSource,
-    *,
-    shard_state: bool,
-) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
-    """Return the parameters of all groups in order, with where they live.
-
-    Returns:
-        The members; the sets of ranks that share one; and the first error, since even a rank that found one must meet
-        the others: a parameter is held in a way that is unknown or not as declared, or an entry of ``layouts`` fits no
-        name.
-    """
-    if layouts == LOST_LAYOUTS:
-        found = "an optimizer that was unpickled without its layouts, since meshes cannot be pickled"
-        write = "Write optimizer.layouts = layouts before the first step"
-        raise ValueError(explain_error("layouts", found, "them again", write))
-    members: list[Member] = []
-    sets: list[tuple[int, ...]] = []
-    error: Exception | None = None
-    unknown = dict(layouts)
-    names = Counter[tuple[str, tuple[int, ...]]]()
-    ranks_by_group: dict[int, tuple[int, ...] | None] = {}  # one tuple for all parameters of a group
-    for number, settings in enumerate(groups):
-        muon = is_matrix_rule(settings["algorithm"])
-        specs = settings.get("matrices") or [None] * len(settings["params"])
-        for name, tensor, spec in zip(settings["param_names"], settings["params"], specs, strict=True):
-            declared = unknown.pop(name, None)
-            own = source.group(tensor)
-            shared = process_group if own is None else own
-            if id(shared) not in ranks_by_group:
-                ranks_by_group[id(shared)] = replicas_of(shared)
-            replicas = ranks_by_group[id(shared)]
-            for part, layout, split in _contents(name, declared, spec):
-                try:
-                    storage = storage_of(part, tensor, replicas, layout, needed=muon)
-                except LayoutError as found:
-                    error = error or found
-                    sets.append(ranks_of(tensor, replicas, layout))
-                    continue
-                state = storage
-                if shard_state and muon:
-                    state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
-                members.append(Member(part, tensor, number, split, storage, state))
-                names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
-                if storage.layout is not None:
-                    sets.append(storage.layout.ranks)
-    for (name, _), count in names.items():
-        if count > 1:
-            error = error or LayoutError(
-                explain_error(
-                    name,
-                    f"{count} parameters of this name",
-                    "a name of its own for each, by which ranks and checkpoints know it",
-                    'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."',
-                )
-            )
-    if unknown:
-        write = "Correct the names: they have no prefixes such as module. and _orig_mod. in front"
-        needed = "names of parameters in the groups"
-        error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
-    return members, sets, error
-
-
-def likely_sets(
-    groups: Sequence[Mapping[str, Any]],
-    process_group: ProcessGroup,
-    layouts: Mapping[str, Declared],
-    source: GradientSource,
-) -> list[tuple[int, ...]]:
-    """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
-    sets = []
-    for group in groups:
-        names = group.get("param_names")
-        for number, tensor in enumerate(group.get("params") or ()):
-            if isinstance(tensor, Tensor):
-                name = names[number] if isinstance(names, list) and number < len(names) else None
-                own = source.group(tensor)
-                replicas = replicas_of(process_group if own is None else own)
-                sets.append(ranks_of(tensor, replicas, layouts.get(name) if isinstance(name, str) else None))
-    return sets
-
-
-def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]:
-    """Return (name, declared layout, matrices) of each parameter that a tensor holds."""
-    if isinstance(declared, (tuple, list)) and declared and all(isinstance(d, FlatParameter) for d in declared):
-        return [(flat.name, flat.layout, flat.matrices) for flat in declared]
-    if isinstance(declared, FlatParameter):
-        return [(declared.name, declared.layout, declared.matrices if declared.matrices is not None else spec)]
-    return [(name, declared, spec)]
 
 
 def signature_of(
@@ -309,32 +185,6 @@ def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:
     return tuple(found)
 
 
-def group_for(process_group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that hold plain tensors whole; None for one rank or if nobody said."""
-    if isinstance(process_group, dist.ProcessGroup):
-        return process_group
-    return dist.group.WORLD if process_group == "world" and world_size() > 1 else None
-
-
-def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
-    """Return the ranks that hold plain tensors whole, or None if nobody said.
-
-    Raises:
-        ValueError: the group was lost in pickling.
-    """
-    if process_group == LOST_GROUP:
-        found = "an optimizer that was unpickled without its ProcessGroup, which cannot be pickled"
-        write = "Write optimizer.process_group = group before the first step"
-        raise ValueError(explain_error("process_group", found, "it again", write))
-    if process_group == "local" or (process_group is not None and world_size() == 1):
-        return (this_rank(),)
-    if process_group == "world":
-        return tuple(range(world_size()))
-    if isinstance(process_group, dist.ProcessGroup):
-        return tuple(dist.get_process_group_ranks(process_group))
-    return None
-
-
 def method_of(group: Mapping[str, Any], rows: int, cols: int, dtype: torch.dtype) -> Literal["standard", "gram"]:
     """Return how a group, which has been checked, orthogonalises a rows × cols matrix."""
     return resolve_method(
@@ -360,7 +210,7 @@ def plan_members(
     Raises:
         LayoutError: a parameter is held in a way that cannot be mapped to whole matrices.
     """
-    members = _with_homes(groups, members)
+    members = with_homes(groups, members)
     muon = tuple(member for member in members if is_matrix_rule(groups[member.group]["algorithm"]))
     devices = {member.tensor.device for member in muon}
     if len(devices) > 1:
@@ -500,18 +350,3 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
         rule_of(group).sums(),
         tuple(shared[matrix.rows, matrix.cols] for matrix in matrices),
     )
-
-
-def _with_homes(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
-    """Return the members with the homes of what their rules keep."""
-    sharing: dict[int, list[int]] = {}
-    for number, member in enumerate(members):
-        if is_matrix_rule(groups[member.group]["algorithm"]):
-            sharing.setdefault(id(member.tensor), []).append(number)
-    found = list(members)
-    for numbers in sharing.values():
-        keeps = rule_of(groups[members[numbers[0]].group]).keeps()
-        together = {n: Stored(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}
-        for number, homes in homes_of(keeps, together).items():
-            found[number] = replace(members[number], homes=homes)
-    return found

@@ -232,7 +232,7 @@ def _raise_errors(
     if bool(answers.somebody("error")):
         agree_on_plan(exchange.group, exchange.plan, error)
     parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.elementwise]
-    for flag in answers.torn().nonzero().flatten().tolist():
+    for flag in answers.half_missing().nonzero().flatten().tolist():
         parameter = parameters[census.owners[flag]]
         raise PlanError(
             explain_error(

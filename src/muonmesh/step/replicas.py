@@ -14,7 +14,8 @@ from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.layout import FlatShards
-from muonmesh.step.planning import Member, Planned
+from muonmesh.step.members import Member
+from muonmesh.step.planning import Planned
 
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "master")
 """State with a number for each element of the parameter, beside what rules keep."""

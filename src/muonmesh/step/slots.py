@@ -13,10 +13,11 @@ from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, u
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.layout import Piece
-from muonmesh.numerics.rules import Kept, is_matrix_rule
+from muonmesh.numerics.rules import KeptAs, is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.homes import Home
-from muonmesh.step.planning import Member, Planned
+from muonmesh.step.members import Member
+from muonmesh.step.planning import Planned
 
 RUNNING = ("running_norm", "running_norm_steps")
 """State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
@@ -51,7 +52,7 @@ class Slot:
     matrices: int
     homes: Mapping[str, Home] = field(default_factory=dict)
 
-    def kept(self, kept: Kept) -> dict[str, Tensor]:
+    def kept(self, kept: KeptAs) -> dict[str, Tensor]:
         """Return the local parts of what its rule keeps as "momentum", say, by key; without what is not created yet."""
         keys = [key for key, home in self.homes.items() if home.kept == kept]
         return {key: local_of(self.state[key]) for key in keys if key in self.state}
@@ -148,7 +149,7 @@ def create_state(slot: Slot, precision: Precision) -> None:
     for key, home in slot.homes.items():
         if key not in slot.state:
             shape = local.shape if home.storage is slot.storage else local_shape(home.storage)
-            zeros = torch.zeros(shape, dtype=home.dtype(precision), device=local.device)
+            zeros = torch.zeros(shape, dtype=home.created(precision), device=local.device)
             slot.state[key] = home.storage.wrap(zeros)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in slot.state:

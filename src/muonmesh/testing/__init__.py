@@ -1,6 +1,6 @@
 """For tests of your own: whether a rule depends on sharding, and what a step would do on devices that are not here."""
 
-from muonmesh.report.rates import Rates
+from muonmesh.report.device_rates import DeviceRates as Rates
 from muonmesh.testing.dry_run import DryRun, dry_run
 from muonmesh.testing.launches import HostSync
 from muonmesh.testing.rules import prove_rule

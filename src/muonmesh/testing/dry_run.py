@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import explain_error
 from muonmesh.optimizer import Muon
-from muonmesh.report.rates import Rates
+from muonmesh.report.device_rates import DeviceRates
 from muonmesh.step.connection import connect
 from muonmesh.testing.device import pretended_cuda
 from muonmesh.testing.launches import Launches
@@ -57,7 +57,7 @@ class DryRun:
     peak_bytes: int
     kept_bytes: int
     places: tuple[tuple[tuple[str, str], int], ...]
-    rates: Rates
+    rates: DeviceRates
 
     @property
     def bytes_per_element(self) -> float:
@@ -68,7 +68,7 @@ class DryRun:
     def seconds(self) -> float:
         """Modelled time of the step: the slowest of the host, the device and the network, which work side by side.
 
-        `Rates.parts` tells the three. What one waits for the other is left out, so this is a bound from below.
+        `DeviceRates.parts` tells the three. What one waits for the other is left out, so this is a bound from below.
         """
         parts = self.rates.parts(
             launches=self.launches,
@@ -90,7 +90,7 @@ def dry_run(
     rank: int = 0,
     step: Callable[[Any], object] | None = None,
     steps: int = 2,
-    rates: Rates | None = None,
+    rates: DeviceRates | None = None,
 ) -> DryRun:
     """Say what a step would launch, move and hold on a CUDA device, without one, and without the other ranks.
 
@@ -158,7 +158,7 @@ def dry_run(
         count.peak,
         kept,
         tuple(count.places.most_common()),
-        rates or Rates(),
+        rates or DeviceRates(),
     )
 
 

@@ -198,7 +198,7 @@ class Assembly:
         groups = self._optimizer.param_groups
         clipping = None if limits is None else Clipping(limits, engine.optimizer)
         if not engine.zero_optimization():
-            self._optimizer.bind(list(self._replicated(engine, groups)), clipping)
+            self._optimizer.bind(list(self._replicated(engine, groups)), clipping, engine.optimizer)
             return
         error: Exception | None = None
         try:
@@ -206,7 +206,8 @@ class Assembly:
         except LayoutError as found:
             flats, error = [], found
         placed = prove(flats, self._shards, error)
-        self._optimizer.bind([self._flat(number, entry, groups) for number, entry in enumerate(placed)], clipping)
+        calls = [self._flat(number, entry, groups) for number, entry in enumerate(placed)]
+        self._optimizer.bind(calls, clipping, engine.optimizer)
         mend(engine, self._optimizer)
 
     def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Call]:

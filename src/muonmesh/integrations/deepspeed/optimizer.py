@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from muonmesh.checkpoint.record import Record
 from muonmesh.clip import GradNorms
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.clipping import Clipping
+from muonmesh.integrations.deepspeed.saved import engine_records, frozen_whole, publish
 from muonmesh.step.slots import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
@@ -45,10 +48,11 @@ class EngineMuon(torch.optim.Optimizer):
         self._calls: tuple[Call, ...] = ()
         self._call_of: dict[int, tuple[Call, int]] = {}
         self._clipping: Clipping | None = None
+        self._zero: Any = None
 
-    def bind(self, calls: Sequence[Call], clipping: Clipping | None) -> None:
-        """Hand over what the engine steps, in the order of its calls, and how it is clipped; create the state."""
-        self._calls, self._clipping = tuple(calls), clipping
+    def bind(self, calls: Sequence[Call], clipping: Clipping | None, zero: Any) -> None:
+        """Hand over what the engine steps, how it is clipped, and what wraps this in the engine; create the state."""
+        self._calls, self._clipping, self._zero = tuple(calls), clipping, zero
         for call in calls:
             for number, group in enumerate(call.muon.param_groups):
                 for tensor in group["params"]:
@@ -167,6 +171,31 @@ class EngineMuon(torch.optim.Optimizer):
                 if _plain(group.get(key)) != _plain(needed):
                     where, found = f"group {identity['name']!r}", f"{key} {group.get(key)!r} in the state"
                     raise StateError(explain_error(where, found, f"{needed!r}", _AS_SAVED))
+
+    def checkpoint_records(self) -> list[Record]:
+        """Return every parameter with its state, for `muonmesh.checkpoint`; no communication.
+
+        Raises:
+            StateError: a step was interrupted while it wrote.
+        """
+        return list(engine_records(self._calls, self.param_groups, self.state))
+
+    def checkpoint_restored(self) -> None:
+        """Let the engine compute with the weights that `muonmesh.checkpoint.load` has written."""
+        counts = [float(state["step"]) for state in self.state.values() if "step" in state]
+        for call in self._calls:
+            call.muon.checkpoint_restored()
+            for group in call.muon.param_groups:
+                for tensor in group["params"] if group["algorithm"] == "muon" else ():
+                    self.state[tensor]["step"] = torch.as_tensor(max(counts, default=0.0))  # nothing of ours asks
+        self.release_second_moments()
+        publish(self._zero)
+
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
+        """Return a context in which frozen parameters are whole, which stage 3 has partitioned; all ranks enter it."""
+        if hasattr(self._zero, "_partition_all_parameters"):
+            self._zero._partition_all_parameters()
+        return frozen_whole(model, write=write)
 
     def settings(self) -> list[dict[str, Any]]:
         """Return every group without its tensors."""

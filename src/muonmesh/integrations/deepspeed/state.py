@@ -16,6 +16,7 @@ from muonmesh.comm.agreement import group_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+from muonmesh.integrations.deepspeed.saved import publish
 from muonmesh.names import canonical_name
 from muonmesh.step.slots import RUNNING, running_shape
 
@@ -114,7 +115,7 @@ def set_state(engine: Any, state: Mapping[str, Any]) -> None:
         if name in model:
             with _whole(tensor, modifier_rank=0):
                 tensor.data.copy_(model[name])
-    _publish(zero)
+    publish(zero)
 
 
 def _optimizer(engine: Any) -> EngineMuon:
@@ -224,18 +225,3 @@ def _scatter(call: Call, name: str, local: Tensor, value: Tensor) -> None:
         box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
         target = local.detach().as_strided(block.region.shape, block.strides, local.storage_offset() + block.start)
         target.copy_(whole[box])
-
-
-def _publish(zero: Any) -> None:
-    """Let the module compute with the fp32 weights as they are now."""
-    if hasattr(zero, "update_lp_params"):
-        zero.update_lp_params()
-    elif hasattr(zero, "fp16_partitioned_groups_flat"):
-        for number in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-    elif hasattr(zero, "fp32_groups"):
-        for masters, weights in zip(zero.fp32_groups, zero.fp16_groups, strict=True):
-            for master, weight in zip(masters, weights, strict=True):
-                weight.data.copy_(master)

@@ -13,7 +13,7 @@ from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Block, FlatShards, Layout, MeshLayout, Replicate
 from muonmesh.optimizer import Muon
-from muonmesh.step.planning import Member
+from muonmesh.step.members import Member
 from muonmesh.step.slots import RUNNING
 
 _PREFIX = "optimizer.state"

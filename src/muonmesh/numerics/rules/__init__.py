@@ -8,7 +8,7 @@ from muonmesh.numerics.rules.muon_plus import MuonPlusRule
 from muonmesh.numerics.rules.muoneq import MuonEqRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.rules.registry import RULES, is_known, is_matrix_rule, register_rule, rule_of
-from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, Kept, Rule
+from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, KeptAs, Rule
 from muonmesh.numerics.rules.scion_row_norm import ScionRowNormRule
 from muonmesh.numerics.rules.scion_sign import ScionSignRule
 
@@ -19,7 +19,7 @@ __all__ = [
     "DecayMode",
     "HyperballRule",
     "Hyperparameters",
-    "Kept",
+    "KeptAs",
     "MuonEqRule",
     "MuonPlusRule",
     "MuonRule",

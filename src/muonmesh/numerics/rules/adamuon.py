@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Kept, Rule
+from muonmesh.numerics.rules.rule import KeptAs, Rule, check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,10 @@ class AdaMuonRule(MuonRule):
         Raises:
             ValueError: one is out of range.
         """
-        for key, value, low, high in (("beta2", self.beta2, 0.0, 1.0), ("eps", self.eps, 0.0, math.inf)):
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not low <= value < high:
-                raise ValueError(f"adamuon_{key}: found {value!r}; needed a number in [{low:g}, {high:g})")
+        check_number(self, "beta2", below=1.0)
+        check_number(self, "eps", below=math.inf)
 
-    def keeps(self) -> Mapping[str, Kept]:
+    def keeps(self) -> Mapping[str, KeptAs]:
         """Return the momentum and the second moments."""
         return {"momentum_buffer": "momentum", "second_moment": "weights"}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Kept
+from muonmesh.numerics.rules.rule import KeptAs
 from muonmesh.numerics.scale import StepSize
 
 
@@ -35,7 +35,7 @@ class HyperballRule(MuonRule):
         'them, or write overrides={{"{name}": "normuon"}}, or another rule that lets weights grow'
     )
 
-    def keeps(self) -> Mapping[str, Kept]:
+    def keeps(self) -> Mapping[str, KeptAs]:
         """Return the momentum and the initial norms."""
         return {"momentum_buffer": "momentum", "initial_norm": "matrix"}
 

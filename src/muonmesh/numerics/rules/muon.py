@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.parts import spare
-from muonmesh.numerics.rules.rule import Kept, Rule
+from muonmesh.numerics.rules.rule import KeptAs, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class MuonRule(Rule):
     momentum: float
     nesterov: bool
 
-    def keeps(self) -> Mapping[str, Kept]:
+    def keeps(self) -> Mapping[str, KeptAs]:
         """Return the momentum."""
         return {"momentum_buffer": "momentum"}
 

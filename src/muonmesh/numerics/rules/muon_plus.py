@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.numerics.rules.even import frobenius, over, unit
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Rule
+from muonmesh.numerics.rules.rule import Rule, check_choice
 
 MuonPlusSides: TypeAlias = Literal["row", "col", "row_col", "col_row"]
 """What Muon+ brings to one norm, in this order: the names of the authors' code."""
@@ -40,9 +40,7 @@ class MuonPlusRule(MuonRule):
         Raises:
             ValueError: they are unknown.
         """
-        if self.sides not in get_args(MuonPlusSides):
-            needed = ", ".join(map(repr, get_args(MuonPlusSides)))
-            raise ValueError(f"muon_plus_sides: found {self.sides!r}; needed one of {needed}")
+        check_choice(self, "sides", get_args(MuonPlusSides))
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the matrices evened out, of Frobenius norm √min(rows, cols)."""

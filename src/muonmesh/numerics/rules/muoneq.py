@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonmesh.numerics.rules.even import norm, over, unit
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Rule
+from muonmesh.numerics.rules.rule import Rule, check_choice
 
 MuonEqSides: TypeAlias = Literal["rows", "cols", "both"]
 """What MuonEq brings to one norm: the paper's R, its default; C; and RC, by the norms of both before the change."""
@@ -39,8 +39,7 @@ class MuonEqRule(MuonRule):
         Raises:
             ValueError: they are unknown.
         """
-        if self.sides not in get_args(MuonEqSides):
-            raise ValueError(f"muoneq_sides: found {self.sides!r}; needed 'rows', 'cols' or 'both'")
+        check_choice(self, "sides", get_args(MuonEqSides))
 
     def balance(self, direction: Tensor) -> Tensor:
         """Return the directions with their rows, or columns, of norm 1."""

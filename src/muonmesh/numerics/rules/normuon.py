@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.rules.even import frobenius
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Kept, Rule
+from muonmesh.numerics.rules.rule import KeptAs, Rule, check_choice, check_number
 
 NorMuonSide: TypeAlias = Literal["rows", "longer"]
 """Whose second moments NorMuon keeps: each row's, as in the paper; or each row's of a tall matrix and each column's of
@@ -49,16 +49,13 @@ class NorMuonRule(MuonRule):
         Raises:
             ValueError: one is out of range.
         """
-        for key, value, low, high in (("beta2", self.beta2, 0.0, 1.0), ("eps", self.eps, 0.0, math.inf)):
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not low <= value < high:
-                raise ValueError(f"normuon_{key}: found {value!r}; needed a number in [{low:g}, {high:g})")
-        if self.side not in ("rows", "longer"):
-            raise ValueError(f"normuon_side: found {self.side!r}; needed 'rows' or 'longer'")
+        check_number(self, "beta2", below=1.0)
+        check_number(self, "eps", below=math.inf)
+        check_choice(self, "side", get_args(NorMuonSide))
 
-    def keeps(self) -> Mapping[str, Kept]:
+    def keeps(self) -> Mapping[str, KeptAs]:
         """Return the momentum and the second moments."""
-        kept: dict[str, Kept] = {"momentum_buffer": "momentum", "row_second_moment": "rows"}
+        kept: dict[str, KeptAs] = {"momentum_buffer": "momentum", "row_second_moment": "rows"}
         if self.side == "longer":  # one parameter may consist of tall and wide matrices
             kept["col_second_moment"] = "cols"
         return kept

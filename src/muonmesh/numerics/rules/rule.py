@@ -18,7 +18,7 @@ from muonmesh.numerics.scale import ScaleMode, StepSize, update_scale
 DecayMode: TypeAlias = Literal["full", "cautious"]
 """Which weights decay: all; or those that the update moves towards zero, as the decay does (arXiv 2510.12402)."""
 
-Kept: TypeAlias = Literal["momentum", "rows", "cols", "matrix", "weights"]
+KeptAs: TypeAlias = Literal["momentum", "rows", "cols", "matrix", "weights"]
 """What a rule keeps has one number for each element ("momentum": where the gradient is folded in; "weights": where the
 weights are), for each row or column of a matrix, or for each matrix."""
 
@@ -92,6 +92,29 @@ class Hyperparameters:
             weights.copy_(torch.where(agree, weights * keep, weights))
 
 
+def check_choice(settings: Hyperparameters, field: str, choices: tuple[str, ...]) -> None:
+    """Check that a field is one of some words; the message calls it by its key in a group.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    found = getattr(settings, field)
+    if found not in choices:
+        needed = f"one of {', '.join(map(repr, choices))}"
+        raise ValueError(f"{settings.keys.get(field, field)}: found {found!r}; needed {needed}")
+
+
+def check_number(settings: Hyperparameters, field: str, *, below: float) -> None:
+    """Check that a field is a number of at least 0 and below a bound; the message calls it by its key in a group.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = getattr(settings, field)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < below:
+        raise ValueError(f"{settings.keys.get(field, field)}: found {found!r}; needed a number in [0, {below:g})")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule(Hyperparameters):
     """What a group does with its matrices, in the order in which a step calls it.
@@ -135,7 +158,7 @@ class Rule(Hyperparameters):
     steps: int
     method: Method
 
-    def keeps(self) -> Mapping[str, Kept]:
+    def keeps(self) -> Mapping[str, KeptAs]:
         """Return what is kept from step to step, by the name that it has in the optimizer's state.
 
         All of it begins as zeros. A matrix that is left alone, since its gradient is zero, keeps it unchanged.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.rule import Rule
+from muonmesh.numerics.rules.rule import Rule, check_choice
 from muonmesh.numerics.scale import ScaleMode, StepSize
 
 ScionLayer: TypeAlias = Literal["head", "embedding"]
@@ -40,8 +40,7 @@ class ScionRule(MuonRule, ABC):
         Raises:
             ValueError: one is unknown.
         """
-        if self.layer not in get_args(ScionLayer):
-            raise ValueError(f"scion_layer: found {self.layer!r}; needed 'head' or 'embedding'")
+        check_choice(self, "layer", get_args(ScionLayer))
         if self.scale_mode not in SCALES:
             needed = ", ".join(map(repr, SCALES))
             raise ValueError(

@@ -1,4 +1,8 @@
-"""Rates: how fast a device is, and the one model of the time that a step takes on it."""
+"""DeviceRates: how fast a device is, and the one model of the time that a step takes on it.
+
+`muonmesh.Rates` says less: what a rank computes and sends in a second, by which a plan chooses how to share the work.
+`muonmesh.testing` offers this class under the name ``Rates``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """How fast a device is, for the model of time. By default one H100 SXM, its data sheet's figures where marked so.
 
     Attributes:

@@ -15,7 +15,7 @@ import torch
 from muonmesh.errors import LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
-from tests.integrations import deepspeed_engine as ds
+from tests.hosts import deepspeed_engine as ds
 from tests.workers import Pool
 
 BF16 = {"bf16": {"enabled": True}}
@@ -331,6 +331,35 @@ def test_training_resumes_bit_for_bit(pools: dict[int, Pool], tmp_path: Path, na
     assert counts == {0, ds.STEPS}  # one parameter never has a gradient
 
 
+# Between FSDP2 (None) and the stages of ZeRO, on two ranks and on four.
+ANYWHERE: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "fsdp 2": (2, None),
+    "zero 3 on 2": (2, zero(3, sub_group_size=300)),
+    "zero 1 on 4": (4, zero(1)),
+    "fsdp 4": (4, None),
+    "zero 2 on 2": (2, zero(2, round_robin_gradients=True)),
+    "zero 0 on 2": (2, zero(0)),
+}
+AT_ONCE = [("fsdp 2", "zero 3 on 2"), ("zero 3 on 2", "fsdp 4")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(a, b, id=f"{a} to {b}", marks=() if (a, b) in AT_ONCE else pytest.mark.soak)
+        for a in ANYWHERE
+        for b in ANYWHERE
+    ],
+)
+def test_any_layout_loads_what_any_stage_saved(pools: dict[int, Pool], tmp_path: Path, before: str, after: str) -> None:
+    (ranks, config), (others, other) = ANYWHERE[before], ANYWHERE[after]
+    pools[ranks].run(ds.save_anywhere, config, str(tmp_path / "checkpoint"))
+    expected = pools[others].run(ds.uninterrupted)[0]
+    for found in pools[others].run(ds.load_anywhere, other, str(tmp_path / "checkpoint")):
+        assert ds.differences(found, {name: expected[name] for name in found}) == []
+        assert found.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
+
+
 def test_a_universal_checkpoint_of_stage_2_is_refused_at_3(pools: dict[int, Pool], tmp_path: Path) -> None:
     pools[2].run(ds.save, zero(2), str(tmp_path))
     pools[2].run(ds.convert, str(tmp_path))
@@ -354,6 +383,17 @@ def test_a_model_with_convolutions_goes_back_to_a_state(pools: dict[int, Pool], 
         muon = {name for name, algorithm in algorithms.items() if algorithm == "muon"}
         assert muon == {"inner.weight", "mix.weight"}
         assert algorithms["depthwise.weight"] == "adamw"
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_training_with_deepspeed_s_own_muon_goes_on_here(pools: dict[int, Pool], tmp_path: Path, stage: int) -> None:
+    """Its Muon computes in bf16, as ours does here; AdamW's half is torch's on both sides."""
+    pool = pools[2]
+    found = pool.run(ds.converted, zero(stage, reduce_scatter=False), str(tmp_path / "theirs"), timeout=240.0)
+    for apart in found:
+        exact = {name: apart.pop(name) for name in ("embed.weight", "norm.weight", "head.bias")}
+        assert max(exact.values()) < 1e-6, exact
+        assert max(apart.values()) < 0.05, apart
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -31,9 +31,11 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import muonmesh as mm
+from muonmesh import checkpoint
 from muonmesh.integrations.deepspeed import get_state, initialize, set_state
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.integrations.deepspeed.state import entries_of, gather
@@ -131,9 +133,9 @@ def given(step: int, micro: int, rank: int) -> dict[str, Tensor]:
     return {name: value * 2.0 ** (3 * (step % 3) - 4) for name, value in drawn.items()}
 
 
-def reduced(step: int, micros: int) -> dict[str, Tensor]:
-    """The mean over ranks and micro-batches."""
-    world = dist.get_world_size()
+def reduced(step: int, micros: int, sources: int | None = None) -> dict[str, Tensor]:
+    """The mean over ranks, or over so many of them, and micro-batches."""
+    world = sources or dist.get_world_size()
     drawn = [given(step, micro, rank) for micro in range(micros) for rank in range(world)]
     return {name: torch.stack([one[name] for one in drawn]).sum(0) / len(drawn) for name in SHAPES}
 
@@ -312,6 +314,78 @@ def running(engine: Any) -> dict[str, Tensor]:
     return {f"{name}.{key}": held[key] for name, held in states.items() for key in RUNNING if key in held}
 
 
+class Sharded:
+    """What `OneProcess` does, under FSDP2."""
+
+    def __init__(self) -> None:
+        one = OneProcess(torch.float32)
+        self.model = fully_shard(one.model)
+        split = {key: OPTIMIZER[key] for key in ("overrides", "adamw")}
+        shared = {key: OPTIMIZER[key] for key in ("lr", "momentum")}
+        self.optimizer = mm.Muon(mm.split_params(self.model, **split), compute_dtype=torch.float32, **shared)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            gradients = reduced(step, 1, sources=2)
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    parameter.grad = distribute_tensor(gradients[name], mesh, placements, src_data_rank=None)
+            self.optimizer.step()
+
+    def found(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                state = self.optimizer.state[parameter]
+                found[name] = parameter.full_tensor().detach()
+                held = {"exp_avg": state.get("exp_avg", state.get("momentum_buffer")), **state}
+                found[f"{name}.exp_avg"] = held["exp_avg"].full_tensor()
+                square = held.get("exp_avg_sq")
+                found[f"{name}.exp_avg_sq"] = torch.zeros_like(found[name]) if square is None else square.full_tensor()
+        return found
+
+
+def uninterrupted() -> dict[str, Tensor]:
+    """Weights and state of one process after all steps, whose gradients are those of two ranks."""
+    one = OneProcess(torch.float32)
+    for step in range(STEPS):
+        one.step(reduced(step, 1, sources=2))
+    return one.weights | one.states
+
+
+def save_anywhere(config: dict[str, Any] | None, folder: str) -> None:
+    """Train half of the steps under FSDP2, or in an engine with a config, and save with `muonmesh.checkpoint`."""
+    if config is None:
+        sharded = Sharded()
+        sharded.train(range(STEPS // 2))
+        mm.checkpoint.save(folder, sharded.model, sharded.optimizer)
+        return
+    engine = engine_for(config)
+    train(engine, range(STEPS // 2), sources=2)
+    mm.checkpoint.save(folder, engine, engine)
+    engine.destroy()
+
+
+def load_anywhere(config: dict[str, Any] | None, folder: str) -> dict[str, Tensor]:
+    """Load that into what has trained on something else, train the other half and return weights and state."""
+    if config is None:
+        sharded = Sharded()
+        sharded.train(range(1, 2))
+        mm.checkpoint.load(folder, sharded.model, sharded.optimizer)
+        sharded.train(range(STEPS // 2, STEPS))
+        return sharded.found()
+    engine = engine_for(config)
+    train(engine, range(1, 2), sources=2)
+    mm.checkpoint.load(folder, engine.module, engine.optimizer)
+    before = computed_with(engine)
+    assert all(torch.equal(before[name], weight) for name, weight in weights(engine).items())
+    train(engine, range(STEPS // 2, STEPS), sources=2)
+    found = weights(engine) | (states(engine) if engine.zero_optimization() else {})
+    engine.destroy()
+    return found
+
+
 def save(config: dict[str, Any], folder: str, *, steps: int = 2, **optimizer: Any) -> dict[str, Tensor]:
     """Train, save in DeepSpeed's format and in ours, and return what the next steps make of it."""
     engine = engine_for(config, clip=MEASURED, **optimizer)
@@ -346,6 +420,45 @@ def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **o
     found = snapshot(engine) | (running(engine) if how != "universal" else {})
     engine.destroy()
     return found
+
+
+def converted(config: dict[str, Any], folder: str) -> dict[str, float]:
+    """Two steps by DeepSpeed's own Muon, a checkpoint, and one more by each: how far apart they end, over the way."""
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
+    settings = {"lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.0, "ns_method": "standard"}
+    theirs = {"type": "Muon", "params": {**settings, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": theirs, "gradient_clipping": 0.0, **config}
+    model = build()
+    with torch.compiler.set_stance("force_eager"):  # its kernels, without a minute of compiling
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine = deepspeed.initialize(model=model, config=config, model_parameters=trained)[0]
+        train(engine, range(2))
+        engine.save_checkpoint(folder)
+        before = weights(engine)
+        train(engine, range(2, 3))
+    after = weights(engine)
+    fresh = build()
+    for name, parameter in fresh.named_parameters():
+        parameter.data.copy_(before.get(name, parameter.data))
+    rules = mm.convert_settings("deepspeed", **settings)
+    whole = {
+        "qkv.weight": {"matrices": "whole"},
+        "head.weight": "muon",
+        "lone.weight": "muon",
+    }  # as DeepSpeed decides by name
+    ours = mm.from_model(fresh, **rules, overrides=whole, process_group="local")
+    ours.load_state_dict(checkpoint.convert(folder, ours))
+    gradients = reduced(2, 1)
+    for name, parameter in fresh.named_parameters():
+        parameter.grad = gradients[name].clone() if parameter.requires_grad else None
+    ours.step()
+    engine.destroy()
+    return {
+        name: float((parameter.detach() - after[name]).norm() / (after[name] - before[name]).norm().clamp(min=1e-12))
+        for name, parameter in fresh.named_parameters()
+        if name in after
+    }
 
 
 class Convolutions(nn.Module):

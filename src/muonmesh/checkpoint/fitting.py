@@ -1,0 +1,228 @@
+"""Fit: what of a checkpoint goes where in a model and an optimizer, worked out before anything is read."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonmesh.checkpoint.groups import fitting_settings, set_group, typed_spec
+from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, fill, wanted
+from muonmesh.checkpoint.share import Share
+from muonmesh.comm.storage import Storage, local_of
+from muonmesh.errors import StateError, explain_error
+from muonmesh.layout import split_matrices
+from muonmesh.step.slots import RUNNING
+
+_SHOWN = 8  # of what is wrong, in one message
+
+
+@dataclass
+class Fit:
+    """What is read, and what then is written where.
+
+    Attributes:
+        shares: Fresh memory by the name of what is read into it.
+        weights: Parameters whose weights are written.
+        state: Parts of the state that are written, with the name of what was read; None: as before the first step.
+        settings: Groups with their new settings.
+        untrained: What nobody trains in the model, with its name and where it lives.
+        measured: Parameters that split into other matrices than they did, with the name of how many gradients the
+            running norm of each of the old matrices has seen.
+    """
+
+    shares: dict[str, Share] = field(default_factory=dict)
+    weights: list[Record] = field(default_factory=list)
+    state: list[tuple[Record, Part, str | None]] = field(default_factory=list)
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    untrained: list[tuple[str, Tensor, Storage]] = field(default_factory=list)
+    measured: list[tuple[Record, str]] = field(default_factory=list)
+
+    def check_counts(self) -> None:
+        """Look at what was read for whether it fits.
+
+        Raises:
+            StateError: parameters of one flat tensor have taken different numbers of steps, or running norms of other
+                matrices have been measured.
+        """
+        for record, name in self.measured:
+            if bool(self.shares[name].boxes[(0,) * self.shares[name].ndim].any()):
+                found = "running norms of other matrices than it splits into here"
+                needed = "the same matrices: each has a norm of its own"
+                raise StateError(explain_error(record.name, found, needed, "Split it as when it was saved"))
+        counts: dict[tuple[Tensor, str], tuple[str, float]] = {}
+        for record, part, key in self.state:
+            if part.side != "parameter":
+                continue
+            count = 0.0 if key is None else float(self.shares[key].boxes[()])
+            first, expected = counts.setdefault((record.tensor, part.key), (record.name, count))
+            if count != expected:
+                found = f"{part.key} {count:g}, and {expected:g} of {first}, which is in the same flat tensor"
+                needed = "one count for all of a flat tensor"
+                raise StateError(explain_error(record.name, found, needed, "Load it into a layout that is not flat"))
+
+    def write(self) -> None:
+        """Write everything that was read."""
+        for name, tensor, storage in self.untrained:
+            fill(local_of(tensor).detach(), storage.layout, self.shares.pop(f"{MODEL}.{name}"))
+        for record in self.weights:
+            record.take_weights(self.shares.pop(f"{MODEL}.{record.name}"))
+        for record, part, key in self.state:
+            record.take_state(part, None if key is None else self.shares.pop(key))
+        for group, settings in self.settings:
+            set_group(group, settings)
+
+
+def fit(
+    path: str | os.PathLike[str],
+    held: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    records: Sequence[Record],
+    untrained: Mapping[str, tuple[Tensor, Storage]],
+    everyone: Collection[str],
+    *,
+    strict: bool,
+) -> Fit:
+    """Work out what goes where.
+
+    Args:
+        path: Of the checkpoint, for messages.
+        held: Torch's record of each tensor in it.
+        saved: Its settings, see `settings_of`.
+        records: The parameters of this rank.
+        untrained: What nobody trains on this rank, by name, with where it lives.
+        everyone: The names of both on all ranks.
+        strict: Whether missing and additional names are an error.
+
+    Raises:
+        StateError: it does not fit.
+    """
+    found = Fit()
+    there = {name.removeprefix(f"{MODEL}."): entry for name, entry in held.items() if name.startswith(f"{MODEL}.")}
+    states: dict[str, dict[str, Any]] = {}
+    for name, entry in held.items():
+        if name.startswith(f"{STATE}."):
+            owner, key = name.removeprefix(f"{STATE}.").rsplit(".", 1)
+            states.setdefault(owner, {})[key] = entry
+    wrong = _names([*(record.name for record in records), *untrained], there, states, everyone) if strict else []
+    for name, (tensor, storage) in untrained.items():
+        if name in there:
+            wrong += _entry(f"{MODEL}.{name}", there[name], storage.shape, tensor.dtype)
+            found.untrained.append((name, tensor, storage))
+    for record in records:
+        if record.name in there:
+            wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.storage.shape, record.dtype)
+            found.weights.append(record)
+            wrong += _state(found, record, saved["parameters"].get(record.name), saved, states, strict=strict)
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        write = "Load it into the model and the optimizer that it was saved with"
+        write += ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
+        needed = "what this model and this optimizer hold"
+        raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
+    weights = [(record.name, record.tensor, record.storage) for record in found.weights]
+    for owner, tensor, storage in [*found.untrained, *weights]:
+        dtype, device = there[owner].properties.dtype, local_of(tensor).device
+        found.shares[f"{MODEL}.{owner}"] = wanted(storage.layout, storage.shape, dtype, device)
+    for _, part, source in found.state:
+        if source is not None:
+            found.shares[source] = wanted(part.layout, part.shape, held[source].properties.dtype, part.device)
+    for _, name in found.measured:
+        found.shares[name] = wanted(None, tuple(held[name].size), held[name].properties.dtype, torch.device("cpu"))
+    groups: dict[int, list[Record]] = {}
+    for record in records:
+        groups.setdefault(id(record.group), []).append(record)
+    for some in groups.values():
+        found.settings.append((some[0].group, fitting_settings(some[0].group, some, saved)))
+    return found
+
+
+def _names(
+    here: Iterable[str], there: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
+) -> list[str]:
+    """Say what is missing and what is too much, each with the nearest name of the other kind."""
+    here = list(here)
+    spare = [name for name in there if name not in everyone]
+    lost = [name for name in here if name not in there]
+    said = [f"no {MODEL}.{name}{_nearest(name, spare or there)}" for name in lost]
+    said += [f"{MODEL}.{name}, which nothing here has{_nearest(name, lost or here)}" for name in spare]
+    strays = [name for name in states if name not in there and name not in everyone]
+    return said + [f"state of {name}, which nothing here has{_nearest(name, here)}" for name in strays]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), 1, 0.5)
+    return f" (the nearest is {close[0]})" if close else ""
+
+
+def _entry(name: str, entry: Any, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
+    """Say what is wrong with the shape of saved weights, or with their precision: they are never rounded."""
+    held = entry.properties.dtype
+    if tuple(entry.size) != tuple(shape):
+        return [f"{name} of shape {tuple(entry.size)}, where {tuple(shape)} is needed"]
+    if torch.promote_types(held, dtype) != dtype:
+        return [f"{name} in {_told(held)}, which {_told(dtype)} would round (keep masters: master_dtype={held})"]
+    return []
+
+
+def _state(
+    found: Fit,
+    record: Record,
+    entry: Mapping[str, Any] | None,
+    saved: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, Any]],
+    *,
+    strict: bool,
+) -> list[str]:
+    """Note what is read into the state of a parameter, and say what is wrong with it."""
+    held = states.get(record.name, {})
+    if entry is None or entry["fresh"]:
+        found.state += [(record, part, None) for part in record.parts]
+        return [f"no state of {record.name}, which nobody trained"] if entry is None and strict else []
+    algorithm = saved["groups"][entry["group"]]["algorithm"]
+    if algorithm != record.algorithm:
+        needed = f"{record.algorithm}, which steps it here and keeps other state, or means another thing by it"
+        write = "Build the groups as when it was saved"
+        raise StateError(explain_error(record.name, f"state of {algorithm}", needed, write))
+    other = _splits_otherwise(record, entry["matrices"])
+    wrong = []
+    for part in record.parts:
+        name = f"{STATE}.{record.name}.{part.key}"
+        if other and part.key in RUNNING:
+            if part.key == RUNNING[1] and part.key in held:
+                found.measured.append((record, name))
+            found.state.append((record, part, None))
+        elif other and part.side not in ("element", "parameter"):
+            now, then = record.spec or "whole", typed_spec(entry["matrices"]) or "whole"
+            had, needed = f"{part.key} of matrices {then!r}", f"that of {now!r}: it has a number for each of their "
+            needed += {"rows": "rows", "cols": "columns", "matrix": "matrices"}[part.side]
+            raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
+        elif part.key not in held:
+            found.state.append((record, part, None))
+            wrong += [f"no {name}"] if part.needed and strict else []
+        elif tuple(held[part.key].size) != part.shape:
+            wrong.append(f"{name} of shape {tuple(held[part.key].size)}, where {part.shape} is needed")
+        else:
+            found.state.append((record, part, name))
+    strangers = sorted(held.keys() - {part.key for part in record.parts})
+    return wrong + [f"{STATE}.{record.name}.{key}, which nobody would read" for key in strangers if strict]
+
+
+def _splits_otherwise(record: Record, saved: Any) -> bool:
+    """Whether a parameter was saved as other matrices than it is here; it may be said in several ways."""
+    if not record.is_matrix:
+        return False
+    shape, then = record.storage.shape, typed_spec(saved)
+    try:
+        return split_matrices(record.name, shape, then) != split_matrices(record.name, shape, record.spec)
+    except ValueError:  # of another shape, which is told
+        return True
+
+
+def _told(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,151 @@
+"""Groups: the settings of param groups as plain data, found again by the names of the parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from muonmesh.checkpoint.manifest import REMEDY
+from muonmesh.checkpoint.record import Record
+from muonmesh.errors import FileError, StateError, about, explain_error
+from muonmesh.files import check_fields
+from muonmesh.settings import check_group
+
+_OWN = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
+"""Keys of a group that are no settings: they say what it is, and follow from the model."""
+
+
+def settings_of(records: Iterable[Record]) -> dict[str, Any]:
+    """Return what a checkpoint says of the parameters on this rank, as JSON can say it.
+
+    Returns:
+        ``{"groups": [{"name", "algorithm", "settings"}], "parameters": {name: {"group", "matrices", "fresh"}}}``, where
+        ``group`` counts the groups and ``fresh`` says that no step has made state for the parameter.
+
+    Raises:
+        StateError: a setting is not plain data.
+    """
+    groups: list[dict[str, Any]] = []
+    numbers: dict[int, int] = {}
+    parameters = {}
+    for record in records:
+        group = record.group
+        if id(group) not in numbers:
+            numbers[id(group)] = len(groups)
+            where = f"group {group['name']!r}"
+            settings = {key: _plain(where, key, value) for key, value in group.items() if key not in _OWN}
+            groups.append({"name": group["name"], "algorithm": record.algorithm, "settings": settings})
+        matrices = _plain(record.name, "matrices", record.spec)
+        parameters[record.name] = {
+            "group": numbers[id(group)],
+            "matrices": matrices,
+            "fresh": not record.created,
+        }
+    return {"groups": groups, "parameters": parameters}
+
+
+def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what all ranks say, each group and each parameter once.
+
+    Raises:
+        StateError: they say different things of a parameter.
+    """
+    numbers: dict[str, int] = {}
+    parameters: dict[str, dict[str, Any]] = {}
+    for rank, said in enumerate(some):
+        texts = [json.dumps(group, sort_keys=True) for group in said["groups"]]
+        for name, entry in said["parameters"].items():
+            text = texts[entry["group"]]
+            mine = {**entry, "group": numbers.setdefault(text, len(numbers))}
+            if parameters.setdefault(name, mine) != mine:
+                found = f"other settings on rank {rank} than on the ranks before"
+                raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
+    return {"groups": [json.loads(text) for text in numbers], "parameters": parameters}
+
+
+def check_saved(path: Path, saved: dict[str, Any]) -> None:
+    """Make sure that settings which were read are what `merged` returned.
+
+    Raises:
+        FileError: they are not.
+    """
+    check_fields(path, saved, {"groups": "an array", "parameters": "an object"})
+    for group in saved["groups"]:
+        known = group if isinstance(group, dict) else {}
+        check_fields(path, known, {"name": "a string", "algorithm": "a string", "settings": "an object"})
+    for name, entry in saved["parameters"].items():
+        if (
+            not isinstance(entry, dict)
+            or type(entry.get("group")) is not int
+            or not 0 <= entry["group"] < len(saved["groups"])
+            or not isinstance(entry.get("fresh"), bool)
+            or "matrices" not in entry
+        ):
+            needed = "the number of a group, the matrices, and whether it is fresh"
+            raise FileError(about(str(path), explain_error(name, f"{entry!r}", needed, REMEDY)))
+
+
+def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved settings of a group: those of its parameters' groups, which must be equal.
+
+    Raises:
+        StateError: they differ, or no optimizer can have them.
+    """
+    first: tuple[str, dict[str, Any]] | None = None
+    where = f"group {group['name']!r}"
+    for record in records:
+        entry = saved["parameters"].get(record.name)
+        if entry is None:
+            continue
+        settings: dict[str, Any] = saved["groups"][entry["group"]]["settings"]
+        if first is None:
+            first = record.name, settings
+        for key in sorted(first[1].keys() | settings.keys()):
+            if first[1].get(key) != settings.get(key):
+                found = (
+                    f"{first[0]} saved with {key}={first[1].get(key)!r}, {record.name} with {key}={settings.get(key)!r}"
+                )
+                write = "Give them groups of their own, as when they were saved"
+                raise StateError(explain_error(where, found, "one value for all parameters of a group", write))
+    if first is None:
+        return {}
+    settings = {key: _typed(value) for key, value in first[1].items()}
+    try:
+        check_group(where, {**group, **settings})
+    except (TypeError, ValueError) as error:
+        raise StateError(about("the checkpoint", error)) from None
+    return settings
+
+
+def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Write settings into a group; one that is a tensor stays the same tensor, which a compiled step may hold."""
+    for key, value in settings.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def typed_spec(spec: Any) -> Any:
+    """Return how a parameter splits as `split_matrices` takes it: JSON has no tuples."""
+    return _typed(spec)
+
+
+def _typed(value: Any) -> Any:
+    return tuple(map(_typed, value)) if isinstance(value, list) else value
+
+
+def _plain(where: str, key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(where, key, entry) for entry in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    needed = "numbers, strings, and lists of them"
+    write = "Keep it outside of the group: a checkpoint holds nothing that could execute"
+    raise StateError(explain_error(where, f"{key} = {value!r}", needed, write))

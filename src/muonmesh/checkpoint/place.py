@@ -1,0 +1,234 @@
+"""Place: where a checkpoint is, where it is written before that, and which of several are older.
+
+A checkpoint is written beside its place and renamed. Names and numbers in names decide everything; clocks nothing.
+For a checkpoint ``NAME`` there may be, beside it, as hidden folders::
+
+    .NAME.writing   what is being written, or what a save that was cut off left behind
+    .NAME.before    what NAME was, for the moment between two renames while another takes its place
+    .NAME.going     one that is being removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import os
+import re
+import shutil
+from pathlib import Path
+
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, is_whole, read_manifest
+from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE
+from muonmesh.errors import FileError, explain_error
+from muonmesh.files import kind_of, make_folders, onto_disk
+
+NUMBERED = re.compile(r"(?P<family>.*?)(?P<number>\d+)", re.DOTALL)
+# What a file system says that has no locks, NFS among them for folders: there a second writer is not noticed.
+CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
+
+
+def writing_at(path: Path) -> Path:
+    """Where it is written."""
+    return path.with_name(f".{path.name}.writing")
+
+
+def before_at(path: Path) -> Path:
+    """Where the one is that it takes the place of."""
+    return path.with_name(f".{path.name}.before")
+
+
+def found_at(path: Path) -> Path:
+    """Where a checkpoint is: at its place or, if the one that was to replace it never came, beside it."""
+    before = before_at(path)
+    return before if not os.path.lexists(path) and before.is_dir() else path
+
+
+class Claim:
+    """An empty folder to write a checkpoint into, which this process alone holds until `release`.
+
+    The system takes the lock back when the process is gone, however it went, so nothing has to be removed by hand.
+
+    Raises:
+        FileError: another process holds it, or something is at the place that is no checkpoint.
+        OSError: it could not be made.
+    """
+
+    def __init__(self, path: Path, *, settings_file: str) -> None:
+        check_replaceable(path, settings_file=settings_file)
+        self.scratch = writing_at(path)
+        made = make_folders(path.parent)
+        for folder in made:
+            onto_disk(folder.parent)
+        held = _locked(self.scratch, make=True)
+        if held is None:
+            raise FileError(
+                explain_error(
+                    str(path),
+                    "another process that is writing it",
+                    "one writer at a time",
+                    "Wait for its end, or save under another name",
+                )
+            )
+        self._held: int | None = held
+        try:
+            _empty(self.scratch)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let others write."""
+        if self._held is not None:
+            os.close(self._held)
+        self._held = None
+
+    def drop(self) -> None:
+        """Remove what has been written. What cannot be removed stays for the next claim."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.release()
+
+
+def check_replaceable(path: Path, *, settings_file: str) -> None:
+    """Make sure that nothing would be lost at a place but an older checkpoint.
+
+    Raises:
+        FileError: naming what is there.
+    """
+    if not os.path.lexists(path):
+        return
+    found = "a link" if path.is_symlink() else "" if path.is_dir() else kind_of(path)
+    if not found and (others := sorted(set(os.listdir(path)) - _own(path, settings_file))):
+        found = f"{others[0]!r} in it, which is not part of a checkpoint"
+    if found:
+        raise FileError(
+            explain_error(str(path), found, "nothing there, or a checkpoint to replace", "Save under another name")
+        )
+
+
+def put(scratch: Path, path: Path) -> None:
+    """Rename what has been written to its place; what was there goes once the new one is there.
+
+    Raises:
+        OSError: it could not; what was there is there.
+    """
+    before = before_at(path)
+    replacing = os.path.lexists(path)
+    if replacing:
+        _remove(before)
+        path.rename(before)
+    try:
+        scratch.rename(path)
+        onto_disk(path.parent)
+    except BaseException:
+        if not os.path.lexists(scratch):
+            path.rename(scratch)
+        if replacing:
+            before.rename(path)
+        raise
+    with contextlib.suppress(OSError):  # nobody reads it while there is something at the place
+        _remove(before)
+
+
+def numbered(directory: Path, family: str) -> list[tuple[int, Path]]:
+    """The numbers of all that is called ``family`` and a number, cut off replacements included, the highest first."""
+    found: dict[int, Path] = {}
+    for name in os.listdir(directory) if directory.is_dir() else ():
+        inner = name.removeprefix(".").removesuffix(".before") if name.endswith(".before") else name
+        match = NUMBERED.fullmatch(inner)
+        if match is not None and match["family"] == family:
+            found[int(match["number"])] = directory / inner
+    return sorted(found.items(), reverse=True)
+
+
+def forget_older(path: Path, keep: int, *, settings_file: str) -> None:
+    """Of the checkpoints called as ``path`` is but for the number at the end, keep this one and the newest before it.
+
+    Only whole ones count among those that are kept. Ones with a higher number are of a future that was given up. What
+    cannot be removed, and what holds anything else, stays.
+
+    Args:
+        path: A checkpoint that has just been written; it stays whatever its number.
+        keep: How many stay, this one included.
+        settings_file: What its settings are called.
+    """
+    own = NUMBERED.fullmatch(path.name)
+    if own is None:
+        return
+    kept = 1
+    for number, other in numbered(path.parent, own["family"]):
+        if other == path or found_at(other).is_symlink():
+            continue
+        if number < int(own["number"]) and kept < keep and is_whole(found_at(other)):
+            kept += 1
+            continue
+        with contextlib.suppress(OSError, FileError):
+            check_replaceable(other, settings_file=settings_file)
+            for folder in (other, before_at(other)):
+                _remove(folder)
+    for scratch in sorted(path.parent.glob(f".{glob.escape(own['family'])}*.writing")):
+        inner = NUMBERED.fullmatch(scratch.name.removeprefix(".").removesuffix(".writing"))
+        if inner is not None and inner["family"] == own["family"]:
+            with contextlib.suppress(OSError):
+                _remove_unless_held(scratch)
+    for going in path.parent.glob(f".{glob.escape(own['family'])}*.going"):
+        shutil.rmtree(going, ignore_errors=True)
+
+
+def _own(path: Path, settings_file: str) -> set[str]:
+    """The files in a folder that are a checkpoint's own."""
+    known = {MANIFEST_FILE, METADATA_FILE, settings_file}
+    with contextlib.suppress(FileError):
+        known |= set(read_manifest(path) or ())
+    return known | {name for name in os.listdir(path) if DATA_FILE.fullmatch(name)}
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder under another name, so that half of one is never taken for a checkpoint."""
+    if not os.path.lexists(path):
+        return
+    going = path.with_name(f".{path.name.removeprefix('.').removesuffix('.before')}.going")
+    shutil.rmtree(going, ignore_errors=True)
+    path.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def _remove_unless_held(scratch: Path) -> None:
+    held = _locked(scratch, make=False)
+    if held is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(held)
+
+
+def _locked(folder: Path, *, make: bool) -> int | None:
+    """Open a folder and lock it; None where another process has."""
+    import fcntl  # there is none on Windows, where the rest of the package can be imported
+
+    while True:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(held)
+            return None
+        except OSError as error:
+            if error.errno not in CANNOT_LOCK:
+                os.close(held)
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(held), folder.lstat()):
+                return held
+        os.close(held)  # its last holder has renamed it between our opening and our locking
+
+
+def _empty(folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)

@@ -1,0 +1,272 @@
+"""Record: one parameter with its state, as a checkpoint sees it: whole tensors of which this rank stores some boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from muonmesh.checkpoint.share import Share, boxes_of, first_copy
+from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.errors import StateError, explain_error
+from muonmesh.layout import Layout, split_matrices
+from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.settings import Precision
+from muonmesh.step.planning import Planned
+from muonmesh.step.slots import RUNNING, running_shape
+
+MODEL = "model"
+STATE = "optimizer.state"
+"""What the names of weights and of state begin with: the names under which torch saves a model and an optimizer."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor in the state of a parameter.
+
+    Attributes:
+        key: Its name in a checkpoint.
+        stored: Its name in the state of this rank.
+        shape: Of the whole.
+        layout: Which rank stores what; None: every rank all of it.
+        storage: How a local tensor is wrapped; None: it is not.
+        local: Shape of the local tensor.
+        dtype: In which it is kept.
+        device: Where.
+        side: "element", or what it has one number for: "rows", "cols", "matrix", or the "parameter".
+        needed: Whether a parameter that has state must have it.
+        columns: Where its numbers are among those of all parameters of a flat tensor; None: it is alone.
+    """
+
+    key: str
+    stored: str
+    shape: tuple[int, ...]
+    layout: Layout | None
+    storage: Storage | None
+    local: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    side: str = "element"
+    needed: bool = True
+    columns: slice | None = None
+
+    def view(self, stored: Tensor) -> Tensor:
+        """Return what belongs to this parameter of a contiguous local tensor."""
+        return stored if self.columns is None else stored.view(-1)[self.columns]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One parameter.
+
+    Attributes:
+        name: Canonical name.
+        tensor: What the optimizer steps: the parameter, or a flat tensor that holds it among others.
+        storage: Where it lives.
+        states: The optimizer's state by tensor; an entry is made when a checkpoint is loaded.
+        parts: What is in it.
+        group: The param group, whose settings are written too.
+        spec: How it splits into matrices.
+        master: Dtype of the master that the optimizer keeps beside weights of a lower precision; None without.
+    """
+
+    name: str
+    tensor: Tensor
+    storage: Storage
+    states: MutableMapping[Tensor, dict[str, Any]]
+    parts: tuple[Part, ...]
+    group: dict[str, Any]
+    spec: Any = None
+    master: torch.dtype | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of its tensor; empty before the first step."""
+        return self.states.get(self.tensor, {})
+
+    @property
+    def algorithm(self) -> str:
+        """What steps it."""
+        return str(self.group["algorithm"])
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is stepped as matrices, and not by AdamW."""
+        return is_matrix_rule(self.algorithm)
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights that this rank stores, in the precision in which they are trained: the master's if there is one.
+
+        So a checkpoint has no masters. Loaded where there are some, they take the weights as they were saved, and the
+        parameter takes them rounded, as after every step.
+        """
+        return local_of(self.state.get("master", self.tensor)).detach()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision in which its weights are trained."""
+        return self.master or self.tensor.dtype
+
+    @property
+    def created(self) -> bool:
+        """Whether it has state: a step has been taken."""
+        return any(part.stored in self.state for part in self.parts)
+
+    def shares(self) -> Iterator[tuple[str, Share]]:
+        """Yield what this rank writes of weights and state, by name."""
+        yield f"{MODEL}.{self.name}", _written(self.weights, self.storage.layout, self.storage.shape)
+        for part in self.parts:
+            if part.stored in self.state:
+                local = part.view(local_of(self.state[part.stored]).detach().contiguous())
+                yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout, part.shape)
+
+    def take_weights(self, share: Share) -> None:
+        """Write weights that were read for it."""
+        fill(local_of(self.tensor).detach(), self.storage.layout, share)
+        if self.master is not None and self.master != self.tensor.dtype:
+            state = self.states[self.tensor]
+            if "master" not in state:
+                local = local_of(self.tensor).detach().to(self.master).contiguous()
+                state["master"] = self.storage.wrap(local)
+            fill(local_of(state["master"]), self.storage.layout, share)
+
+    def take_state(self, part: Part, share: Share | None) -> None:
+        """Write a part of the state that was read for it; None: as before the first step."""
+        held = self.state.get(part.stored)
+        if share is None and held is None:
+            return
+        if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.local:
+            fresh = torch.zeros(part.local, dtype=part.dtype, device=part.device)
+            held = fresh if part.storage is None else part.storage.wrap(fresh)
+            self.states[self.tensor][part.stored] = held
+        local = local_of(held)
+        if share is None:
+            for box in boxes_of(part.view(local), part.layout, part.shape).values():
+                box.zero_()
+        elif part.columns is not None:
+            fill(part.view(local), None, share)
+        else:
+            fill(local, part.layout, share)
+
+
+def _written(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Share:
+    return Share(shape, local.dtype, boxes_of(local.contiguous(), layout, shape) if first_copy(layout) else {})
+
+
+def wanted(layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Share:
+    """Return fresh memory for what this rank stores of a whole tensor: nothing is loaded into what is in use."""
+    where = boxes_of(torch.empty(_span(layout, shape), device="meta"), layout, shape)
+    return Share(shape, dtype, {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in where.items()})
+
+
+def _span(layout: Layout | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if layout is None else (math.prod(layout.local_shape(this_rank())),)
+
+
+def fill(local: Tensor, layout: Layout | None, share: Share) -> None:
+    """Copy what was read into what this rank stores, rounding to its dtype."""
+    memory = local.contiguous()
+    for at, box in boxes_of(memory, layout, tuple(share.shape)).items():
+        box.copy_(share.boxes[at])
+    if memory is not local:
+        local.copy_(memory)
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """An optimizer, or what holds one, that checkpoints can be made of. None of this communicates, except `whole`."""
+
+    def checkpoint_records(self) -> list[Record]:
+        """Return all parameters that this rank steps, with what the optimizer keeps of them.
+
+        Raises:
+            StateError: what it keeps is not that of one step.
+        """
+
+    def checkpoint_restored(self) -> None:
+        """Take note that weights, state and settings were replaced."""
+
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
+        """Return a context in which parameters of the model that nobody trains are whole; all ranks enter it.
+
+        With ``write`` what is written into them meanwhile stays.
+        """
+
+
+def records_of(
+    planned: Planned,
+    groups: Sequence[dict[str, Any]],
+    state: MutableMapping[Tensor, dict[str, Any]],
+    precision: Precision,
+) -> list[Record]:
+    """Return the parameters of a plan.
+
+    Raises:
+        StateError: something is in their state that nobody reads.
+    """
+    first: dict[int, int] = {}  # for each tensor how many matrices the parameters before have
+    records = []
+    for member in planned.members:
+        group = groups[member.group]
+        local = local_of(member.tensor)
+        shape = tuple(member.storage.shape)
+        master = precision.master if precision.master not in (None, local.dtype) else None
+        parts = []
+        for key, home in member.homes.items():
+            same = home.storage is member.storage
+            parts.append(
+                Part(
+                    key,
+                    key,
+                    tuple(home.storage.shape),
+                    home.storage.layout,
+                    home.storage,
+                    tuple(local.shape) if same else local_shape(home.storage),
+                    home.dtype(precision),
+                    local.device,
+                    "element" if home.companion is None else home.companion.side,
+                )
+            )
+        if is_matrix_rule(group["algorithm"]):
+            every = len(planned.matrices_of[member.tensor])
+            count = len(split_matrices(member.name, shape, member.spec))
+            begin = first.setdefault(id(member.tensor), 0)
+            first[id(member.tensor)] += count
+            columns = slice(begin, begin + count)
+            parts += running_parts(count, every, columns, local.device)
+        else:
+            parts += adamw_parts(member.storage, tuple(local.shape), master or local.dtype, local.device)
+        known = {*(part.stored for part in parts), "master"}
+        if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
+            found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"
+            raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
+        records.append(
+            Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, master)
+        )
+    return records
+
+
+def running_parts(count: int, every: int, columns: slice, device: torch.device) -> list[Part]:
+    """Return the running norms of ``count`` matrices of a tensor that holds ``every``."""
+    shape, alone = running_shape(count), count == every
+    local, where = running_shape(every), None if alone else columns
+    return [
+        Part(key, key, shape, None, None, local, torch.float32, device, "matrix", needed=False, columns=where)
+        for key in RUNNING
+    ]
+
+
+def adamw_parts(storage: Storage, local: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Part]:
+    """Return AdamW's state: torch keeps the count on the host, except for its fused kernel."""
+    host = torch.device("cpu") if device.type != "cuda" else device
+    shape = tuple(storage.shape)
+    moments = [
+        Part(key, key, shape, storage.layout, storage, local, dtype, device) for key in ("exp_avg", "exp_avg_sq")
+    ]
+    return [Part("step", "step", (), None, None, (), torch.float32, host, "parameter"), *moments]

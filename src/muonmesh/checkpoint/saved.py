@@ -1,0 +1,224 @@
+"""Saved: a model and its optimizer as a checkpoint that any layout reads, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from muonmesh.checkpoint.agreed import agreed
+from muonmesh.checkpoint.fitting import Fit, fit
+from muonmesh.checkpoint.folder import look, write
+from muonmesh.checkpoint.groups import check_saved, merged, settings_of
+from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
+from muonmesh.checkpoint.share import Share, boxes_of
+from muonmesh.checkpoint.state import NEVER_NEGATIVE
+from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
+from muonmesh.errors import StateError, explain_error
+from muonmesh.names import canonical_name
+
+
+@torch.no_grad()
+def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
+    """Write a model and its optimizer, whatever holds them, so that `load` reads them into any other layout.
+
+    All ranks call it. Each writes the boxes of the whole tensors that it stores, replicas once: parameters, buffers
+    and frozen weights, momentum and AdamW's moments, what a rule keeps by row, column or matrix, running norms, and
+    the settings of the groups. Where there are masters, they are the weights. A parameter is known by its canonical
+    name, so DDP, torch.compile and activation checkpointing leave no trace.
+
+    Args:
+        path: The folder, on a file system that all ranks share.
+        model: Whatever its layout: DDP, FSDP, DTensors, declared shards, or an engine of DeepSpeed.
+        optimizer: A `Muon`, what a wrapper has made of one, or an engine of DeepSpeed.
+
+    Raises:
+        StateError: on every rank: a step was interrupted while it wrote, ranks hold different things by one name, or a
+            setting is not plain data.
+        FileError: the folder could not be written.
+        TypeError: the optimizer is none of these.
+    """
+    host = recorded(optimizer)
+    _reshard(model)
+    records: list[Record] = []
+    untrained: dict[str, tuple[Tensor, Storage]] = {}
+
+    def collect() -> tuple[dict[str, str], dict[str, Any]]:
+        records.extend(host.checkpoint_records())
+        untrained.update(_untrained(model, records))
+        digests = {record.name: _digest(record.tensor, record.storage, trained=True) for record in records}
+        digests |= {name: _digest(*held, trained=False) for name, held in untrained.items()}
+        return digests, settings_of(records)
+
+    with host.whole(model, write=False):
+        said = agreed(collect)
+        agreed(lambda: _check_alike([digests for digests, _ in said], records))
+        tensors = {name: share for record in records for name, share in record.shares()}
+        for name, (tensor, storage) in untrained.items():
+            local = local_of(tensor).detach().contiguous()
+            boxes = boxes_of(local, storage.layout, tuple(storage.shape))
+            tensors[f"{MODEL}.{name}"] = Share(tuple(storage.shape), local.dtype, boxes)
+        write(path, tensors, merged([settings for _, settings in said]))
+
+
+@torch.no_grad()
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool = True) -> None:
+    """Read what `save` wrote, under whatever layout, into this one; training then goes on as if it had never stopped.
+
+    All ranks call it, as many as there are now. Everything is read into fresh memory and looked at first, so where
+    anything is wrong every rank raises, and nothing has changed. The settings of the groups are the saved ones
+    afterwards, the learning rate among them, as with torch's ``load_state_dict``; set others after loading. Weights are
+    never rounded to a lower precision than they were saved in; momentum takes this optimizer's ``state_dtype``.
+
+    Groups may be cut otherwise than they were, if parameters that now share a group had equal settings. A parameter may
+    be split into other matrices, since momentum has one number an element; not if its rule has kept numbers by row,
+    column or matrix, or if running norms have been measured.
+
+    Args:
+        path: The folder.
+        model: As `save` takes it, under any layout.
+        optimizer: Likewise.
+        strict: Whether it is an error that something is missing, or that nothing here has what is saved. Otherwise what
+            is missing stays as it is, without state, and what is too much is left alone.
+
+    Raises:
+        StateError: on every rank: what was saved does not fit; the message names it and the nearest name.
+        FileError: on every rank: there is no whole checkpoint.
+        TypeError: the optimizer is none that `save` takes.
+    """
+    host = recorded(optimizer)
+    _reshard(model)
+    contents = look(path)
+    check_saved(contents.path, contents.settings)
+    records: list[Record] = []
+    untrained: dict[str, tuple[Tensor, Storage]] = {}
+
+    def collect() -> list[str]:
+        records.extend(host.checkpoint_records())
+        untrained.update(_untrained(model, records))
+        return [*(record.name for record in records), *untrained]
+
+    with host.whole(model, write=True):
+        names = {name for some in agreed(collect) for name in some}
+        found: list[Fit] = []
+
+        def look_at() -> None:
+            found.append(fit(path, contents.held, contents.settings, records, untrained, names, strict=strict))
+
+        agreed(look_at)
+        fitting = found[0]
+        contents.read(dict(fitting.shares), wrong=_wrong, partly=True)  # `fit` has told what is too much
+        agreed(fitting.check_counts)
+        fitting.write()
+    host.checkpoint_restored()
+
+
+def _wrong(name: str, tensor: Tensor) -> str:
+    """Say what no step leaves behind in a piece of the state; weights and buffers may be anything."""
+    if not name.startswith(f"{STATE}."):
+        return ""
+    if not bool(tensor.isfinite().all()):
+        return "infinity or NaN"
+    return "a negative number" if name.rsplit(".", 1)[1] in NEVER_NEGATIVE and bool((tensor < 0).any()) else ""
+
+
+def recorded(optimizer: Any) -> Recorded:
+    """Return the optimizer that wrappers hold: Accelerate's, Lightning's, DeepSpeed's.
+
+    Raises:
+        TypeError: there is none of ours in it.
+    """
+    seen: list[Any] = []
+    inner = optimizer
+    while inner is not None and not any(inner is other for other in seen):
+        if isinstance(inner, Recorded):
+            return inner
+        seen.append(inner)
+        inner = next((getattr(inner, key) for key in _INNER if getattr(inner, key, None) is not None), None)
+    found = f"a {type(optimizer).__name__}"
+    needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
+    raise TypeError(explain_error("optimizer", found, needed, "Pass that"))
+
+
+_INNER = ("basic_optimizer", "optimizer", "_optimizer", "init_optimizer")
+"""By which names engines and wrappers hold the optimizer that they were given."""
+
+
+def _untrained(model: nn.Module, records: Iterable[Record]) -> dict[str, tuple[Tensor, Storage]]:
+    """Return what no optimizer steps, by name: frozen parameters, and the buffers that a state dict keeps.
+
+    Raises:
+        StateError: a module has a state that is no tensor.
+        LayoutError: FSDP1 has flattened one.
+    """
+    records = list(records)
+    names = {record.name for record in records}
+    tensors: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    # A tied parameter has several names, and an optimizer may step a copy in another precision.
+    known = {id(record.tensor) for record in records}
+    known |= {id(tensor) for name, tensor in tensors if canonical_name(name) in names}
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found, needed = "get_extra_state()", "tensors alone: a checkpoint holds nothing that could execute"
+            raise StateError(explain_error(path or "the model", found, needed, "Register buffers for it"))
+        kept = module._buffers.keys() - module._non_persistent_buffers_set
+        tensors += [
+            (f"{path}.{key}" if path else key, buffer)
+            for key, buffer in module._buffers.items()
+            if key in kept and buffer is not None
+        ]
+    untrained = {}
+    for name, tensor in tensors:
+        name = canonical_name(name)
+        if id(tensor) not in known and name not in names:
+            known.add(id(tensor))
+            refuse_flattened(name, tensor)
+            untrained[name] = tensor, storage_of(name, tensor, None, needed=False)
+    return untrained
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered for a forward: what is written now would not be in it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _digest(tensor: Tensor, storage: Storage, *, trained: bool) -> str:
+    """Return in short what all ranks that have a tensor must say alike."""
+    told = f"{tuple(storage.shape)} {tensor.dtype}"
+    if storage.layout is not None:
+        told += f" {storage.layout.describe()}" + (f" {storage.layout.ranks}" if trained else "")
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
+    """Make sure that what ranks call by one name is one tensor: of two, only one would be saved.
+
+    Raises:
+        StateError: it is not, or a rank that holds some of it does not say so.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, digests in enumerate(said):
+        for name, digest in digests.items():
+            before, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                found = (
+                    f"another tensor on rank {rank} than on rank {before}: of another shape, dtype or layout, or one "
+                )
+                found += "that each of them trains alone"
+                write = 'Say which ranks hold it: Muon(..., process_group="world") where each holds all of it, '
+                write += "layouts= where they hold shards"
+                raise StateError(explain_error(name, found, "one tensor by one name", write))
+    for record in records:
+        layout = record.storage.layout
+        holders = [rank for rank, digests in enumerate(said) if record.name in digests]
+        if layout is not None and not set(layout.ranks) <= set(holders):
+            found = f"it on ranks {holders}"
+            needed = f"it on ranks {tuple(layout.ranks)}, which hold it"
+            raise StateError(explain_error(record.name, found, needed, "Call save on all ranks, with their optimizers"))

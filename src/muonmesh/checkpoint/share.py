@@ -1,0 +1,88 @@
+"""Share: what one rank stores of a whole tensor, in the words of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from muonmesh.comm.storage import this_rank
+from muonmesh.layout import FlatShards, Layout
+
+Boxes = dict[tuple[int, ...], Tensor]
+"""Boxes of a whole tensor by where they begin in it."""
+
+
+def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Boxes:
+    """Return the boxes of a whole tensor that this rank stores, as views.
+
+    Args:
+        local: What this rank stores, contiguous; a flat buffer may hold others besides.
+        layout: Which ranks store what; None: each stores all of it.
+        shape: Of the whole tensor.
+    """
+    if layout is None or not math.prod(shape):
+        return {(0,) * len(shape): local.view(shape) if layout is None else local.new_empty(shape)}
+    start = local.storage_offset()
+    return {
+        block.region.offset: local.as_strided(block.region.shape, block.strides, start + block.start)
+        for block in layout.blocks(this_rank())
+        if block.region.numel
+    }
+
+
+def first_copy(layout: Layout | None) -> bool:
+    """Whether this rank's boxes are to be written: other copies may be cut at other places, and then would overlap.
+
+    On a mesh all copies are cut alike, and torch writes each box once, on the rank that has least to write.
+    """
+    return not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
+
+
+class Share(Tensor):
+    """The boxes of one whole tensor that this rank stores, or wants.
+
+    Its shape and dtype are those of the whole. It has no memory of its own and nothing can be computed with it:
+    `torch.distributed.checkpoint` asks it for the boxes, as it asks a DTensor for its one, and writes them or reads
+    into them. So whatever cut the tensor when it was saved, it can be cut anyhow else when it is loaded.
+    """
+
+    boxes: Boxes
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, boxes: Mapping[tuple[int, ...], Tensor]) -> Share:
+        """Make one of the whole's shape and dtype, with what this rank has of it."""
+        share: Share = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        share.boxes = dict(boxes)
+        return share
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return the shape, and the boxes by their offsets."""
+        return f"Share(shape={tuple(self.shape)}, boxes={ {at: tuple(box.shape) for at, box in self.boxes.items()} })"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse to compute."""
+        raise NotImplementedError(f"{func} of a Share, which is a description of memory and no operand")
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(at), box.size()) for at, box in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.boxes[tuple(index.offset)]

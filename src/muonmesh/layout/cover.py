@@ -1,0 +1,65 @@
+"""Cover: the proof that storage and matrices cover each parameter exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from muonmesh.errors import LayoutError, NotCovered, explain_error
+from muonmesh.layout.parameter import Elementwise, Parameter
+from muonmesh.layout.region import Block, Region
+
+_ONCE = "each element held once in each copy"
+_CORRECT = "Correct its placements or its entry in layouts="
+
+
+def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -> None:
+    """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
+    for other in elementwise:
+        try:
+            other.target.prove_cover()
+        except LayoutError as error:
+            raise LayoutError(explain_error(other.name, str(error), _ONCE, _CORRECT)) from None
+    proved: dict[tuple[int, ...], list[tuple[Block, ...]]] = {}
+    for parameter in parameters:
+        shape = parameter.target.shape
+        blocks = [matrix.blocks for matrix in parameter.matrices]
+        try:
+            parameter.momentum_storage.prove_cover()
+            if parameter.target is not parameter.momentum_storage:
+                parameter.target.prove_cover()
+            for companion in parameter.companions:
+                companion.storage.prove_cover()
+                regions = [block.region for matrix in companion.matrices for block in matrix.blocks]
+                _prove_tiling(regions, companion.storage.shape)
+        except LayoutError as error:
+            raise LayoutError(explain_error(parameter.name, str(error), _ONCE, _CORRECT)) from None
+        if proved.get(shape) != blocks:  # layers are alike
+            try:
+                _prove_tiling([block.region for some in blocks for block in some], shape)
+            except LayoutError as error:
+                needed, write = "matrices that cover it exactly once", "Correct its matrices"
+                raise LayoutError(explain_error(parameter.name, str(error), needed, write)) from None
+            proved[shape] = blocks
+
+
+def _prove_tiling(regions: Sequence[Region], shape: Sequence[int], dim: int = 0) -> None:
+    """Prove that regions tile a box: along each dim their runs are equal or disjoint and fill it, recursively."""
+    if dim == len(shape):
+        if len(regions) != 1:
+            raise NotCovered(f"the element at {regions[0].offset} in {len(regions)} matrices")
+        return
+    groups: dict[tuple[int, int, int], list[Region]] = {}
+    for region in regions:
+        groups.setdefault((region.offset[dim], region.step[dim], region.shape[dim]), []).append(region)
+    position = 0
+    for number, (offset, step, count) in enumerate(sorted(groups)):
+        if step == 1 and offset == position:
+            position += count
+        elif (offset, step * count) == (number, shape[dim]) and step == len(groups):
+            position = shape[dim]  # `step` progressions, one for each remainder
+        else:
+            raise NotCovered(f"matrices that overlap or leave a gap at index {position} of dim {dim}")
+    if position != shape[dim]:
+        raise NotCovered(f"matrices that leave a gap at index {position} of dim {dim}")
+    for group in groups.values():
+        _prove_tiling(group, shape, dim + 1)

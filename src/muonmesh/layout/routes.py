@@ -1,0 +1,99 @@
+"""Routes: the pieces of matrices that travel between those who hold them and those who own them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from muonmesh.layout.layout import Layout
+from muonmesh.layout.matrix import Matrix
+from muonmesh.layout.region import Block, Piece, overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A Piece of one assignment that travels between a holder's storage and the matrix of a member of its team.
+
+    Attributes:
+        assignment: Number of the assignment in its plan.
+        parameter: Number of its parameter there.
+        piece: Where the same elements lie in that storage and in that matrix.
+        start: Where they begin among the elements that these two ranks exchange.
+    """
+
+    assignment: int
+    parameter: int
+    piece: Piece
+    start: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What one rank exchanges for one bucket and one layout, by peer. The way back is the same read backwards.
+
+    Both ends list the legs between two ranks in the same order.
+
+    Attributes:
+        held: The legs whose storage is on this rank, by the rank that has their matrix.
+        assembled: The legs whose matrix is on this rank, by the rank that stores them. On the way there the rank may be
+            any of the matrix's team, on the way back it is the owner.
+    """
+
+    held: dict[int, tuple[Leg, ...]]
+    assembled: dict[int, tuple[Leg, ...]]
+
+
+def in_rounds(legs: Sequence[Leg], rounds: int) -> list[tuple[Leg, ...]]:
+    """Cut the legs between two ranks into nearly equal parts, at rows of their pieces; both ranks cut alike.
+
+    ``start`` of a leg is then its place in what is exchanged in its round.
+    """
+    if rounds == 1:
+        return [tuple(legs)]
+    total = legs[-1].start + legs[-1].piece.numel
+    found: list[list[Leg]] = [[] for _ in range(rounds)]
+    filled = [0] * rounds
+    for leg in legs:
+        piece = leg.piece
+        dim = next((d for d, size in enumerate(piece.shape) if size > 1), 0)
+        rows = piece.shape[dim]
+        width = piece.numel // rows
+        # The row that begins at or after the place where each round begins.
+        firsts = [min(rows, max(0, -((leg.start - total * k // rounds) // width))) for k in range(rounds)] + [rows]
+        for k in range(rounds):
+            first, count = firsts[k], firsts[k + 1] - firsts[k]
+            if count > 0:
+                found[k].append(replace(leg, piece=piece.rows(dim, first, count), start=filled[k]))
+                filled[k] += count * width
+    return [tuple(some) for some in found]
+
+
+def extend(legs: dict[int, list[Leg]], peer: int, number: int, parameter: int, parts: Iterable[Piece]) -> None:
+    """Add the pieces of assignment ``number`` to the legs that are exchanged with ``peer``, after those before it."""
+    for piece in parts:
+        before = legs.setdefault(peer, [])
+        start = before[-1].start + before[-1].piece.numel if before else 0
+        before.append(Leg(number, parameter, piece, start))
+
+
+def pieces(layout: Layout, rank: int, matrix: Matrix) -> Iterator[Piece]:
+    """Yield what ``rank`` stores of a matrix, with its place in the storage and in the matrix."""
+    return _overlaps(layout.blocks(rank), matrix)
+
+
+def _overlaps(stored: tuple[Block, ...], matrix: Matrix) -> Iterator[Piece]:
+    for ours in stored:
+        for block in matrix.blocks:
+            piece = overlap(ours, block)
+            if piece is not None:
+                yield piece
+
+
+def pieces_by_holder(layout: Layout, holders: Sequence[int], matrix: Matrix) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+    """Yield each of many holders with its pieces of a matrix; those of replicas are found, and kept, once."""
+    found: dict[tuple[Block, ...], tuple[Piece, ...]] = {}
+    for holder in holders:
+        stored = layout.blocks(holder)
+        if stored not in found:
+            found[stored] = tuple(_overlaps(stored, matrix))
+        yield holder, found[stored]

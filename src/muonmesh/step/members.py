@@ -1,0 +1,185 @@
+"""Members: the parameters of all groups, each with where it and what is kept of it live."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.comm.gradients import GradientSource
+from muonmesh.comm.storage import (
+    Declared,
+    Storage,
+    ranks_of,
+    sharded_over_replicas,
+    storage_of,
+    this_rank,
+    world_size,
+)
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.layout import FlatParameter
+from muonmesh.numerics.rules import is_matrix_rule, rule_of
+from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
+from muonmesh.step.homes import Home, Stored, homes_of
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter with what its group, number ``group``, says of it; several may share one flat tensor.
+
+    Attributes:
+        name: Canonical name.
+        tensor: What the user holds.
+        group: Number of its group.
+        spec: How it splits into matrices.
+        storage: Where it lives.
+        momentum_storage: Where its momentum lives: there too, or shared among the replicas.
+        homes: Where each thing lives that its rule keeps of it, by key; empty for AdamW's.
+    """
+
+    name: str
+    tensor: Tensor
+    group: int
+    spec: Any
+    storage: Storage
+    momentum_storage: Storage
+    homes: Mapping[str, Home] = field(default_factory=dict)
+
+
+def members_of(
+    groups: Sequence[Mapping[str, Any]],
+    process_group: ProcessGroup,
+    layouts: Mapping[str, Declared],
+    source: GradientSource,
+    *,
+    shard_state: bool,
+) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
+    """Return the parameters of all groups in order, with where they live.
+
+    Returns:
+        The members; the sets of ranks that share one; and the first error, since even a rank that found one must meet
+        the others: a parameter is held in a way that is unknown or not as declared, or an entry of ``layouts`` fits no
+        name.
+    """
+    if layouts == LOST_LAYOUTS:
+        found = "an optimizer that was unpickled without its layouts, since meshes cannot be pickled"
+        write = "Write optimizer.layouts = layouts before the first step"
+        raise ValueError(explain_error("layouts", found, "them again", write))
+    members: list[Member] = []
+    sets: list[tuple[int, ...]] = []
+    error: Exception | None = None
+    unknown = dict(layouts)
+    names = Counter[tuple[str, tuple[int, ...]]]()
+    ranks_by_group: dict[int, tuple[int, ...] | None] = {}  # one tuple for all parameters of a group
+    for number, settings in enumerate(groups):
+        muon = is_matrix_rule(settings["algorithm"])
+        specs = settings.get("matrices") or [None] * len(settings["params"])
+        for name, tensor, spec in zip(settings["param_names"], settings["params"], specs, strict=True):
+            declared = unknown.pop(name, None)
+            own = source.group(tensor)
+            shared = process_group if own is None else own
+            if id(shared) not in ranks_by_group:
+                ranks_by_group[id(shared)] = replicas_of(shared)
+            replicas = ranks_by_group[id(shared)]
+            for part, layout, split in _contents(name, declared, spec):
+                try:
+                    storage = storage_of(part, tensor, replicas, layout, needed=muon)
+                except LayoutError as found:
+                    error = error or found
+                    sets.append(ranks_of(tensor, replicas, layout))
+                    continue
+                state = storage
+                if shard_state and muon:
+                    state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
+                members.append(Member(part, tensor, number, split, storage, state))
+                names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
+                if storage.layout is not None:
+                    sets.append(storage.layout.ranks)
+    for (name, _), count in names.items():
+        if count > 1:
+            error = error or LayoutError(
+                explain_error(
+                    name,
+                    f"{count} parameters of this name",
+                    "a name of its own for each, by which ranks and checkpoints know it",
+                    'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."',
+                )
+            )
+    if unknown:
+        write = "Correct the names: they have no prefixes such as module. and _orig_mod. in front"
+        needed = "names of parameters in the groups"
+        error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
+    return members, sets, error
+
+
+def likely_sets(
+    groups: Sequence[Mapping[str, Any]],
+    process_group: ProcessGroup,
+    layouts: Mapping[str, Declared],
+    source: GradientSource,
+) -> list[tuple[int, ...]]:
+    """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
+    sets = []
+    for group in groups:
+        names = group.get("param_names")
+        for number, tensor in enumerate(group.get("params") or ()):
+            if isinstance(tensor, Tensor):
+                name = names[number] if isinstance(names, list) and number < len(names) else None
+                own = source.group(tensor)
+                replicas = replicas_of(process_group if own is None else own)
+                sets.append(ranks_of(tensor, replicas, layouts.get(name) if isinstance(name, str) else None))
+    return sets
+
+
+def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]:
+    """Return (name, declared layout, matrices) of each parameter that a tensor holds."""
+    if isinstance(declared, (tuple, list)) and declared and all(isinstance(d, FlatParameter) for d in declared):
+        return [(flat.name, flat.layout, flat.matrices) for flat in declared]
+    if isinstance(declared, FlatParameter):
+        return [(declared.name, declared.layout, declared.matrices if declared.matrices is not None else spec)]
+    return [(name, declared, spec)]
+
+
+def with_homes(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
+    """Return the members with the homes of what their rules keep."""
+    sharing: dict[int, list[int]] = {}
+    for number, member in enumerate(members):
+        if is_matrix_rule(groups[member.group]["algorithm"]):
+            sharing.setdefault(id(member.tensor), []).append(number)
+    found = list(members)
+    for numbers in sharing.values():
+        keeps = rule_of(groups[members[numbers[0]].group]).keeps()
+        together = {n: Stored(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}
+        for number, homes in homes_of(keeps, together).items():
+            found[number] = replace(members[number], homes=homes)
+    return found
+
+
+def group_for(process_group: ProcessGroup) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that hold plain tensors whole; None for one rank or if nobody said."""
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    return dist.group.WORLD if process_group == "world" and world_size() > 1 else None
+
+
+def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
+    """Return the ranks that hold plain tensors whole, or None if nobody said.
+
+    Raises:
+        ValueError: the group was lost in pickling.
+    """
+    if process_group == LOST_GROUP:
+        found = "an optimizer that was unpickled without its ProcessGroup, which cannot be pickled"
+        write = "Write optimizer.process_group = group before the first step"
+        raise ValueError(explain_error("process_group", found, "it again", write))
+    if process_group == "local" or (process_group is not None and world_size() == 1):
+        return (this_rank(),)
+    if process_group == "world":
+        return tuple(range(world_size()))
+    if isinstance(process_group, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(process_group))
+    return None

@@ -1,0 +1,315 @@
+"""Saved under any layout, loaded under any other: training goes on bit for bit as if one process had never stopped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Placement, Shard
+
+import muonmesh as mm
+from muonmesh.integrations import fsdp1
+from muonmesh.step.slots import RUNNING
+from tests import gathered, layouts, problem
+from tests.layouts import R, S, strided
+from tests.meshes import mesh_of
+
+# Every way to split, tall and wide, smaller than the ranks and uneven, and AdamW's half.
+NAMES = (
+    "row",
+    "few",
+    "even",
+    "qkv",
+    "columns",
+    "neox",
+    "conv1d",
+    "experts",
+    "expert_gate_up",
+    "conv",
+    "embedding",
+    "bias",
+)
+PARAMETERS = {name: problem.PARAMETERS[name] for name in NAMES}
+FIRST, LAST = 2, 4  # steps before the checkpoint, and at the end
+RULES: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "normuon": {"algorithm": "normuon", "normuon_side": "longer", "normuon_beta2": 0.8},  # state by row or by column
+    "hyperball": {"algorithm": "hyperball"},  # by matrix
+    "adamuon": {"algorithm": "adamuon", "adamuon_beta2": 0.8},  # by element
+}
+
+
+@dataclass
+class Case:
+    """A model and its optimizer on this rank.
+
+    Attributes:
+        give: Sets all gradients from whole ones.
+        whole: Returns parameters and state, whole, by name.
+    """
+
+    model: nn.Module
+    optimizer: mm.Muon
+    give: Callable[[dict[str, Tensor | None]], None]
+    whole: Callable[[], dict[str, Tensor]]
+
+    def advance(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            gradients = problem.gradients(step)
+            self.give({name: gradients[name] for name in NAMES})
+            self.optimizer.clip_grad_norm_(1e30, policy="per_matrix")  # measures, and so far limits nothing
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def values_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    values = problem.initial(seed)
+    return {name: values[name].to(dtype) for name in NAMES}
+
+
+def optimizer_of(groups: list[dict[str, Any]], rule: str = "muon", **settings: Any) -> mm.Muon:
+    for group in groups:
+        if group["algorithm"] == "muon":
+            group.update(RULES[rule])
+    return mm.Muon(groups, **settings)
+
+
+def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+    model, group = problem.hold(layout, values_of(seed, dtype))
+    optimizer = optimizer_of(problem.groups(model), process_group=group, **settings)
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
+
+    return Case(model, optimizer, give, lambda: problem.result(model, optimizer))
+
+
+def of_held(held: layouts.Held, **settings: Any) -> Case:
+    optimizer = optimizer_of(held.groups, **held.settings, **settings)
+    model = nn.Module()
+    for name, tensor in held.tensors.items():
+        model.register_parameter(name, tensor)  # type: ignore[arg-type]
+    return Case(model, optimizer, held.give, lambda: held.whole(optimizer))
+
+
+def on_mesh(
+    hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]], values: dict[str, Tensor]
+) -> layouts.Held:
+    def placements(name: str, shape: tuple[int, ...]) -> Sequence[Placement]:
+        return place(name, len(shape))
+
+    held: layouts.Held = hold(PARAMETERS, values, mesh_of(sizes), placements)
+    return held
+
+
+def alternating(name: str, dims: int) -> list[Placement]:
+    """As tensor parallelism cuts: one weight by rows, the next by columns."""
+    return [Shard(NAMES.index(name) % 2 % dims)]
+
+
+def strided_rows(name: str, dims: int) -> list[Placement]:
+    """FSDP2 over tensor parallelism, by rows and by columns."""
+    return [strided(0, 2), S(0)] if NAMES.index(name) % 2 else [S(0), S(dims - 1)]
+
+
+def experts(name: str, dims: int) -> list[Placement]:
+    return [S(0), S(1)] if dims == 3 else [R, R]
+
+
+def of_fsdp1(seed: int, **settings: Any) -> Case:
+    model = problem.Bag(values_of(seed))
+    groups = problem.groups(model)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    declared: Any = fsdp1.declared_layouts(wrapped)
+    optimizer = optimizer_of(groups, layouts=declared, **settings)
+    parameters = dict(zip(declared, (p for p in wrapped.parameters()), strict=True))
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            assert gradient is not None
+            parameters[name].grad = layouts.cut(gradient, declared[name], dist.get_rank())
+
+    def whole() -> dict[str, Tensor]:
+        held, shapes, counts = {}, {}, {}
+        for member in optimizer.members:
+            for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
+                layout = member.homes[key].storage.layout if key in member.homes else declared[member.name]
+                name = f"{member.name}.{key}" if key else member.name
+                if key in ("step", *RUNNING):
+                    counts[name] = value.clone()
+                else:
+                    held[name], shapes[name] = layouts.elements(value, layout), layout.shape
+        return {**gathered.join(held, shapes), **counts}
+
+    return Case(wrapped, optimizer, give, whole)
+
+
+Make = Callable[..., Case]
+
+
+def model_in(layout: str, **settings: Any) -> Make:
+    return functools.partial(of_model, layout, **settings)
+
+
+def held_on(hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]]) -> Make:
+    def make(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+        return of_held(on_mesh(hold, sizes, place, values_of(seed, dtype)), **settings)
+
+    return make
+
+
+def flat(tensor_parallel: int = 1) -> Make:
+    def make(seed: int, **settings: Any) -> Case:
+        held = layouts.flat(PARAMETERS, values_of(seed), tensor_parallel=tensor_parallel, seed=tensor_parallel)
+        return of_held(held, **settings)
+
+    return make
+
+
+# name: (ranks, how it is made). The order is that of the ring that `make test` goes round.
+LAYOUTS: dict[str, tuple[int, Make]] = {
+    "one process": (1, model_in("local")),
+    "ddp 2": (2, model_in("ddp")),
+    "fsdp 4": (4, model_in("fsdp")),
+    "shard 1 on 2": (2, model_in("shard1")),
+    "hsdp": (4, model_in("hsdp")),
+    "tp 2": (2, held_on(layouts.dtensors, (2,), alternating)),
+    "fsdp over tp": (4, held_on(layouts.dtensors, (2, 2), strided_rows)),
+    "flat 2": (2, flat()),
+    "experts": (4, held_on(layouts.dtensors, (2, 2), experts)),
+    "declared 2": (2, held_on(layouts.declared, (2,), alternating)),
+    "flat over tp": (4, flat(2)),
+    "fsdp 2": (2, model_in("fsdp")),
+    "hsdp, shared state": (4, model_in("hsdp", shard_state=True)),
+    "ddp 4": (4, model_in("ddp")),
+    "declared over tp": (4, held_on(layouts.declared, (2, 2), strided_rows)),
+    "fsdp1": (2, of_fsdp1),
+    "ddp, shared state": (4, model_in("ddp", shard_state=True)),
+    "shard 0 on 2": (2, model_in("shard0")),
+}
+RING = list(zip(LAYOUTS, [*list(LAYOUTS)[1:], next(iter(LAYOUTS))], strict=True))
+PAIRS = [
+    pytest.param(a, b, id=f"{a} to {b}", marks=() if (a, b) in RING else pytest.mark.soak)
+    for a in LAYOUTS
+    for b in LAYOUTS
+]
+
+
+def build(layout: str, seed: int = 0, **settings: Any) -> Case:
+    return LAYOUTS[layout][1](seed, **{**problem.SETTINGS, "compute_dtype": torch.float32, **settings})
+
+
+def save(layout: str, path: str, settings: dict[str, Any]) -> None:
+    case = build(layout, **settings)
+    case.advance(0, FIRST)
+    mm.checkpoint.save(path, case.model, case.optimizer)
+
+
+def load(layout: str, path: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    case = build(layout, seed=7, **settings)  # other weights than those that were saved
+    mm.checkpoint.load(path, case.model, case.optimizer)
+    case.advance(FIRST, LAST)
+    return case.whole()
+
+
+@functools.cache
+def uninterrupted(**settings: Any) -> dict[str, Tensor]:
+    case = build("one process", **settings)
+    case.advance(0, LAST)
+    return case.whole()
+
+
+@pytest.fixture(scope="module")
+def saved(workers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Where the checkpoint of a layout is; each is saved once, and loaded by many."""
+
+    @functools.cache
+    def path_of(layout: str, **settings: Any) -> Path:
+        path = tmp_path_factory.mktemp("checkpoint") / "checkpoint"
+        workers(LAYOUTS[layout][0]).run(save, layout, str(path), settings)
+        return path
+
+    return path_of
+
+
+def check(workers: Any, path: Path, after: str, **settings: Any) -> None:
+    expected = uninterrupted(**settings)
+    for result in workers(LAYOUTS[after][0]).run(load, after, str(path), settings):
+        assert problem.differing(result, expected) == []
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_checkpoint_of_any_layout_loads_into_any_other(workers, saved, before: str, after: str) -> None:
+    check(workers, saved(before), after)
+
+
+# Among layouts of each kind: cut by rows and by columns, replicas that share state, flat.
+STATES = (
+    "fsdp over tp",
+    "flat 2",
+    "hsdp, shared state",
+    "declared over tp",
+    "one process",
+    "flat over tp",
+    "shard 1 on 2",
+)
+TRIED = {
+    ("normuon", "fsdp over tp", "flat 2"),
+    ("normuon", "flat over tp", "hsdp, shared state"),
+    ("hyperball", "declared over tp", "one process"),
+    ("adamuon", "hsdp, shared state", "shard 1 on 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "before", "after"),
+    [
+        pytest.param(rule, a, b, marks=() if (rule, a, b) in TRIED else pytest.mark.soak)
+        for rule in RULES
+        if rule != "muon"
+        for a in STATES
+        for b in STATES
+    ],
+)
+def test_what_rules_keep_goes_along(workers, saved, rule: str, before: str, after: str) -> None:
+    """By element, row, column and matrix."""
+    check(workers, saved(before, rule=rule), after, rule=rule)
+
+
+MASTERS = {"dtype": torch.bfloat16, "master_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp 2", "hsdp, shared state"),
+        pytest.param("one process", "declared over tp", marks=pytest.mark.soak),
+        pytest.param("tp 2", "one process", marks=pytest.mark.soak),
+    ],
+)
+def test_masters_go_along_as_the_weights(workers, saved, before: str, after: str) -> None:
+    """Weights are saved as they are trained, so a model in fp32 takes them too, to the last bit."""
+    path = saved(before, **MASTERS)
+    check(workers, path, after, **MASTERS)
+    for weights in workers(1).run(loaded_in_full, str(path), MASTERS):
+        assert weights == []
+
+
+def loaded_in_full(path: str, settings: dict[str, Any]) -> list[str]:
+    """Load what has masters into a model in fp32, and return which weights are not the masters."""
+    here = build("one process", seed=7)
+    mm.checkpoint.load(path, here.model, here.optimizer)
+    trained = build("one process", **settings)
+    trained.advance(0, FIRST)
+    whole, found = trained.whole(), here.whole()
+    return [name for name in NAMES if not torch.equal(found[name], whole[f"{name}.master"])]

@@ -1,0 +1,93 @@
+"""Which checkpoints stay, and which is gone on from: numbers in names decide, and whether one is whole; no clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from muonmesh.checkpoint.folder import read, write
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
+from muonmesh.checkpoint.place import before_at, writing_at
+from muonmesh.cli.checkpoints import latest_step
+
+
+def save(folder: Path, step: int, keep: int | None = None) -> Path:
+    path = folder / f"step-{step:08d}"
+    write(path, {"weight": torch.full((4,), float(step))}, {"step": step}, keep=keep)
+    return path
+
+
+def steps(folder: Path) -> list[int]:
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir() if path.name[-8:].isdigit())
+
+
+def cut(path: Path) -> None:
+    (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-1])
+
+
+def lose(path: Path) -> None:
+    (path / ".metadata").unlink()
+
+
+def break_manifest(path: Path) -> None:
+    (path / MANIFEST_FILE).write_text("{")
+
+
+@pytest.mark.parametrize("damage", [cut, lose, break_manifest], ids=["cut", "file gone", "manifest"])
+def test_keeping_k_counts_whole_ones_and_never_removes_the_only_one(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, keep=3)
+    assert steps(tmp_path) == [3, 4, 5]
+    for age, step in enumerate((4, 3, 5)):  # a clock that jumped: the newest looks oldest
+        os.utime(tmp_path / f"step-{step:08d}", (age, age))
+    damage(tmp_path / "step-00000005")
+    damage(tmp_path / "step-00000004")
+    assert latest_step(tmp_path) == 3
+    save(tmp_path, 6, keep=2)
+    assert steps(tmp_path) == [3, 6], "the one that is whole before it, not the ones that are newer and broken"
+    damage(tmp_path / "step-00000006")
+    assert latest_step(tmp_path) == 3
+    save(tmp_path, 4, keep=1)  # a run that went on from 3
+    assert steps(tmp_path) == [4]
+    assert read(tmp_path / "step-00000004", {"weight": torch.zeros(4)}) == {"step": 4}
+
+
+def test_what_is_somebody_elses_is_not_removed(tmp_path: Path) -> None:
+    others = ["step-00000001", "other-2", "step-best", "step-00000003"]
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    link = tmp_path / "step-00000002"
+    link.symlink_to(tmp_path / "other-2", target_is_directory=True)
+    save(tmp_path, 4, keep=1)
+    assert latest_step(tmp_path) == 4
+    assert all((tmp_path / name / "mine.txt").exists() for name in others)
+    assert link.is_symlink()
+
+
+def test_leftovers_of_saves_that_were_cut_off_go_with_the_next_one(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    writing_at(tmp_path / "step-00000002").mkdir()
+    (writing_at(tmp_path / "step-00000002") / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-00000001").rename(before_at(tmp_path / "step-00000001"))  # between two renames
+    assert latest_step(tmp_path) == 1
+    assert read(tmp_path / "step-00000001", {"weight": torch.zeros(4)}) == {"step": 1}
+    save(tmp_path, 3, keep=2)
+    assert sorted(os.listdir(tmp_path)) == [".step-00000001.before", "step-00000003"], "it counts as the other one"
+    assert read(tmp_path / "step-00000001", {"weight": torch.zeros(4)}) == {"step": 1}
+    save(tmp_path, 4, keep=2)
+    assert steps(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_none_is_refused(keep: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^keep: found {keep}; needed at least 1, or None to keep all$"):
+        save(tmp_path, 1, keep=keep)
+    assert not list(tmp_path.iterdir())
