@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from transformers.models.llama import modeling_llama
 
 from muonmesh.cli import training, worker
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.cli.corpus import standard_library
 from muonmesh.cli.launch import Interrupted, RankFailed, launch
 from muonmesh.cli.lock import RunLock
 from muonmesh.cli.metrics import read_metrics
@@ -47,6 +49,22 @@ def options(run: Path, text: Path, *, steps: int, ranks: int) -> list[str]:
     values += ("--model", "nano", "--vocab", 300, "--seq", 32, "--batch", 4, "--device", "cpu", "--dtype", "fp32")
     values += ("--optimizer", "muon", "--eval-every", 40, "--eval-sequences", 4, "--checkpoint-every", 1)
     return [str(value) for value in values]
+
+
+def learn_from(folder: Path) -> Path:
+    """Make ``folder/text``, a dozen files of the standard library; where it is."""
+    text = folder / "text"
+    text.mkdir()
+    for file in sorted(standard_library(), key=lambda path: path.name)[:24:2]:
+        shutil.copy(file, text / f"{file.parent.name}-{file.name}")
+    return text
+
+
+def begun_like(whole: Path, run: Path) -> None:
+    """A run with the settings and the text of another, and no step made."""
+    run.mkdir()
+    load_settings(whole, out=str(run)).save(load_config(whole)["environment"])
+    shutil.copy(whole / "corpus.json", run)
 
 
 def losses(run: Path) -> dict[str, float]:
@@ -294,6 +312,7 @@ def main() -> None:
     parser.add_argument("--commands", type=int, default=10)
     given = parser.parse_args()
     adopt()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a launcher would rightly ignore it
     print(
         json.dumps(
             killed_run(

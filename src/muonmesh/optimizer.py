@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from muonmesh.checkpoint.record import Record, records_of
-from muonmesh.checkpoint.state import Place, SavedGroup, restore_state, saved_state, widen_state
+from muonmesh.checkpoint.state import Place, SavedGroup, refuse_flat, restore_state, saved_state, widen_state
 from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
 from muonmesh.clip import stand_aside as stand_aside_from_sums
 from muonmesh.comm.exchange import Exchange
@@ -563,10 +563,11 @@ class Muon(torch.optim.Optimizer):
         """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
 
         Raises:
-            StateError: a step was interrupted while it wrote.
+            StateError: a step was interrupted while it wrote, or torch's checkpoints ask for flat shards.
         """
         self.finish()
         self.refuse_if_torn()
+        refuse_flat(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._kept.layouts)
         found = super().state_dict()
         if self._kept.precision.int8:
             found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._kept))
@@ -581,7 +582,8 @@ class Muon(torch.optim.Optimizer):
             LayoutError, ValueError, TypeError: no plan can be made.
         """
         planned = plan(self.param_groups, self._kept)
-        widen_state(self.state, planned)
+        if self._kept.precision.int8:
+            widen_state(self.state, planned)
         return records_of(planned, self.param_groups, self.state, self._kept.precision)
 
     def checkpoint_restored(self) -> None:

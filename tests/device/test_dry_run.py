@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,30 +15,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import muonmesh as mm
 from muonmesh.testing import DryRun, HostSync, Rates, dry_run
+from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
 from tests.samples import one_in
 
-GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 3
-LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 MIB = 2**20
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Accessing the data pointer of FakeTensor", "ignore:.*without masters", "ignore:.*lr_scheduler"
 )
-
-
-def bag(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Parameters that lie nowhere."""
-    model = nn.Module()
-    for number, shape in enumerate(shapes):
-        weight = nn.Parameter(torch.empty(shape, device="meta", dtype=dtype))
-        model.register_parameter(f"weight{number}", weight)
-    return model
-
-
-def ours(model: nn.Module, **settings: Any) -> mm.Muon:
-    if isinstance(model, Model):
-        return mm.from_model(model, lr=0.02, **settings)
-    return mm.Muon(list(model.named_parameters()), lr=0.02, **settings)
 
 
 def matrices_only(model: nn.Module) -> mm.Muon:
@@ -67,6 +52,16 @@ def test_three_layers_of_gpt2(gpt2: DryRun) -> None:
     assert gpt2.kept_bytes == 0
     assert gpt2.seconds < 0.4 * theirs.seconds
     assert theirs.launches == 396  # as counted before, by another count: 23 launches a matrix and its copies
+
+
+def test_what_a_gpu_is_compared_with_is_modelled() -> None:
+    """`make test-gpu` measures the same cases and writes both beside each other."""
+    small = {name: replace(case, shapes=[(64, 64), (64, 128)]) for name, case in CASES.items()}
+    small["a layer of Llama 8B"].made("cpu").step()  # real parameters with gradients
+    text = table({name: (row(case.modelled()), None) for name, case in small.items()})
+    for name in CASES:
+        assert f"| {name} |" in text
+    assert text.count("not measured") == len(CASES)
 
 
 def test_products_cost_what_the_plan_says(gpt2: DryRun) -> None:
@@ -103,6 +98,13 @@ def test_layers_of_llama_8b_on_many_ranks(
     assert run.launches <= launches
     assert run.peak_bytes <= 5 * 2 * 14336 * 4096
     assert run.kept_bytes == 0
+
+
+def test_sums_over_a_large_matrix_take_parts_of_it_at_a_time() -> None:
+    """Several fp64 copies of a matrix beside each other would be ten times what it takes in bf16."""
+    adamuon = lambda model: mm.Muon([{"params": list(model.parameters()), "algorithm": "adamuon"}])  # noqa: E731
+    run = dry_run(bag((1024, 1 << 16)), adamuon, steps=1)
+    assert run.peak_bytes <= 7 * 4 * (1 << 26) + MIB
 
 
 def test_the_gram_exchange_takes_memory_for_two_sums_and_keeps_none() -> None:
@@ -144,63 +146,6 @@ def test_without_triton_bytes_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------ the host never waits
 
 
-class Model(nn.Module):
-    """Matrices and vectors for both halves."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.embed = nn.Embedding(50, 64, dtype=dtype)
-            self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(3))
-
-
-def clipped(policy: str) -> Callable[[mm.Muon], None]:
-    def step(optimizer: mm.Muon) -> None:
-        optimizer.clip_grad_norm_(1.0, policy=policy, skip_above=10.0)  # type: ignore[arg-type]
-        optimizer.step()
-
-    return step
-
-
-def without_a_gradient(optimizer: mm.Muon) -> None:
-    parameter = optimizer.param_groups[0]["params"][0]
-    gradient, parameter.grad = parameter.grad, None
-    optimizer.step()
-    parameter.grad = gradient
-
-
-def scaled(optimizer: mm.Muon) -> None:
-    """As GradScaler does it."""
-    device = optimizer.param_groups[0]["params"][0].device
-    optimizer.grad_scale = torch.full((), 2.0, device=device)
-    optimizer.found_inf = torch.zeros((), device=device)
-    optimizer.step()
-
-
-def device_lr(optimizer: mm.Muon) -> None:
-    for group in optimizer.param_groups:
-        if not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.full((), 0.01, device="cuda")
-    optimizer.step()
-
-
-def measured(optimizer: mm.Muon) -> None:
-    """Every step, as a logger would; nothing is read."""
-    optimizer.step()
-    for name, figure in optimizer.metrics().items():
-        assert isinstance(figure, Tensor), name
-        assert figure.is_cuda, name
-        assert not figure.ndim, name
-
-
-STEPS: dict[str, Callable[[mm.Muon], Any]] = {
-    "step": lambda optimizer: optimizer.step(),
-    "missing gradient": without_a_gradient,
-    "grad scaler": scaled,
-    "lr on the device": device_lr,
-    "metrics": measured,
-    **{f"clip {policy}": clipped(policy) for policy in ("adamw_only", "all", "separate", "per_matrix")},
-}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "fsdp": {"world": 4, "mesh": {"shard": 4}, "placements": on(Shard(0))},

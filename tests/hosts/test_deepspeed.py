@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from muonmesh.errors import LayoutError, StateError
+from muonmesh.checkpoint.zero import read_zero
+from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
 from tests.hosts import deepspeed_engine as ds
@@ -394,6 +395,13 @@ def test_training_with_deepspeed_s_own_muon_goes_on_here(pools: dict[int, Pool],
         exact = {name: apart.pop(name) for name in ("embed.weight", "norm.weight", "head.bias")}
         assert max(exact.values()) < 1e-6, exact
         assert max(apart.values()) < 0.05, apart
+    first, last = sorted((tmp_path / "theirs").glob("*/*optim_states.pt"))
+    last.unlink()
+    with pytest.raises(FileError, match=r"found the optimizer files of 1 ranks; needed those of 2\. Bring the files"):
+        read_zero(tmp_path / "theirs")
+    torch.save({"optimizer_state_dict": ds.Model}, first)  # a class of which DeepSpeed writes nothing
+    with pytest.raises(FileError, match=r"found something else.*; needed tensors, plain values and what DeepSpeed"):
+        read_zero(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

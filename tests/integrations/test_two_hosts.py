@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,21 +11,12 @@ from pathlib import Path
 import pytest
 
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.cli.corpus import standard_library
-from muonmesh.cli.settings import load_config, load_settings
-from tests.kills import COMMAND, losses, options
+from tests.kills import COMMAND, begun_like, learn_from, losses, options
 from tests.links import Host, two_hosts
 
 STEPS = 12
 TIMEOUT = 20  # seconds of a collective: beyond what a loaded machine needs for a step
 CAUSES = ("did not meet in", "Timed out waiting", "Connection closed", "Connection reset", "does not answer")
-
-
-def begun_like(whole: Path, run: Path) -> None:
-    """A run with the settings and the text of another, and no step made."""
-    run.mkdir()
-    load_settings(whole, out=str(run)).save(load_config(whole)["environment"])
-    shutil.copy(whole / "corpus.json", run)
 
 
 def torchrun(host: Host, number: int, first: Host, run: Path, log: Path) -> subprocess.Popen[str]:
@@ -47,10 +37,7 @@ def both(hosts: tuple[Host, Host], run: Path, folder: Path, name: str) -> list[t
 @pytest.mark.soak
 def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_right(tmp_path: Path) -> None:
     with two_hosts(delay=0.002, loss=0.005) as (one, other, wire):
-        text = tmp_path / "text"
-        text.mkdir()
-        for file in sorted(standard_library(), key=lambda path: path.name)[:24:2]:
-            shutil.copy(file, text / f"{file.parent.name}-{file.name}")
+        text = learn_from(tmp_path)
         whole, run = tmp_path / "whole", tmp_path / "cut"
         subprocess.run([*COMMAND, *options(whole, text, steps=STEPS, ranks=2)], check=True, stdout=subprocess.DEVNULL)
         begun_like(whole, run)
@@ -67,6 +54,7 @@ def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_rig
             assert process.wait(timeout=300) == 1
             told = log.read_text()
             assert any(cause in told for cause in CAUSES), told
+            print(next(line for line in told.splitlines() if any(cause in line for cause in CAUSES)))
         seconds = time.monotonic() - cut
         assert seconds < 5 * TIMEOUT
         assert one.processes() == other.processes() == []

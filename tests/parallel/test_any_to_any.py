@@ -148,7 +148,7 @@ def of_fsdp1(seed: int, **settings: Any) -> Case:
                 if key in ("step", *RUNNING):
                     counts[name] = value.clone()
                 else:
-                    held[name], shapes[name] = layouts.elements(value, layout), layout.shape
+                    held[name], shapes[name] = layouts.elements(value.detach().clone(), layout), layout.shape
         return {**gathered.join(held, shapes), **counts}
 
     return Case(wrapped, optimizer, give, whole)

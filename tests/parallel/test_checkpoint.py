@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import Shard
 
 import muonmesh as mm
 from muonmesh.step.slots import RUNNING
-from tests import problem
+from tests import layouts, problem
+from tests.meshes import mesh_of
 
 COMPUTE = torch.float32
 
@@ -197,3 +200,85 @@ def test_state_of_another_layout_is_refused_by_load_state_dict(workers) -> None:
         assert "plain tensor" in plain
         assert "set_optimizer_state_dict" in plain
         assert "placed (Shard(dim=1),)" in other
+
+
+class Late(dcp.FileSystemWriter):
+    """Writes when it is told to."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.now = threading.Event()
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        self.now.wait()
+        return super().write_data(*args, **kwargs)
+
+
+def save_while_training(layout: str, path: str) -> None:
+    model, optimizer = build(layout)
+    advance(model, optimizer, 0, 2)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    writer = Late(path)
+    apart = dist.new_group(list(range(dist.get_world_size())))  # the writers' collectives must not meet the steps'
+    saving: Any = dcp.async_save(state, storage_writer=writer, process_group=apart)
+    advance(model, optimizer, 2, 4)
+    assert not saving.done()
+    writer.now.set()
+    saving.result()
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("ddp-shared", marks=pytest.mark.soak)])
+def test_async_save_keeps_what_was_there_when_it_was_called(workers, tmp_path: Path, layout: str) -> None:
+    """Steps write momentum and weights in place; torch copies them before `async_save` returns."""
+    workers(2).run(save_while_training, layout, str(tmp_path))
+    model, optimizer = build("local")
+    advance(model, optimizer, 0, 4)
+    expected = problem.result(model, optimizer)
+    for result in workers(2).run(load, layout, str(tmp_path), False):
+        assert problem.differing(result, expected) == []
+
+
+def flat_by_torch() -> str:
+    held = layouts.flat(problem.PARAMETERS, problem.initial())
+    optimizer = mm.Muon(held.groups, **held.settings, **problem.SETTINGS)
+    held.give(problem.gradients(0))
+    optimizer.step()
+    assert optimizer.state_dict()["state"]  # as this rank stores it, for a file of its own
+    model = nn.Module()
+    for name, tensor in held.tensors.items():
+        model.register_parameter(name, tensor)  # type: ignore[arg-type]
+    try:
+        get_optimizer_state_dict(model, optimizer)
+    except mm.StateError as error:
+        return str(error)
+    return ""
+
+
+def test_torchs_functions_refuse_flat_shards_of_which_they_would_keep_one_ranks(workers) -> None:
+    for message in workers(2).run(flat_by_torch):
+        assert "muonmesh.checkpoint.save(path, model, optimizer)" in message
+
+
+def declared_by_torch(path: str) -> list[str]:
+    """The state of declared shards is made of DTensors, so torch's functions keep all of it."""
+    found = []
+    for seed in (0, 7):
+        held = layouts.declared(problem.PARAMETERS, problem.initial(seed), mesh_of((2,)), lambda _, shape: [Shard(0)])
+        optimizer = mm.Muon(held.groups, **held.settings, **problem.SETTINGS)
+        model = nn.Module()
+        for name, tensor in held.tensors.items():
+            model.register_parameter(name, tensor)  # type: ignore[arg-type]
+        held.give(problem.gradients(seed))
+        optimizer.step()
+        state = get_optimizer_state_dict(model, optimizer)
+        if seed:
+            dcp.load(state, checkpoint_id=path)
+            set_optimizer_state_dict(model, optimizer, state)
+        else:
+            dcp.save(state, checkpoint_id=path)
+        found.append({name: value for name, value in held.whole(optimizer).items() if "." in name})
+    return problem.differing(*found)
+
+
+def test_torchs_functions_keep_the_state_of_declared_shards(workers, tmp_path: Path) -> None:
+    assert workers(2).run(declared_by_torch, str(tmp_path)) == [[], []]

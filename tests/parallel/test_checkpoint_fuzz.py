@@ -103,10 +103,10 @@ def test_a_mutated_checkpoint_is_refused_on_every_rank_or_harmless(
     if name == "forged folder":
         allowed |= {"other numbers", "other numbers, other settings"}
     made = Counter[str]()
-    for (number, what, one), *others in zip(*each, strict=True):
-        assert all(other == one for _, _, other in others), (number, what, one, others)
-        assert one in allowed or one.startswith("refused: "), (number, what, one)
-        made[one.split(":")[0]] += 1
+    for ranks in zip(*each, strict=True):
+        found = {one for _, _, one in ranks}  # of forged numbers a rank may hold none
+        assert found <= allowed or (len(found) == 1 and all(one.startswith("refused: ") for one in found)), ranks
+        made[max(found).split(":")[0]] += 1
     assert made["refused"] >= count // 2
     assert not (tmp_path / "outside" / "mark").exists(), "something ran"
     print(f"{name}: {count} mutations of seeds 0 to {count - 1}: {dict(made)}")

@@ -56,8 +56,9 @@ def test_a_rank_that_vanishes_inside_a_step_is_named_and_nothing_torn_is_saved(m
 
 
 @pytest.mark.slow
-@pytest.mark.soak
-@pytest.mark.parametrize("how", get_args(How))
+@pytest.mark.parametrize(
+    "how", ["killed", *(pytest.param(how, marks=pytest.mark.soak) for how in ("exited", "stopped"))]
+)
 def test_the_rank_that_keeps_the_store_is_named_too(how: How) -> None:
     """Without torchrun rank 0 keeps the store, so that nobody can look there who is missing."""
     told = left_behind("before the scatter", how, victim=0, keeps=True)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muonmesh as mm
+from muonmesh import checkpoint
 from tests.meshes import mesh_of
 
 SHAPES = {"wide": (6, 700), "tall": (700, 6), "stack": (3, 5, 520)}
@@ -114,5 +115,41 @@ def resumed(folder: Path) -> list[bool]:
     return found
 
 
+def kept_by_name(folder: Path) -> list[bool]:
+    """The same through `muonmesh.checkpoint`; the one that saves goes on as well."""
+    model, optimizer = made(0, "int8")
+    train(model, optimizer, range(2))
+    checkpoint.save(folder, model, optimizer)
+    train(model, optimizer, range(2, 4))
+    twin, alone = made(None, "int8")
+    train(twin, alone, range(4))
+    other, loaded = made(-1, "int8")
+    checkpoint.load(folder, other, loaded)
+    train(other, loaded, range(2, 4))
+    return [equal(results(*pair), results(twin, alone)) for pair in ((model, optimizer), (other, loaded))]
+
+
+def test_our_own_checkpoints_hold_it_too(workers, tmp_path) -> None:
+    assert workers(2).run(kept_by_name, tmp_path / "saved") == [[True, True]] * 2
+
+
 def test_a_checkpoint_is_resharded_and_loaded_into_any_dtype(workers, tmp_path) -> None:
     assert workers(2).run(resumed, tmp_path) == [[True, True, True]] * 2
+
+
+def resumed_by_our_own_checkpoints(folder: Path) -> list[bool]:
+    """Likewise by `muonmesh.checkpoint`, which the optimizer that was saved goes on after too."""
+    model, optimizer = made(0, "int8")
+    train(model, optimizer, range(2))
+    mm.checkpoint.save(folder / "saved", model, optimizer)
+    other, loaded = made(-1, "int8")
+    mm.checkpoint.load(folder / "saved", other, loaded)
+    twin, alone = made(None, "int8")
+    for some in ((model, optimizer), (other, loaded)):
+        train(*some, range(2, 4))
+    train(twin, alone, range(4))
+    return [equal(results(*some), results(twin, alone)) for some in ((model, optimizer), (other, loaded))]
+
+
+def test_our_own_checkpoints_carry_it_too(workers, tmp_path) -> None:
+    assert workers(2).run(resumed_by_our_own_checkpoints, tmp_path) == [[True, True]] * 2

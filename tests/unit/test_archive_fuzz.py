@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 import muonmesh as mm
@@ -75,6 +77,14 @@ def of_saved(root: Path, count: int) -> Counter[str]:
     return made
 
 
+def numbers_in(file: Path) -> Any:
+    """What safetensors itself reads, which meets the bytes first; making a model of them takes much longer."""
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise FileError(str(error).splitlines()[0]) from error
+
+
 TINY = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 260}
 
 
@@ -95,9 +105,9 @@ def of_exported(root: Path, count: int, forged: bool) -> Counter[str]:
         else:
             what = mutate(folder, files, root / "outside", number)
 
-        def load(folder: Path = folder) -> Any:
+        def load(folder: Path = folder, wholly: bool = not forged or number % 10 == 0) -> Any:
             check_copy(folder)
-            return load_model(str(folder), config).state_dict()
+            return load_model(str(folder), config).state_dict() if wholly else numbers_in(folder / WEIGHTS_FILE)
 
         found = outcome(load, right)
         assert found in (("refused", "equal", "other") if forged else ("refused", "equal")), (number, what, found)

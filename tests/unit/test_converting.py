@@ -163,6 +163,8 @@ def test_the_next_step_is_theirs(name: str) -> None:
             state[number] = {first: memory["adamw"]["exp_avg"], second: memory["adamw"]["exp_avg_sq"]}
             if name not in ("dion", "megatron"):
                 state[number]["step"] = 3
+            if name == "dion":  # newer ones count on the device too
+                state[number]["step_dev"] = torch.tensor(3.0)
         if name == "muonium" and key in MATRICES:
             state[number] |= {"step": torch.tensor(3.0), "lr_ratio": torch.tensor(1.0)}
     counted = {"step": 3} if name in ("dion", "megatron") else {}

@@ -178,7 +178,7 @@ def test_the_page_about_performance() -> None:
 
 def test_the_page_about_migrating() -> None:
     """Each recipe makes an optimizer with the settings that the page speaks of; `test_migration` shows its steps."""
-    written = run("docs/migrating.md", {"model": Net()}, {}, {}, {}, {}, {}, {}, {})
+    written = run("docs/migrating.md", {"model": Net()}, {}, {}, {}, {}, {}, {}, {}, {})
 
     def found(names: dict[str, Any]) -> tuple[Any, ...]:
         group = names["optimizer"].param_groups[0]
@@ -191,7 +191,16 @@ def test_the_page_about_migrating() -> None:
     assert [group["lr"] for group in next(written)["optimizer"].param_groups] == [0.05, 0.22, 0.6]
     assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
     assert (next(written)["settings"]["lr"], next(written)["settings"]["scale_mode"]) == (0.02, "spectral")
-    assert found(next(written)) == (0.02, "original", 0.1)
+    names = next(written)
+    assert found(names) == (0.02, "original", 0.1)
+    for parameter in names["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for theirs in (names["muon"], names["adamw"]):  # the "some steps" of which the page speaks
+        theirs.step()
+    momentum = {p: state["momentum_buffer"] for p, state in names["muon"].state.items()}
+    taken = next(written)["optimizer"].state
+    assert momentum
+    assert all(torch.equal(taken[p]["momentum_buffer"], kept) for p, kept in momentum.items())
 
 
 def test_the_page_about_rules() -> None:

@@ -105,26 +105,46 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         FileError: there is none, or it holds something else, or it does not fit together or its files.
     """
+    metadata, others = survey(folder)
+    if others:
+        raise _not_ours(folder / METADATA_FILE, f"{others[0]} is not a tensor")
+    return metadata
+
+
+def survey(folder: Path) -> tuple[Metadata, tuple[str, ...]]:
+    """Read what anybody's checkpoint says it holds: its tensors, and the names of entries that torch would unpickle.
+
+    Raises:
+        FileError: there is none, or it does not fit together or its files.
+    """
     path = folder / METADATA_FILE
     try:
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"found {kind_of(path)} there")
-        metadata = _metadata(_Unpickler(path.read_bytes()).load())
+        metadata, others = _metadata(_Unpickler(path.read_bytes()).load())
         _check_files(folder, metadata)
     except FileError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
-        raise FileError(
-            f"{path}: not what a training writes: {reason(error)}; needed the file as it was written. Remove the "
-            "folder, or bring an undamaged copy"
-        ) from error
-    return metadata
+        raise _not_ours(path, reason(error)) from error
+    return metadata, others
 
 
-def _metadata(top: Any) -> Metadata:
+def _not_ours(path: Path, why: str) -> FileError:
+    return FileError(
+        f"{path}: not what a training writes: {why}; needed the file as it was written. Remove the folder, or bring an "
+        "undamaged copy"
+    )
+
+
+def _metadata(top: Any) -> tuple[Metadata, tuple[str, ...]]:
     tensors: dict[str, Any] = {}
+    others: dict[str, None] = {}
     for name, entry in _mapping(_expect(top, "Metadata").field("state_dict_metadata")).items():
-        tensors[_text(name)] = _tensor(name, entry)
+        if isinstance(entry, _Record) and type(entry).__name__ == "BytesStorageMetadata":
+            others[_text(name)] = None
+        else:
+            tensors[_text(name)] = _tensor(name, entry)
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in _mapping(top.field("storage_data")).items():
         index, info = _expect(key, "MetadataIndex"), _expect(value, "_StorageInfo")
@@ -133,18 +153,18 @@ def _metadata(top: Any) -> Metadata:
         place = _StorageInfo(
             _text(info.field("relative_path")), _count(info.field("offset")), _count(info.field("length"))
         )
+        if _text(index.field("fqn")) in others:
+            continue
         places[MetadataIndex(_text(index.field("fqn")), _size(index.field("offset")))] = place
     for name, tensor in tensors.items():
         _check_cover(name, tensor)
         for chunk in tensor.chunks:
             if math.prod(chunk.sizes) and MetadataIndex(name, chunk.offsets) not in places:
                 raise ValueError(f"nothing says where {name} is from {tuple(chunk.offsets)} on")
-    return Metadata(tensors, planner_data=None, storage_data=places)
+    return Metadata(tensors, planner_data=None, storage_data=places), tuple(others)
 
 
 def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
-    if isinstance(entry, _Record) and type(entry).__name__ == "BytesStorageMetadata":
-        raise ValueError(f"{name} is not a tensor")
     record = _expect(entry, "TensorStorageMetadata")
     state = _expect(record.field("properties"), "TensorProperties").__dict__.get("state")
     dtype = state[0] if isinstance(state, tuple) and state else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.storage import Storage, local_of, local_shape
+from muonmesh.comm.storage import Declared, Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
+from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
 from muonmesh.settings import Precision, check_group, check_structure
@@ -106,13 +107,51 @@ def saved_state(
 
 
 def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None:
-    """Write fp32 over what is kept in int8; the next step encodes it again, to the same codes and scales."""
+    """Turn what is kept in int8 into fp32, in place; the next step turns it back, into the same codes.
+
+    Args:
+        held: The optimizer's state, written.
+        planned: Where the parameters live.
+    """
     for member in planned.members:
         entry = held.get(member.tensor, {})
-        for key, home in member.homes.items():
+        for key in member.homes:
             if key in entry and local_of(entry[key]).dtype == torch.int8:
-                entry[key] = home.storage.wrap(planned.blocks.wide(member.name, member.tensor, key, entry))
-                del entry[key + SCALE]
+                wide = planned.blocks.wide(member.name, member.tensor, key, entry)
+                entry[key] = member.homes[key].storage.wrap(wide)
+                entry.pop(key + SCALE, None)
+
+
+def refuse_flat(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Declared]) -> None:
+    """Refuse to give torch's checkpoints the state of flat shards, which are plain tensors.
+
+    Each rank has other elements by the same name; of plain tensors torch saves those of one rank and drops the others.
+    FSDP1's it puts together itself.
+
+    Args:
+        caller: The module that asks for the state.
+        groups: The param groups.
+        layouts: Where plain tensors live.
+
+    Raises:
+        StateError: torch asks, and a tensor is flat.
+    """
+    if caller != "torch.distributed.checkpoint.state_dict":
+        return
+    for group in groups:
+        for name, tensor in zip(group["param_names"], group["params"], strict=True):
+            declared = layouts.get(name)
+            flat = isinstance(declared, FlatShards) or (
+                isinstance(declared, (list, tuple)) and isinstance(next(iter(declared), None), FlatParameter)
+            )
+            if flat and not getattr(tensor, "_fsdp_flattened", False):
+                found = "a flat shard, of which every rank has other elements by this name"
+                needed = "a checkpoint that keeps those of all ranks: torch's keeps the plain tensors of one"
+                write = (
+                    "Write muonmesh.checkpoint.save(path, model, optimizer), and load; or a file for each rank with "
+                )
+                write += "optimizer.state_dict()"
+                raise StateError(explain_error(name, found, needed, write))
 
 
 def restore_state(

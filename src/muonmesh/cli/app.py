@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from muonmesh.cli import options
+from muonmesh.cli.doctor import doctor
 from muonmesh.cli.lock import RunLock
 from muonmesh.cli.plan import plan
 from muonmesh.cli.settings import (
@@ -40,6 +41,7 @@ MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
 
 
 app.command()(plan)
+app.command()(doctor)
 
 
 @app.command()

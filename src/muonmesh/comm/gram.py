@@ -169,7 +169,7 @@ class GramExchange:
         squares = sums_of_squares([part.x[0] for part in stage.slabs])
         sent = squares.repeat(len(stage.order), 1)
         received = torch.empty_like(sent)
-        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group)
+        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group, stage.sum.ranks)
         yield True
         self._wire.finish(transfer)
         return norms_of(added(received[stage.order]))
@@ -178,12 +178,14 @@ class GramExchange:
         """Replace the Gram matrices by their sums over the ranks."""
         share, ranks = stage.sum.share(segment), len(stage.order)
         whole, parts = stage.whole[: ranks * share], stage.parts[: ranks * share]
-        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group)
+        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group, stage.sum.ranks)
         yield True
         self._wire.finish(transfer)
         of_each = parts.view(ranks, share)
         of_each.copy_(added(of_each[stage.order]))  # to each rank the same
-        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}, summed", parts, whole, stage.group)
+        transfer = self._wire.swap_parts(
+            f"{stage.what}, segment {segment}, summed", parts, whole, stage.group, stage.sum.ranks
+        )
         yield True
         self._wire.finish(transfer)
 

@@ -99,7 +99,8 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
 def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
     """Return the optimizer of one part of a model, as it is after parallelism has been applied."""
     # A wrong name stays what it is, and the optimizer tells of it.
-    dtypes = {key: getattr(torch, str(settings[key]), settings[key]) for key in _DTYPES if key in settings}
+    named = {key: settings[key] for key in _DTYPES if key in settings and settings[key] != "int8"}
+    dtypes = {key: getattr(torch, str(value), value) for key, value in named.items()}
     settings, known = {**settings, **dtypes}, settings.get("overrides") or {}
     return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
 

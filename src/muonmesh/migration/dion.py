@@ -56,5 +56,5 @@ PACKAGE = Package(  # microsoft/dion 0.1.0
         "num_heads": OFF,
     },
     frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
-    memory=Memory("momentum", sums=True, factor="mu", first="momentum", second="variance"),
+    memory=Memory("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
 )

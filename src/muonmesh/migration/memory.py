@@ -39,6 +39,7 @@ class Memory:
         factor: The key of its groups for μ.
         first: Its key of AdamW's first moment.
         second: Its key of AdamW's second moment.
+        count: Its key of AdamW's count of steps; where that is missing, "step" of the group is read.
         beside: Keys that change no step of Muon: counts, and what follows from the shape.
     """
 
@@ -47,6 +48,7 @@ class Memory:
     factor: str = "momentum"
     first: str = "exp_avg"
     second: str = "exp_avg_sq"
+    count: str = "step"
     beside: frozenset[str] = frozenset({"step"})
 
     def read(self, name: str, group: Mapping[str, Any], entry: Mapping[str, Any]) -> Remembered:
@@ -68,7 +70,7 @@ class Memory:
             wanted = f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, as tensors"
             write = "Save the state after a step in which it had a gradient, on the rank that has it"
             raise StateError(explain_error(name, found, wanted, write))
-        strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, "step"}))
+        strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, *((self.count,) if is_adamw else ())}))
         if strangers:
             found = f"{strangers[0]!r} in its state, which belongs to another rule"
             write = "Begin without that state: train on with a new optimizer, its settings from convert_settings"
@@ -76,10 +78,11 @@ class Memory:
         if not is_adamw:
             momentum = entry[self.momentum].detach()
             return Remembered("muon", {"momentum_buffer": self._average(name, group, momentum)})
-        count = entry.get("step", group.get("step"))
+        count = entry.get(self.count, group.get("step"))
         if isinstance(count, bool) or not isinstance(count, int | float | Tensor):
-            found, wanted = "no count of AdamW's steps", "'step' in its state or its group, for the bias correction"
-            raise StateError(explain_error(name, found, wanted, 'Write state["step"] = the number of steps'))
+            found = "no count of AdamW's steps"
+            wanted = f"{self.count!r} in its state or 'step' in its group, for the bias correction"
+            raise StateError(explain_error(name, found, wanted, f'Write state["{self.count}"] = the number of steps'))
         step = torch.as_tensor(count, dtype=torch.float32).detach().reshape(()).clone()
         state = {"step": step, "exp_avg": entry[self.first].detach(), "exp_avg_sq": entry[self.second].detach()}
         return Remembered("adamw", state)

@@ -1,7 +1,7 @@
 """Blockwise int8: numbers kept as 255 codes for multiples of the largest of their block.
 
 The codes are the dynamic tree of 8-bit optimizers (Dettmers et al., arXiv 2110.02861): seven decades, the largest in
-64 parts, each smaller one in half as many. docs/decisions/0016 has the figures for them. What is decoded and encoded
+64 parts, each smaller one in half as many. docs/decisions/0017 has the figures for them. What is decoded and encoded
 again with the largest number of its block gives the same codes.
 """
 

@@ -2,7 +2,7 @@
 
 The scale is the largest magnitude of the *whole* block. Where ranks hold parts of a block, they agree on it in one
 reduction by maximum, which no order changes, before they write; so codes and scales are the same however a matrix is
-held (docs/decisions/0016).
+held (docs/decisions/0017).
 """
 
 from __future__ import annotations

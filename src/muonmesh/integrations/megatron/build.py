@@ -19,7 +19,7 @@ from muonmesh.integrations.megatron.groups import Found, find_groups
 from muonmesh.integrations.megatron.layouts import declared, ranges_of
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.pieces import Cut, Piece, cut_of, pieces_of
-from muonmesh.integrations.megatron.refusals import refuse
+from muonmesh.integrations.megatron.refusals import refuse, refuse_int8
 from muonmesh.integrations.megatron.stages import tell
 from muonmesh.layout import Replicate
 from muonmesh.optimizer import Muon
@@ -74,6 +74,7 @@ def get_megatron_optimizer(
         axes = Axes.of(pg_collection)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
+        refuse_int8(shared)
         found = find_groups(
             config,
             model_chunks,

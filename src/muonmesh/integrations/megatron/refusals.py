@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muonmesh.errors import explain_error
@@ -20,6 +20,13 @@ _DDP = {
     "fp8_param_gather": "Remove it: parameters must be bf16, fp16 or fp32",
 }
 """Fields of DistributedDataParallelConfig that must be off."""
+
+
+def refuse_int8(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if momentum is to be kept in int8: Megatron's checkpoints would hold it without its scales."""
+    if settings.get("state_dtype") == "int8":
+        needed, write = "a floating-point dtype, which its checkpoints can hold", "Write 'state_dtype': torch.bfloat16"
+        raise ValueError(explain_error("muon={'state_dtype': ...} of Megatron", "'int8'", needed, write))
 
 
 def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:

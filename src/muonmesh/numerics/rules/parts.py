@@ -16,6 +16,9 @@ _CACHED = 1 << 19
 """Elements a CPU works on at a time, so that the operations of one rule find them in its cache. With fewer, threads
 wait for each other's turn to call the next operation: at 1 << 16 two take 2.7 times as long [measured]."""
 
+_SUMMED_AT_ONCE = 1 << 24
+"""Elements whose summands a device works on at a time, in several fp64 copies of 128 MiB."""
+
 
 def fold(
     rule: Rule,
@@ -208,7 +211,8 @@ def _summands(
     """Yield the summands in fp64, of some elements at a time."""
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    for p, u, *held in _in_cache(weights, update, *state.values()):
+    # Sums are exact, so they may be taken in any parts; on a device there are several wider copies of one at a time.
+    for p, u, *held in _in_cache(weights, update, *state.values(), at_once=_SUMMED_AT_ONCE):
         wide = spare(u, dtype).copy_(u)
         found = rule.summands(p.to(dtype), wide, size, dict(zip(state, held, strict=True)))
         yield [some.double() for some in found]
@@ -236,10 +240,11 @@ def _unflatten(flat: Tensor, into: Tensor) -> None:
     into.copy_(flat)
 
 
-def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors in cache-sized parts on a CPU, where memory is the limit, and whole elsewhere."""
+def _in_cache(*tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors in cache-sized parts on a CPU, where memory is the limit; elsewhere whole, or ``at_once``."""
     first = tensors[0]
-    if first.device.type != "cpu" or first.numel() <= _CACHED or not all(t.is_contiguous() for t in tensors):
+    size = _CACHED if first.device.type == "cpu" else at_once or first.numel()
+    if first.numel() <= size or not all(t.is_contiguous() for t in tensors):
         yield tensors
     else:
-        yield from zip(*(torch.split(t.view(-1), _CACHED) for t in tensors), strict=True)
+        yield from zip(*(torch.split(t.view(-1), size) for t in tensors), strict=True)
