@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from muonmesh.checkpoint.record import Record, records_of
 from muonmesh.checkpoint.state import Place, SavedGroup, refuse_flat, restore_state, saved_state, widen_state
@@ -24,6 +25,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
+from muonmesh.comm.work import Left
 from muonmesh.errors import StateError, explain_error
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -57,6 +59,7 @@ from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
+from muonmesh.step.rest import Rest, holders_of
 from muonmesh.step.slots import Collected, collect
 from muonmesh.step.sums import Sums
 from muonmesh.step.terms import Terms
@@ -302,7 +305,11 @@ class Muon(torch.optim.Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.grad_scaler.GradScaler | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        scaler: torch.amp.grad_scaler.GradScaler | None = None,
+        wait: bool = True,
     ) -> Any:
         """Take one step; all ranks that share parameters call it.
 
@@ -313,6 +320,10 @@ class Muon(torch.optim.Optimizer):
             closure: Evaluates the model and returns the loss, with gradients enabled.
             scaler: The scaler that calls this, ``scaler.step(optimizer, scaler=scaler)``: it is told what the other
                 ranks found, so that scales stay equal. DDP and FSDP2 see to that themselves.
+            wait: False: the results of the last bucket may still travel when this returns, and are written before the
+                first module runs that holds one of these weights; so they travel under the forward. The bits are the
+                same. Whoever reads weights otherwise, but by ``state_dict()``, calls `finish` before. Where no module
+                can announce that (weights held by none, compiled modules, hooks after the step), nothing is left.
 
         Returns:
             The closure's loss, or None.
@@ -321,11 +332,13 @@ class Muon(torch.optim.Optimizer):
             LayoutError, PlanError: on every rank, before anything is written. On CUDA an error that only another
                 rank can see is raised at the beginning of the next step.
         """
+        kept, groups = self._kept, self.param_groups
+        missed = None if kept.rest is None else kept.rest.missed()
+        self.finish()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kept, groups = self._kept, self.param_groups
         self.refuse_if_torn()
         clip, kept.clip = kept.clip, Clip()
         pending, kept.pending = kept.pending, None
@@ -345,10 +358,10 @@ class Muon(torch.optim.Optimizer):
             if kept.pending is not None:
                 return loss
             forget(kept)
-        planned, exchange, slots, flags = self._agree(settings, clip)
+        planned, exchange, slots, flags = self._agree(settings, clip, missed)
         if flags.replan:  # another rank's parameters have changed, so all plan again
             forget(kept)
-            planned, exchange, slots, flags = self._agree(settings, clip)
+            planned, exchange, slots, flags = self._agree(settings, clip, missed)
         self._tell(scaler, flags)
         kept.neglected.look((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
         kept.stopped = flags.skip if flags.stop is None else flags.stop
@@ -371,17 +384,53 @@ class Muon(torch.optim.Optimizer):
             blocks=planned.blocks if kept.precision.int8 else None,
         )
         kept.torn = f"step {exchange.steps} of this plan"
-        exchange.run(work)
+        lefts = exchange.run(work)
+        later = () if wait else tuple(m.tensor for left in lefts for n in left.parameters if (m := planned.muon[n]))
+        holders = self._holders(planned, later) if later and not work.copied else None
+        if holders is None:
+            for left in lefts:
+                left.finish()
         work.finish()
         keep_running_norms(clip, self.state, flags.stop)
-        kept.torn = None
+        if holders is None:
+            kept.torn = None
+        else:
+            kept.rest = Rest(later, holders, lambda: self._finish(lefts))
         kept.lacking = lacking_of(planned, rules, work.lacking)
         if kept.lacking is not None and kept.lacking.arrived is None:
             kept.lacking.warn(kept.lack, stacklevel=3)
             kept.lacking = None
         return loss
 
-    def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
+    @_disable_dynamo
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Finish a step that was taken with ``wait=False``: wait for the last results and write them.
+
+        Modules that are about to run, ``state_dict`` and the methods here that read weights or state do that by
+        themselves. Whoever reads weights otherwise calls this before. It starts no collective, so a single rank may call it.
+        """
+        if self._kept.rest is not None:
+            self._kept.rest.finish()
+
+    def _finish(self, lefts: Iterable[Left]) -> None:
+        self._kept.rest = None
+        for left in lefts:
+            left.finish()
+        self._kept.torn = None
+
+    def _holders(self, planned: Planned, tensors: Sequence[Tensor]) -> Collection[nn.Module] | None:
+        """Return the modules that hold tensors, looked up once a plan, if nothing else reads them after the step."""
+        kept = self._kept
+        if self._optimizer_step_post_hooks or _global_optimizer_post_hooks or kept.source is not PARAMETER_GRAD:
+            return None
+        if kept.modules is None or kept.modules[0] is not planned:
+            kept.modules = planned, holders_of(tensors)
+        return kept.modules[1]
+
+    def _agree(
+        self, settings: SettingsFound, clip: Clip, missed: StateError | None
+    ) -> tuple[Planned, Exchange, Collected, Flags]:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written."""
         kept = self._kept
         planned, exchange = connect(self.param_groups, kept)
@@ -397,7 +446,7 @@ class Muon(torch.optim.Optimizer):
             slots,
             Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error,
+            error=clip.error or missed,
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),
@@ -464,6 +513,7 @@ class Muon(torch.optim.Optimizer):
             PlanError: on the other ranks then.
         """
         check_process_group(process_group, ("world", "local"))
+        self.finish()
         kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
@@ -501,6 +551,7 @@ class Muon(torch.optim.Optimizer):
             StateError: the state is of another layout, algorithm or splitting than this optimizer's parameters;
                 nothing has been loaded.
         """
+        self.finish()
         kept, places = self._kept, dict[Tensor, Place]()
         if state_dict.get("state"):  # hosts load an empty state before they replace the parameters
             planned = plan(self.param_groups, kept)
@@ -514,6 +565,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             StateError: a step was interrupted while it wrote, or torch's checkpoints ask for flat shards.
         """
+        self.finish()
         self.refuse_if_torn()
         refuse_flat(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._kept.layouts)
         found = super().state_dict()
@@ -544,6 +596,7 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""
+        self.finish()
         kept = self._kept
         lost = isinstance(kept.process_group, dist.ProcessGroup)
         fresh = Kept(
@@ -602,6 +655,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             LayoutError, ValueError, TypeError: no step could be taken with the groups as they are.
         """
+        self.finish()
         if (error := check_groups(self.param_groups).error) is not None:
             raise error
         planned = plan(self.param_groups, self._kept)
@@ -618,6 +672,7 @@ class Muon(torch.optim.Optimizer):
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
         stores something itself; they are NaN if another rank could not follow, and the next step ends in an error.
         """
+        self.finish()
         kept, groups = self._kept, self.param_groups
         while True:
             error = check_groups(groups).error

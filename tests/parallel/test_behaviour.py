@@ -525,10 +525,10 @@ def pipeline() -> tuple[list[str], bool]:
     events: list[str] = []
     run = exchange.run
 
-    def watched(work: Any) -> None:
+    def watched(work: Any) -> Any:
         step_adamw = work.step_adamw
         work.step_adamw = lambda: (events.append("adamw 0"), step_adamw())
-        run(work)
+        return run(work)
 
     exchange.run = watched
     for method in ("_gather", "_compute", "_scatter", "_receive"):

@@ -169,9 +169,9 @@ def watched(watch: Watch, ends: Ends, step: Callable[[], Any]) -> None:
     run, all_to_all = Exchange.run, dist.all_to_all_single
     begin = time.perf_counter()
 
-    def noted_run(exchange: Exchange, work: Any) -> None:
+    def noted_run(exchange: Exchange, work: Any) -> Any:
         watch.note("host", "1 preflight", None, begin)
-        run(exchange, WatchedWork(work, exchange, watch))
+        return run(exchange, WatchedWork(work, exchange, watch))
 
     def noted_all_to_all(*args: Any, **kwargs: Any) -> WatchedTransfer:
         before = next(s["stage"] for s in reversed(watch.spans) if s["lane"] == "host" and s["stage"] != "waits")

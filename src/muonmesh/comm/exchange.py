@@ -17,7 +17,7 @@ from muonmesh.comm.owner import OwnerExchange
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.team import Team
 from muonmesh.comm.wire import Counts, Wire
-from muonmesh.comm.work import Work
+from muonmesh.comm.work import Left, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.carried import Carried
 
@@ -30,10 +30,10 @@ class Strategy(Protocol):
         """What it keeps from step to step, by role; empty before the first step."""
         ...
 
-    def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
+    def run(self, work: Work, meanwhile: Callable[[], None]) -> Left | None:
         """Take its matrices of the plan through one step; all ranks of the plan call it.
 
-        ``meanwhile`` is called once, where something travels if anything does.
+        ``meanwhile`` is called once, where something travels if anything does. What is returned is still to be done.
         """
 
 
@@ -124,8 +124,12 @@ class Exchange:
         """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
         return self._wire.reduce(sums, dist.ReduceOp.SUM, what)
 
-    def run(self, work: Work) -> None:
-        """Take every matrix of the plan through one step; all ranks of the group call it."""
+    def run(self, work: Work) -> list[Left]:
+        """Take every matrix of the plan through one step; all ranks of the group call it.
+
+        Returns:
+            What is left to be done, before the next step begins; it starts no collective.
+        """
         if self._blocks:
             largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
             work.blocks(largest)
@@ -137,11 +141,10 @@ class Exchange:
         if self._carried is not None:
             self._carried.gather(work)
         first, *others = self._strategies
-        first.run(work, work.step_adamw)
-        for strategy in others:
-            strategy.run(work, _nothing)
+        found = [first.run(work, work.step_adamw), *(strategy.run(work, _nothing) for strategy in others)]
         if self._carried is not None:
             self._carried.scatter(work)
+        return [left for left in found if left is not None]
 
 
 def _nothing() -> None:

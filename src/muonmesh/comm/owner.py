@@ -13,7 +13,7 @@ from muonmesh.comm.schedule import Back, Copies, Round, Schedule, There, Way
 from muonmesh.comm.team import Team
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Work
+from muonmesh.comm.work import Left, Work
 from muonmesh.layout import Plan
 from muonmesh.numerics.threads import run_all
 
@@ -67,8 +67,12 @@ class OwnerExchange:
         """What is kept from step to step, by role."""
         return self.schedule.memory if "schedule" in self.__dict__ else {}
 
-    def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
-        """Run every bucket once; ``meanwhile`` is called while the first one travels."""
+    def run(self, work: Work, meanwhile: Callable[[], None]) -> Left | None:
+        """Run every bucket once; ``meanwhile`` is called while the first one travels.
+
+        Returns:
+            To receive the results of the last bucket, which still travel; None if nothing is left.
+        """
         count = self.schedule.stages
         if count:
             self._gather(0, work)
@@ -82,9 +86,14 @@ class OwnerExchange:
             if number:
                 self._receive(number - 1, work)
             self._scatter_the_rest(number, work)
-        if count:
-            self._receive(count - 1, work)
         self._wire.counts.orthogonalized += self.schedule.local_count
+        if not count:
+            return None
+        if not self._back[count - 1].rounds or self._back[count - 1].summed:  # sums are collectives of their own
+            self._receive(count - 1, work)
+            return None
+        ends = (*self._back[count - 1].staying, *self._round[count - 1].arrived)
+        return Left(frozenset(leg.parameter for leg, _ in ends), partial(self._receive, count - 1, work))
 
     def _gather(self, number: int, work: Work) -> None:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,21 @@ class Local:
     assignment: int
     read: tuple[Leg, ...]
     write: tuple[Leg, ...]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a step has left to do when all its collectives have begun.
+
+    It only waits for a transfer and writes what has arrived. So ranks may do it at different times.
+
+    Attributes:
+        parameters: Those that it writes, as the plan numbers them.
+        finish: Does it; called once.
+    """
+
+    parameters: frozenset[int]
+    finish: Callable[[], None]
 
 
 class Work(Protocol):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
@@ -16,6 +17,7 @@ from muonmesh.step.lacking import Lacking
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import Pending
+from muonmesh.step.rest import Rest
 from muonmesh.step.rounding import Rounding
 from muonmesh.step.sums import Sums
 
@@ -65,6 +67,9 @@ class Kept:
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
         stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
+        rest: What the last step has left to do; None: it is over.
+        modules: The plan for which it was looked up which modules hold what such a step leaves, and those modules;
+            None for the modules if nothing may be left.
         torn: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
     """
@@ -92,6 +97,8 @@ class Kept:
     together: bool | None = None
     stopped: bool | Tensor = False
     torn: str | None = None
+    rest: Rest | None = None
+    modules: tuple[Planned, weakref.WeakSet[nn.Module] | None] | None = None
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None
 

@@ -442,6 +442,11 @@ class MuonStep:
             found = self._scales[key] = rule.scale(matrix.rows, matrix.cols)
         return found
 
+    @property
+    def copied(self) -> bool:
+        """Whether a storage is worked on in a copy, which `finish` writes back."""
+        return any(held.weights is not local_of(held.slot.tensor) for held in self._held.values())
+
     def finish(self) -> None:
         """Write back the storages that were worked on in a copy, and create the state of what was not worked on.
 

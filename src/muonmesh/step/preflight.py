@@ -194,7 +194,8 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
         return None
     followed = bool(answers.somebody("stays"))
     if followed:
-        exchange.run(Idle())
+        for left in exchange.run(Idle()):
+            left.finish()
     if error is not None:
         return Pending.start(answers, exchange, error, planned, dict, SettingsFound(error, False, []))
     if followed:

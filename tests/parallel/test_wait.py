@@ -1,0 +1,148 @@
+"""step(wait=False): the last results travel under the next forward, which sees the new weights all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import linear
+from torch.nn.parallel import DistributedDataParallel
+
+import muonmesh as mm
+
+WIDTH, STEPS = 8, 3
+KINDS = ("plain", "ddp", "fsdp", "fsdp prefetch", "fsdp root", "tp")
+
+
+class Block(nn.Module):
+    """Reads the weight of one child itself, as attention modules do, and calls the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x) if isinstance(self.up.weight, DTensor) else linear(x, self.up.weight)
+        return x + self.down(torch.relu(up))
+
+
+class Stack(nn.Module):
+    """Blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def held(kind: str) -> tuple[nn.Module, nn.Module]:
+    """The model whose forward is run, and the one whose parameters are trained."""
+    torch.manual_seed(1)
+    model = Stack()
+    mesh = init_device_mesh("cpu", (2,))
+    if kind == "ddp":
+        return DistributedDataParallel(model), model
+    if kind.startswith("fsdp"):
+        if kind != "fsdp root":
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if kind == "fsdp prefetch":
+            model.set_modules_to_forward_prefetch(list(model.blocks))
+    if kind == "tp":
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model, model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def trained(kind: str, wait: bool) -> tuple[list[Tensor], list[Tensor], list[bool]]:
+    """Train: the losses, one without gradients between steps among them; the weights; whether steps left something."""
+    model, inner = held(kind)
+    plain = kind in ("plain", "ddp")
+    optimizer = mm.from_model(inner, lr=0.1, process_group="world" if plain else None, compute_dtype=torch.float32)
+    losses, left = [], []
+    for number in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(wait=wait)
+        left.append(optimizer._kept.rest is not None)
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if number == 1:
+            with torch.no_grad():
+                losses.append(model(x).square().mean())
+    state = {name: whole(value) for name, value in inner.state_dict().items()}  # finishes the last step
+    return losses, list(state.values()), left
+
+
+def both(kind: str) -> list[bool]:
+    losses, weights, left = trained(kind, wait=False)
+    needed_losses, needed_weights, none = trained(kind, wait=True)
+    assert all(torch.equal(found, needed) for found, needed in zip(losses, needed_losses, strict=True))
+    assert all(torch.equal(found, needed) for found, needed in zip(weights, needed_weights, strict=True))
+    assert not any(none)
+    return left
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_forward_and_state_dict_see_what_step_without_waiting_left(workers, kind) -> None:
+    assert workers(2).run(both, kind) == [[True] * STEPS] * 2
+
+
+def order() -> tuple[list[int], list[int]]:
+    """The blocks that had begun when the rest was done, and the parameters that waited, by block."""
+    model = Stack()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = mm.from_model(model, process_group="world", compute_dtype=torch.float32, bucket_cap_mb=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(wait=False)
+    waiting = sorted({int(names[number].split(".")[1]) for number in optimizer._kept.rest._tensors})
+    begun: list[int] = []
+    for number, block in enumerate(model.blocks):
+        block.up.register_forward_pre_hook(lambda *_: None)
+        block.register_forward_pre_hook(lambda *_, number=number: begun.append(number))
+    seen: list[int] = []
+    finish = optimizer._kept.rest._finish
+    optimizer._kept.rest._finish = lambda: (seen.extend(begun), finish())
+    model(torch.ones(1, WIDTH))
+    return seen, waiting
+
+
+def test_a_block_that_holds_nothing_of_the_last_bucket_does_not_wait(workers) -> None:
+    for seen, waiting in workers(2).run(order):
+        assert waiting[0] > 0, "the last bucket should lie past the first block, or this shows nothing"
+        assert seen == list(range(waiting[0]))
+
+
+def past_the_modules() -> None:
+    """Read a weight that has not been written, and train with what came of it."""
+    model = Stack()
+    optimizer = mm.from_model(model, process_group="world", compute_dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(wait=False)
+    optimizer.zero_grad()
+    model.blocks[0].up.weight.sum().backward()
+    dist.barrier()
+    optimizer.step()
+
+
+def test_a_forward_that_no_module_announced_is_an_error_on_every_rank(workers) -> None:
+    for outcome in workers(2).run_expecting_errors(past_the_modules, timeout=30.0):
+        assert outcome.error is mm.errors.StateError
+        assert "optimizer.finish()" in outcome.message
