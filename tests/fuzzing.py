@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.layout import FlatShards, Interval, Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
 
-COUNT = int(os.environ.get("FUZZ", "300"))
+COUNT = int(os.environ.get("FUZZ", "120"))
 """How many layouts are planned; `make fuzz N=` sets it."""
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))

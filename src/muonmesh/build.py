@@ -21,7 +21,7 @@ from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.optimizer import Muon
-from muonmesh.settings import ExchangeMode, ProcessGroup
+from muonmesh.settings import ExchangeMode, ProcessGroup, StateDtype
 
 
 @functools.wraps(split_locally)
@@ -62,7 +62,7 @@ def from_model(
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
     compute_dtype: torch.dtype = torch.bfloat16,
-    state_dtype: torch.dtype = torch.float32,
+    state_dtype: StateDtype = torch.float32,
     master_dtype: torch.dtype | None = None,
     process_group: ProcessGroup = None,
     layouts: Mapping[str, Declared] | None = None,

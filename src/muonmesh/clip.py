@@ -166,7 +166,7 @@ def clip_gradients(
     if not _reduces(planned, measured, process_group):
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
-    error = measure(planned, groups, source, measured, sums, matrices=limits.policy == "per_matrix")
+    error = add_squares(planned, groups, source, measured, sums, matrices=limits.policy == "per_matrix")
     said = dict.fromkeys(range(MATRICES), 0)
     try:
         limits.check()
@@ -264,7 +264,7 @@ def stand_aside(
     return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool))
 
 
-def measure(
+def add_squares(
     planned: Planned,
     groups: Sequence[Mapping[str, Any]],
     source: GradientSource,

@@ -35,7 +35,11 @@ Algorithm = Literal[
 """What comes with muonmesh; `muonmesh.register_rule` adds others."""
 
 ExchangeMode = Literal["owner", "teams", "gram", "auto"] | Rates | Teams
-"""Who computes a matrix: its owner; the ranks that hold it, by summing Gram matrices; or what is cheaper."""
+"""Who computes a matrix: its owner; a team, if the owner would finish last; the ranks that hold it, by summing Gram
+matrices; or, of owner and Gram matrices, what takes less time."""
+
+StateDtype = torch.dtype | Literal["int8"]
+"""What momentum is kept in; "int8" has a scale for each block of 256 elements."""
 
 ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
 
@@ -103,11 +107,26 @@ _TORCH_SWITCHES = ("maximize", "amsgrad", "foreach", "fused", "capturable", "dif
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of one optimizer: of orthogonalisation and wire, of the momentum, of fp32 masters or None."""
+    """The dtypes of one optimizer.
+
+    Attributes:
+        compute: Of orthogonalisation and wire.
+        state: Of what rules keep for each element: fp32 where momentum is kept in int8.
+        master: Of masters; None for none.
+        int8: Whether momentum is kept in int8, with a scale for each block (`muonmesh.step.blocks`).
+    """
 
     compute: torch.dtype
     state: torch.dtype
     master: torch.dtype | None
+    int8: bool = False
+
+    @staticmethod
+    def of(compute: torch.dtype, state: StateDtype, master: torch.dtype | None) -> Precision:
+        """Return what the arguments of `Muon` say."""
+        if isinstance(state, str):
+            return Precision(compute, torch.float32, master, int8=True)
+        return Precision(compute, state, master)
 
     @property
     def carried(self) -> torch.dtype:
@@ -168,8 +187,8 @@ def check_optimizer(
         _check(power, "exchange=Teams(most=...)", exchange.most, "a power of two")
     found, needed = compute_dtype, f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
     _check(found in COMPUTE_DTYPES, "compute_dtype", found, needed)
-    found, needed = state_dtype, f"{NEEDED_HELD}. Write state_dtype=torch.float32"
-    _check(found in HELD_DTYPES, "state_dtype", found, needed)
+    found, needed = state_dtype, f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
+    _check(found in (*HELD_DTYPES, "int8"), "state_dtype", found, needed)
     found, needed = master_dtype, f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
     _check(found is None or found in HELD_DTYPES, "master_dtype", found, needed)
     check_process_group(process_group)

@@ -1,4 +1,4 @@
-"""convert_settings against the packages themselves: our steps with what it returns end where theirs do.
+"""convert_settings and checkpoint.convert against the packages themselves: our steps end where theirs do.
 
 All of them compute in bf16, and so do we here, so two steps of the same formula differ by about a percent; a setting
 that is read wrongly differs by five or more. The formulas are compared to 1e-5 in `tests/unit/test_migration.py`.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import muonmesh as mm
+from muonmesh import checkpoint
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "table": (10, 24)}
 Weights = dict[str, nn.Parameter]
@@ -101,10 +102,47 @@ def test_our_steps_end_where_the_package_s_do(theirs: Callable[[Weights], Optimi
     assert max(apart.values()) < (0.06 if theirs is muonium else 0.03), apart
 
 
+@pytest.mark.parametrize("live", [True, False], ids=["optimizer", "state dict"])
+@pytest.mark.parametrize("theirs", [keller_jordan, deepspeed, muonium], ids=lambda theirs: theirs.__name__)
+def test_our_next_step_ends_where_the_package_s_does(theirs: Callable[[Weights], Optimizer], live: bool) -> None:
+    """Three steps by the package, its state taken along by `checkpoint.convert`, and one more step by each."""
+    names = ("wide", "table") if theirs is muonium else ("wide", "tall", "table")
+    their_weights = {name: nn.Parameter(random(*SHAPES[name], seed=seed)) for seed, name in enumerate(names)}
+    peer = theirs(their_weights)
+
+    def give(weights: Weights, seed: int) -> None:
+        for name, weight in weights.items():
+            weight.grad = random(*SHAPES[name], seed=10 * seed + names.index(name))
+
+    for seed in (1, 2, 3):
+        give(their_weights, seed)
+        peer.step()
+    start = {name: weight.detach().clone() for name, weight in their_weights.items()}
+    weights = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+    settings = mm.convert_settings(peer)
+    rest = settings.pop("adamw")
+    held = [[(name, weight) for name, weight in weights.items() if (name == "table") == last] for last in (False, True)]
+    ours = mm.Muon([{"params": held[0]}, {"params": held[1], "algorithm": "adamw", **rest}], **settings)
+    order = [[name for name, _ in group] for group in held]
+    state = checkpoint.convert(peer if live else peer.state_dict(), ours, params=order)
+    ours.load_state_dict(state)
+    for each in (weights, their_weights):
+        give(each, 4)
+    ours.step()
+    peer.step()
+    with torch.no_grad():
+        apart = {
+            name: float((weights[name] - their_weights[name]).norm() / (their_weights[name] - start[name]).norm())
+            for name in names
+        }
+    assert apart.pop("table") < 1e-4
+    assert max(apart.values()) < (0.06 if theirs is muonium else 0.03), apart
+
+
 def test_the_defaults_are_the_package_s() -> None:
     from muonium import Muon
 
-    from muonmesh.migration import _PACKAGES
+    from muonmesh.migration.packages import PACKAGES
 
     known = {"muonium": Muon, "torch": torch.optim.Muon, "adamw": torch.optim.AdamW}
     if sys.version_info >= (3, 12):  # what Emerging-Optimizers needs
@@ -113,7 +151,7 @@ def test_the_defaults_are_the_package_s() -> None:
         known["emerging_optimizers"] = EmergingMuon
     for name, optimizer in known.items():
         arguments = inspect.signature(optimizer.__init__).parameters
-        package = _PACKAGES[name]
+        package = PACKAGES[name]
         assert {key: package.defaults[key] for key in package.defaults if key in arguments} == {
             key: arguments[key].default for key in package.defaults if key in arguments
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import pickle
 import resource
@@ -18,12 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from typer.testing import CliRunner
 
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.checkpoint.together import insist_on_the_same, on_first_rank, together
+from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.cli.failure import RunError
+from muonmesh.cli.failure import RunError, record_failure
+from muonmesh.cli.lock import RunLock
 from muonmesh.cli.metrics import MetricsLog
 from muonmesh.cli.model import check_parameters, parallelise
 from muonmesh.cli.settings import Parallel, Settings, load_settings
@@ -298,6 +302,39 @@ def test_a_training_keeps_as_many_checkpoints_as_it_was_told(pool: Pool, prepare
     for message, same in pool.run(restore, run):
         assert "step-00000004: found files missing or cut off, and no whole checkpoint beside it" in message
         assert same
+
+
+@pytest.mark.slow
+def test_the_doctor_tells_of_a_run_its_checkpoints_its_lock_and_how_it_ended(
+    saved: Callable[[Parallel], Path], tmp_path: Path
+) -> None:
+    run = shutil.copytree(saved("fsdp"), tmp_path / "run")
+
+    def doctor(*options: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["doctor", str(run), *options])
+        return result.exit_code, result.output.replace("\n", " ")
+
+    code, text = doctor()
+    assert code == 0, text
+    assert f"{run}: a run of muonmesh train, whole" in text
+    assert f"goes on with: muonmesh train --resume {run}" in text
+    assert f"step-{STEP:08d}: a checkpoint of muonmesh train, whole" in text
+    assert "written by 2 ranks; any number can load it" in text
+    assert "does not fit" not in text, "the model of its own settings"
+    record_failure(run, 1, RunError("the disk is full"))
+    place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
+    (place.parent / ".step-00000009.writing").mkdir()
+    cut(place)
+    with RunLock(run, option="--resume"):
+        code, text = doctor("--json")
+    found = json.loads(text)
+    assert (code, found["whole"], found["parts"][0]["whole"]) == (1, False, False)
+    assert "__0_0.distcp: found" in found["parts"][0]["faults"][0]
+    assert f"process {os.getpid()} is training there" in found["notes"]
+    assert "it ended with: the disk is full" in found["notes"]
+    assert any(".step-00000009.writing: left by a save that was cut off" in note for note in found["notes"])
+    (run / "config.json").write_text("{}")
+    assert "config.json: found no object 'environment'" in doctor()[1]
 
 
 class _Evil:

@@ -187,7 +187,7 @@ def test_an_exported_model_is_one_of_transformers_and_predicts_what_was_trained(
 def test_a_training_begins_with_weights_and_tokenizer_of_a_local_folder(
     exported: Path, ran: Callable[[Settings], Path], asked: Callable[..., Settings], lines: Path, tmp_path: Path
 ) -> None:
-    """And goes on to learn, with activations computed again or not; by the command too."""
+    """And goes on to learn, with activations computed again or not."""
     folder = exported / "export" / "muon"
     plain = ran(asked("plain", init=folder))
     assert load_corpus_of(plain).vocab == 300
@@ -195,6 +195,14 @@ def test_a_training_begins_with_weights_and_tokenizer_of_a_local_folder(
     again = ran(asked("again", init=folder, checkpoint_activations=True))
     assert losses(again) == losses(plain)
 
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_the_command_begins_with_a_local_folder_too(
+    exported: Path, ran: Callable[[Settings], Path], asked: Callable[..., Settings], lines: Path, tmp_path: Path
+) -> None:
+    folder = exported / "export" / "muon"
+    plain = ran(asked("alike", init=folder))
     options = (*TINY, "--init", folder, "--data", lines, "--text-field", "body", "--log", "jsonl", "--warmup", 0)
     options += ("--checkpoint-activations", "--export", "--resume", "auto")
     train(*options, "--out", tmp_path / "run")

@@ -215,7 +215,7 @@ def seconds_waited_for_rank_0() -> float:
 @pytest.mark.parametrize(
     ("parallel", "other"),
     [
-        ("fsdp+tp", "ddp"),
+        pytest.param("fsdp+tp", "ddp", marks=pytest.mark.soak),
         pytest.param("tp", "hsdp", marks=pytest.mark.soak),
         pytest.param("zero2", "fsdp", marks=pytest.mark.soak),
         pytest.param("zero3", "zero1", marks=pytest.mark.soak),

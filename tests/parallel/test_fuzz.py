@@ -110,6 +110,7 @@ def models(draw: st.DrawFn, world: int) -> Model:
         "shard_state": draw(st.booleans()),
         "bucket_cap_mb": draw(st.sampled_from([16.0, 0.002, 0.0001])),
         "nesterov": draw(st.booleans()),
+        "state_dtype": draw(st.sampled_from([torch.float32, "int8"])),
     }
     return Model(
         tuple(held),

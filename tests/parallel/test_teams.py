@@ -17,6 +17,7 @@ from muonmesh.numerics.kernels import blocked
 from muonmesh.report.explain import explain
 from muonmesh.step.connection import plan
 from tests import problem
+from tests.samples import one_in
 
 # Rows that nothing divides, more and fewer columns; what no team can take; several in one parameter.
 SHAPES: dict[str, tuple[tuple[int, int], object]] = {
@@ -96,7 +97,7 @@ def together(placements: list[Placement], dtype: torch.dtype, rows: int, rule: s
     return differing, sizes, optimizer.counts.products_gathered
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, torch.float32]), ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("ranks", "placement", "rows"),
     [(2, Shard(0), 128), (4, Shard(1), 128), (4, Replicate(), 64)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import shutil
 import warnings
 from collections.abc import Callable
@@ -89,6 +90,20 @@ def test_a_pickle_cannot_change_torchs_classes(folder: Path) -> None:
     with pytest.raises(FileError, match="not what a training writes"):
         read_metadata(folder)
     assert not hasattr(Metadata, "mark")
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [b"Nr\xff\xff\xff\x03.", b"\x80\x05\x96\x00\x00\x00\x00\x04\x00\x00\x00."],
+    ids=["a place far away", "bytes that are to come"],
+)
+def test_a_pickle_cannot_take_memory(attack: bytes, folder: Path) -> None:
+    """A few bytes that make C's unpickler take gigabytes: one, and 64 where they say 0xff."""
+    (folder / METADATA_FILE).write_bytes(attack)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(FileError, match="not what a training writes"):
+        read_metadata(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kilobytes"
 
 
 def change(folder: Path, how: Callable[[Any], None]) -> None:

@@ -179,7 +179,7 @@ def test_the_page_about_performance() -> None:
 
 def test_the_page_about_migrating() -> None:
     """Each recipe makes an optimizer with the settings that the page speaks of; `test_migration` shows its steps."""
-    written = run("docs/migrating.md", {"model": Net()}, {}, {}, {}, {}, {}, {}, {})
+    written = run("docs/migrating.md", {"model": Net()}, {}, {}, {}, {}, {}, {}, {}, {})
 
     def found(names: dict[str, Any]) -> tuple[Any, ...]:
         group = names["optimizer"].param_groups[0]
@@ -192,7 +192,16 @@ def test_the_page_about_migrating() -> None:
     assert [group["lr"] for group in next(written)["optimizer"].param_groups] == [0.05, 0.22, 0.6]
     assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
     assert (next(written)["settings"]["lr"], next(written)["settings"]["scale_mode"]) == (0.02, "spectral")
-    assert found(next(written)) == (0.02, "original", 0.1)
+    names = next(written)
+    assert found(names) == (0.02, "original", 0.1)
+    for parameter in names["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for theirs in (names["muon"], names["adamw"]):  # the "some steps" of which the page speaks
+        theirs.step()
+    momentum = {p: state["momentum_buffer"] for p, state in names["muon"].state.items()}
+    taken = next(written)["optimizer"].state
+    assert momentum
+    assert all(torch.equal(taken[p]["momentum_buffer"], kept) for p, kept in momentum.items())
 
 
 def test_the_page_about_rules() -> None:
@@ -307,7 +316,7 @@ def test_the_page_about_layouts(workers: Callable[[int], Pool]) -> None:
 
 def differences_on_the_page_about_deepspeed(folder: str) -> list[str]:
     """Return the names of the weights that differ after the state has gone from one engine to the other."""
-    from tests.integrations import deepspeed_engine as ds
+    from tests.hosts import deepspeed_engine as ds
 
     model, given = ds.build(), [ds.given(step, 0, dist.get_rank()) for step in range(2)]
     written = run("docs/deepspeed.md", {"model": model, "batches": given}, {"path": folder})

@@ -105,7 +105,7 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
     moved = {number for number in plan.buckets[bucket] if plan.moves(number)}
     sent: dict[tuple[int, int], Tensor] = {}
     for rank, mine in routes.items():
-        for peer, legs in (mine.held if gather else mine.owned).items():
+        for peer, legs in (mine.held if gather else mine.assembled).items():
             starts = itertools.accumulate((leg.piece.numel for leg in legs), initial=0)
             assert [leg.start for leg in legs] == list(starts)[:-1]  # no gaps
             sent[rank, peer] = torch.cat([place(leg, rank, stored=gather).flatten() for leg in legs])
@@ -113,7 +113,7 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
                 assert plan.gathers(bucket) if gather else plan.scatters(bucket)
                 assert all(leg.assignment in moved for leg in legs)
     for rank, mine in routes.items():
-        for peer, legs in (mine.owned if gather else mine.held).items():
+        for peer, legs in (mine.assembled if gather else mine.held).items():
             message = sent.pop((peer, rank))
             assert len(message) == sum(leg.piece.numel for leg in legs)
             for leg in legs:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.groups import ParamGroups, split_params
 from tests.reference import split
+from tests.samples import one_in
 from tests.workers import Pool
 
 V, H = "adamw.vectors", "adamw.head"
@@ -382,7 +383,7 @@ def real(name: str) -> nn.Module:
         return getattr(transformers, name)(config)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_transformers_model(name: str) -> None:
     model, expected = real(name), MODELS[name]
     groups = split_params(model)
@@ -403,7 +404,7 @@ def test_transformers_model(name: str) -> None:
     assert {n: entries.get(n) for n in expected.names} == expected.names
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_every_trainable_parameter_is_assigned_once_with_a_reason(name: str) -> None:
     model = real(name)
     groups = split_params(model)

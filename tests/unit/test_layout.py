@@ -84,7 +84,7 @@ def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
             routes = {rank: plan.routes(bucket, rank, gather=gather) for rank in plan.ranks}
             moving = False
             for owner in plan.ranks:
-                for holder, legs in routes[owner].owned.items():
+                for holder, legs in routes[owner].assembled.items():
                     # both ends list the same legs in the same order, packed without gaps
                     assert routes[holder].held[owner] == legs
                     assert [leg.start for leg in legs] == [
@@ -103,13 +103,24 @@ def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
                 for number in plan.buckets[bucket]:
                     owner = plan.assignments[number].owner
                     count = torch.zeros(expected[number].shape, dtype=torch.int64)
-                    for legs in routes[owner].owned.values():
+                    for legs in routes[owner].assembled.values():
                         for leg in legs:
                             if leg.assignment == number:
                                 at_matrix(count, leg).add_(1)
                     assert bool((count == 1).all())
     for counts in written.values():  # every holder, replicas included, gets each element once
         assert bool((counts == 1).all())
+
+
+def test_a_matrix_in_several_runs_of_one_rank_does_not_travel() -> None:
+    """Rank 0 holds columns 0 and 2, which are the first of two alternating matrices."""
+    layout = MeshLayout((1, 4), (2,), (0, 1), (StridedShard(1, 2),))
+    matrices = split_matrices("w", (1, 4), ("transposed", ("interleaved", 2, 0)))
+    assert [layout.holders(matrix.blocks[0].region) for matrix in matrices] == [(0,), (1,)]
+    assert layout.holders(Region.box((0, 0), (1, 3))) == ()
+    plan = make_plan([Parameter("w", layout, layout, matrices, (1, 1), "")], bucket_elements=10)
+    assert [a.team for a in plan.assignments] == [(0,), (1,)]
+    assert not any(plan.moves(number) for number in range(2))
 
 
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
@@ -142,7 +153,7 @@ def test_each_of_a_team_gets_the_whole_matrix_and_one_copy_comes_back(data: st.D
         moved = {True: False, False: False}
         for gather, routes in ((True, there), (False, back)):
             for rank in plan.ranks:
-                for holder, legs in routes[rank].owned.items():
+                for holder, legs in routes[rank].assembled.items():
                     assert routes[holder].held[rank] == legs  # both ends agree
                     moved[gather] = moved[gather] or holder != rank
                     for leg in legs:
@@ -153,7 +164,7 @@ def test_each_of_a_team_gets_the_whole_matrix_and_one_copy_comes_back(data: st.D
                             assert rank == plan.assignments[leg.assignment].owner
                             at_storage(written[holder], leg).add_(1)
                 for member, legs in routes[rank].held.items():
-                    assert routes[member].owned[rank] == legs
+                    assert routes[member].assembled[rank] == legs
         assert all(bool((count == 1).all()) for count in counts.values())  # the whole matrix, once, to each member
         assert (plan.gathers(bucket), plan.scatters(bucket)) == (moved[True], moved[False])
     assert all(bool((count == 1).all()) for count in written.values())  # one copy back, to every replica

@@ -70,14 +70,14 @@ def check_routes(plan: Plan, rank: int) -> None:
     for bucket in range(len(plan.buckets)):
         for gather, moved in ((True, gathered), (False, scattered)):
             routes = plan.routes(bucket, rank, gather=gather)
-            for legs in routes.owned.values():
+            for legs in routes.assembled.values():
                 assert [leg.start for leg in legs] == starts(legs)
                 for leg in legs:
                     moved[leg.assignment] += leg.piece.numel
-            for peer in random.Random(bucket).sample(sorted(routes.owned), min(3, len(routes.owned))):
-                assert plan.routes(bucket, peer, gather=gather).held[rank] == routes.owned[peer]
+            for peer in random.Random(bucket).sample(sorted(routes.assembled), min(3, len(routes.assembled))):
+                assert plan.routes(bucket, peer, gather=gather).held[rank] == routes.assembled[peer]
             for owner in random.Random(bucket).sample(sorted(routes.held), min(3, len(routes.held))):
-                assert plan.routes(bucket, owner, gather=gather).owned[rank] == routes.held[owner]
+                assert plan.routes(bucket, owner, gather=gather).assembled[rank] == routes.held[owner]
     owned = {number: a for number, a in enumerate(plan.assignments) if a.owner == rank}
     assert gathered == {number: a.matrix.numel for number, a in owned.items()}
     copies = {number: plan.parameters[a.parameter].target.copies() for number, a in owned.items()}

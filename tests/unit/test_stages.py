@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from muonmesh.groups import split_params
+from tests.samples import one_in
 from tests.workers import Pool
 
 WIDTH, VOCAB = 8, 11
@@ -119,7 +120,7 @@ def check(stage: nn.Module, whole: dict[str, Any], *, rename: Callable[[str], st
     "container",
     [nn.ModuleList, *(pytest.param(other, marks=pytest.mark.soak) for other in (nn.Sequential, nn.ModuleDict))],
 )
-@pytest.mark.parametrize("absent", ["none", "deleted"])
+@pytest.mark.parametrize("absent", one_in(2, ["deleted", "none"]))
 def test_a_stage_of_a_model_that_keeps_its_class(block: Callable[[], nn.Module], container: Any, absent: str) -> None:
     """torchtitan's way: the whole model is copied, and what belongs to other stages is set to None or removed."""
     count = 4
@@ -221,8 +222,8 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
-@pytest.mark.parametrize("how", ["within", "none", "taken out"])
+@pytest.mark.parametrize("case", one_in(2, [(case,) for case in CASES]), ids=[case[0] for case in CASES])
+@pytest.mark.parametrize("how", ["within", pytest.param("none", marks=pytest.mark.soak), "taken out"])
 def test_a_stage_of_a_transformers_model(case: tuple[str, dict[str, Any], str, list[str], list[str]], how: str) -> None:
     """Cut within its class; with the base model gone where nothing of it is left; or taken out into a Sequential."""
     name, settings, path, before, after = case

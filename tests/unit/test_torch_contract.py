@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import muonmesh as mm
+from tests.samples import one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without masters")
 
@@ -63,7 +64,7 @@ INPUTS: dict[str, dict[str, Any]] = {
 }
 SHAPES = {"bias": (10,), "head": (5, 3), "scalar": (), "stack": (2, 4, 3), "tall": (9, 4), "weight": (5, 10)}
 MUON = ("weight", "tall", "stack")
-inputs = pytest.mark.parametrize("name", INPUTS)
+inputs = pytest.mark.parametrize("name", one_in(3, INPUTS))
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:

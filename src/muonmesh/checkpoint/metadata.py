@@ -62,8 +62,27 @@ class _Record:
         return state[name]
 
 
-class _Unpickler(pickle.Unpickler):
+# The operations that torch's metadata consist of. Others take memory, call or import, and no checkpoint needs them.
+_OPERATIONS = (
+    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
+)
+
+
+class _Operations(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise pickle.UnpicklingError(f"found the operation {code:#04x}, which no checkpoint of a training needs")
+
+
+# Python's own unpickler, not C's: seven bytes make that one take 64 GB, for an index where something is to be kept.
+class _Unpickler(pickle._Unpickler):
     """Makes records; the classes are this object's own, so nothing that is pickled can reach another checkpoint's."""
+
+    dispatch = _Operations({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPERATIONS})
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -86,26 +105,46 @@ def read_metadata(folder: Path) -> Metadata:
     Raises:
         FileError: there is none, or it holds something else, or it does not fit together or its files.
     """
+    metadata, others = survey(folder)
+    if others:
+        raise _not_ours(folder / METADATA_FILE, f"{others[0]} is not a tensor")
+    return metadata
+
+
+def survey(folder: Path) -> tuple[Metadata, tuple[str, ...]]:
+    """Read what anybody's checkpoint says it holds: its tensors, and the names of entries that torch would unpickle.
+
+    Raises:
+        FileError: there is none, or it does not fit together or its files.
+    """
     path = folder / METADATA_FILE
     try:
         if path.is_symlink() or not path.is_file():
             raise ValueError(f"found {kind_of(path)} there")
-        metadata = _metadata(_Unpickler(path.read_bytes()).load())
+        metadata, others = _metadata(_Unpickler(path.read_bytes()).load())
         _check_files(folder, metadata)
     except FileError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
-        raise FileError(
-            f"{path}: not what a training writes: {reason(error)}; needed the file as it was written. Remove the "
-            "folder, or bring an undamaged copy"
-        ) from error
-    return metadata
+        raise _not_ours(path, reason(error)) from error
+    return metadata, others
 
 
-def _metadata(top: Any) -> Metadata:
+def _not_ours(path: Path, why: str) -> FileError:
+    return FileError(
+        f"{path}: not what a training writes: {why}; needed the file as it was written. Remove the folder, or bring an "
+        "undamaged copy"
+    )
+
+
+def _metadata(top: Any) -> tuple[Metadata, tuple[str, ...]]:
     tensors: dict[str, Any] = {}
+    others: dict[str, None] = {}
     for name, entry in _mapping(_expect(top, "Metadata").field("state_dict_metadata")).items():
-        tensors[_text(name)] = _tensor(name, entry)
+        if isinstance(entry, _Record) and type(entry).__name__ == "BytesStorageMetadata":
+            others[_text(name)] = None
+        else:
+            tensors[_text(name)] = _tensor(name, entry)
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, value in _mapping(top.field("storage_data")).items():
         index, info = _expect(key, "MetadataIndex"), _expect(value, "_StorageInfo")
@@ -114,18 +153,18 @@ def _metadata(top: Any) -> Metadata:
         place = _StorageInfo(
             _text(info.field("relative_path")), _count(info.field("offset")), _count(info.field("length"))
         )
+        if _text(index.field("fqn")) in others:
+            continue
         places[MetadataIndex(_text(index.field("fqn")), _size(index.field("offset")))] = place
     for name, tensor in tensors.items():
         _check_cover(name, tensor)
         for chunk in tensor.chunks:
             if math.prod(chunk.sizes) and MetadataIndex(name, chunk.offsets) not in places:
                 raise ValueError(f"nothing says where {name} is from {tuple(chunk.offsets)} on")
-    return Metadata(tensors, planner_data=None, storage_data=places)
+    return Metadata(tensors, planner_data=None, storage_data=places), tuple(others)
 
 
 def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
-    if isinstance(entry, _Record) and type(entry).__name__ == "BytesStorageMetadata":
-        raise ValueError(f"{name} is not a tensor")
     record = _expect(entry, "TensorStorageMetadata")
     state = _expect(record.field("properties"), "TensorProperties").__dict__.get("state")
     dtype = state[0] if isinstance(state, tuple) and state else None

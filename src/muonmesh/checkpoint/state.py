@@ -16,6 +16,7 @@ from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
 from muonmesh.settings import Precision, check_group, check_structure
+from muonmesh.step.blocks import SCALE
 from muonmesh.step.homes import Home
 from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
@@ -78,6 +79,47 @@ class SavedGroup(OrderedDict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the OrderedDict that it is, which ``torch.load(weights_only=True)`` knows."""
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def saved_state(
+    state: Mapping[int, Mapping[str, Any]], held: Mapping[Tensor, Mapping[str, Any]], planned: Planned
+) -> dict[int, Mapping[str, Any]]:
+    """Return state to save, with fp32 for what is kept in int8: any layout and any ``state_dtype`` can load it.
+
+    Encoding it again gives the same codes and scales, so nothing is lost.
+
+    Args:
+        state: As torch returns it, by number.
+        held: The same entries by parameter.
+        planned: Where the parameters live.
+    """
+    members = {id(held[member.tensor]): member for member in planned.members if member.tensor in held}
+    found = dict(state)
+    for number, entry in state.items():
+        member = members.get(id(entry))
+        if member is None:
+            continue
+        coded = [key for key in member.homes if key in entry and local_of(entry[key]).dtype == torch.int8]
+        wide = {key: planned.blocks.wide(member.name, member.tensor, key, entry) for key in coded}
+        kept = {key: value for key, value in entry.items() if key.removesuffix(SCALE) not in coded}
+        found[number] = {**kept, **{key: member.homes[key].storage.wrap(value) for key, value in wide.items()}}
+    return found
+
+
+def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None:
+    """Turn what is kept in int8 into fp32, in place; the next step turns it back, into the same codes.
+
+    Args:
+        held: The optimizer's state, written.
+        planned: Where the parameters live.
+    """
+    for member in planned.members:
+        entry = held.get(member.tensor, {})
+        for key in member.homes:
+            if key in entry and local_of(entry[key]).dtype == torch.int8:
+                wide = planned.blocks.wide(member.name, member.tensor, key, entry)
+                entry[key] = member.homes[key].storage.wrap(wide)
+                entry.pop(key + SCALE, None)
 
 
 def refuse_flat(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Declared]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from muonmesh.cli import options
+from muonmesh.cli.doctor import doctor
 from muonmesh.cli.lock import RunLock
 from muonmesh.cli.plan import plan
 from muonmesh.cli.settings import (
@@ -40,6 +41,7 @@ MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
 
 
 app.command()(plan)
+app.command()(doctor)
 
 
 @app.command()
@@ -333,6 +335,7 @@ def _resumed(run: Path, given: set[str], *, ranks: int | None, parallel: Paralle
 
 def _check(run: Path, settings: Settings, *, resuming: bool) -> int:
     """What can be found wrong before anything is written; returns the number of the model's parameters."""
+    from muonmesh.checkpoint.manifest import check_copy
     from muonmesh.cli.lock import LOCK_FILE
     from muonmesh.cli.memory import check_memory
     from muonmesh.cli.metrics import read_metrics
@@ -343,6 +346,8 @@ def _check(run: Path, settings: Settings, *, resuming: bool) -> int:
         read_metrics(run)
     elif os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
+    if settings.init is not None:
+        check_copy(Path(settings.init))
     parameters = check_model(
         settings.model,
         vocab=settings.vocab,

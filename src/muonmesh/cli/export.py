@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.checkpoint.together import on_first_rank
+from muonmesh.checkpoint.manifest import entry_of, write_manifest
+from muonmesh.checkpoint.together import on_first_rank, rank_in
 from muonmesh.cli.model import build_model
 from muonmesh.cli.settings import Optimizer
 from muonmesh.cli.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
@@ -26,7 +26,7 @@ def export_of(run: Path, optimizer: Optimizer) -> Path:
 
 
 def export(folder: Path, config: Any, weights: Mapping[str, Tensor], *, tokenizer: Path, init: str | None) -> None:
-    """Write the folder beside its place, then rename. Called on all ranks; rank 0 writes.
+    """Write the folder beside its place, a manifest last, then rename. Called on all ranks; rank 0 writes.
 
     Args:
         folder: What `from_pretrained` will be given.
@@ -41,7 +41,7 @@ def export(folder: Path, config: Any, weights: Mapping[str, Tensor], *, tokenize
     whole = {}
     for name, weight in weights.items():
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        if dist.get_rank() == 0:
+        if rank_in() == 0:
             whole[name] = full.detach().cpu().contiguous()
 
     def write() -> None:
@@ -57,10 +57,14 @@ def export(folder: Path, config: Any, weights: Mapping[str, Tensor], *, tokenize
                 shutil.copy(before, scratch / TOKENIZER_CONFIG_FILE)
             else:
                 write_text(scratch / TOKENIZER_CONFIG_FILE, _tokenizer_config(config, tokenizer))
-            for file in scratch.iterdir():
+            files = sorted(scratch.iterdir())
+            for file in files:
                 onto_disk(file)
+            write_manifest(scratch, {file.name: entry_of(file) for file in files})
+            onto_disk(scratch)
             shutil.rmtree(folder, ignore_errors=True)
             scratch.rename(folder)
+            onto_disk(folder.parent)
 
     on_first_rank(write)
 

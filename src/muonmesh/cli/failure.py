@@ -51,8 +51,8 @@ def make_room(run: Path, ranks: int) -> None:
         _file(run, rank).write_bytes(b" " * ROOM)
 
 
-def record_failure(run: Path, rank: int, error: BaseException) -> None:
-    """Write an error down; where even that cannot be done, say it on stderr."""
+def record_failure(run: Path, rank: int, error: BaseException, *, tell: bool = False) -> None:
+    """Write an error down; where even that cannot be done, or with ``tell``, say it on stderr."""
     failure = Failure(
         rank=rank,
         time=time.time_ns(),
@@ -67,6 +67,8 @@ def record_failure(run: Path, rank: int, error: BaseException) -> None:
         with file.open("r+b" if file.exists() else "wb") as stream:  # over the room that was taken, not beside it
             stream.write(content[:ROOM].ljust(ROOM))
     except OSError:
+        tell = True
+    if tell:
         with contextlib.suppress(OSError):
             print(f"muonmesh train: {failure}", file=sys.stderr)
 
@@ -84,6 +86,11 @@ def read_failures(run: Path) -> list[Failure]:
 def forget_failures(run: Path) -> None:
     """Remove what the ranks wrote, and the room for it."""
     shutil.rmtree(_folder(run), ignore_errors=True)
+
+
+def room_for_logs(run: Path) -> Path:
+    """Return a folder that is there once `make_room` was called, and goes when the next attempt starts."""
+    return _folder(run)
 
 
 def forget_rooms(run: Path) -> None:

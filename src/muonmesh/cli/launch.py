@@ -8,14 +8,16 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from muonmesh.cli.failure import forget_rooms, make_room, read_failures
+from muonmesh.cli.failure import forget_rooms, make_room, read_failures, room_for_logs
 from muonmesh.cli.lifeline import LAUNCHER
 from muonmesh.files import writing
 
@@ -31,11 +33,17 @@ class Interrupted(Exception):
     """The ranks were asked to stop and did."""
 
 
-def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
+def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKER) -> None:
     """Run ``python -m worker run`` as ``ranks`` processes on this machine and wait for all of them.
 
     SIGINT, SIGTERM and SIGHUP reach the ranks as SIGINT, once: they finish their step and leave a checkpoint. Should
     this process be killed, they end by themselves.
+
+    Args:
+        run: The run's directory.
+        ranks: How many.
+        worker: The module; or a function of ``str(run)``, which copies of this process call: they have imported all
+            that it has, so they start in no time.
 
     Raises:
         RankFailed: a rank failed; the others were ended.
@@ -54,8 +62,12 @@ def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     signals = _Signals()
     try:
-        # The launcher makes a directory for logs of ranks that nobody asked for, and leaves it behind.
-        with tempfile.TemporaryDirectory(prefix="muonmesh-logs-") as logs:
+        # torch makes a directory for logs of ranks that nobody asked for, and leaves it behind. Here the next start
+        # finds it should this process be killed.
+        with tempfile.TemporaryDirectory(dir=room_for_logs(run)) as logs:
+            command: tuple[str | Callable[[str], None], tuple[Any, ...]] = (worker, (str(run),))
+            if isinstance(worker, str):
+                command = (sys.executable, ("-m", worker, str(run)))
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -65,10 +77,11 @@ def launch(run: Path, *, ranks: int, worker: str = WORKER) -> None:
                 rdzv_endpoint="localhost:0",
                 local_addr="localhost",
                 max_restarts=0,
+                start_method="fork",  # of a function; a module is a program of its own
                 signals_to_handle="",  # `_Signals` does
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
             )
-            elastic_launch(config, sys.executable)("-m", worker, str(run))
+            elastic_launch(config, command[0])(*command[1])
     except ChildFailedError as error:
         raise RankFailed(_explain(run, error)) from error
     except SignalException as error:

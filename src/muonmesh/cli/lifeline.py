@@ -15,13 +15,13 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_launcher() -> None:
-    """End this process at once when the one that started it is gone; nothing where nobody said which one did.
+    """End this process at once when the one that started it is gone, torchrun too; nothing where nobody said which did.
 
     A launcher that is killed cannot tell its ranks. They have sessions of their own, so no signal of a terminal reaches
     them either, and they would train on with nobody to stop them. Linux sends a signal; elsewhere, and should that
     fail, a thread looks.
     """
-    launcher = int(os.environ.get(LAUNCHER, "0"))
+    launcher = int(os.environ.get(LAUNCHER, "0")) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
     if not launcher:
         return
     if sys.platform == "linux":

@@ -66,7 +66,8 @@ def explain(optimizer: torch.optim.Optimizer) -> str:
 
 def metrics(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """What the optimizer says of its last step; nothing for AdamW. Called on all ranks."""
-    return optimizer.metrics() if isinstance(optimizer, mm.Muon) else {}
+    figures = optimizer.metrics() if isinstance(optimizer, mm.Muon) else {}
+    return {key: float(value) for key, value in figures.items()}  # on a device they are tensors
 
 
 def communication_seconds(optimizer: torch.optim.Optimizer) -> float:

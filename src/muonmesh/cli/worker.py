@@ -1,19 +1,27 @@
-"""Worker: what each rank runs, as ``python -m muonmesh.cli.worker RUN``. Started by :mod:`muonmesh.cli.launch`."""
+"""Worker: what each rank runs, as ``python -m muonmesh.cli.worker RUN``. Started by :mod:`muonmesh.cli.launch`.
+
+Or by torchrun, for restarts and for several hosts that share the run's folder. It goes on with a run that
+``muonmesh train`` has begun::
+
+    torchrun --nproc-per-node 2 --max-restarts 3 -m muonmesh.cli.worker RUN
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muonmesh.cli.failure import record_failure
-from muonmesh.cli.lifeline import end_with_launcher
+from muonmesh.cli.failure import RunError, forget_failures, record_failure
+from muonmesh.cli.lifeline import LAUNCHER, end_with_launcher
 from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.terminal import print_plainly
 
@@ -25,21 +33,26 @@ if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
     from muonmesh.cli.settings import Optimizer, Settings
 
 EXPLANATION_FILE = "explain.txt"
+TIMEOUT = (
+    "MUONMESH_TIMEOUT"  # environment variable: seconds that a collective waits for the others; torch's own if unset
+)
 
 
 def work(run: Path) -> None:
     """Train what the run's settings ask for, going on from its checkpoints where there are any.
 
     Raises:
-        RunError: the ranks were given different texts or settings, or what the run left is damaged.
+        RunError: the ranks were given different texts or settings, they are not as many as the run has, another
+            process trains there, or what the run left is damaged.
     """
     gc.disable()  # imports leave half a million objects and no garbage; to look through them takes a second
     import torch
     import torch.distributed as dist
 
     import muonmesh.cli.training  # noqa: F401 - what takes longest, before it is set aside
-    from muonmesh.checkpoint.together import insist_on_the_same
+    from muonmesh.checkpoint.together import insist_on_the_same, on_first_rank
     from muonmesh.cli.corpus import load_corpus_of
+    from muonmesh.cli.lock import RunLock
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
 
@@ -50,10 +63,23 @@ def work(run: Path) -> None:
     if settings.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=_timeout())
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=_timeout())
+    if dist.get_world_size() != settings.ranks:
+        raise RunError(
+            f"{run}: found {dist.get_world_size()} ranks, started by torchrun; needed the {settings.ranks} of the run. "
+            f"Write: --nproc-per-node {settings.ranks}, or change them: muonmesh train --resume {run} --ranks N"
+        )
+    lock = RunLock(run, option="torchrun")
+    if LAUNCHER not in os.environ:  # which holds it already, and has forgotten what an earlier attempt wrote
+
+        def take() -> None:
+            lock.__enter__()
+            forget_failures(run)
+
+        on_first_rank(take)
     insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
     stop = StopRequest()
     log = MetricsLog(run) if dist.get_rank() == 0 else None
@@ -62,6 +88,25 @@ def work(run: Path) -> None:
             break
         gc.collect()  # sharded models are full of cycles, and the next one needs the room
     dist.destroy_process_group()
+    lock.__exit__(None, None, None)
+
+
+def _timeout() -> timedelta | None:
+    """How long collectives wait, None for torch's own limit.
+
+    Raises:
+        RunError: the environment says something else than a number of seconds.
+    """
+    text = os.environ.get(TIMEOUT)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise RunError(f"{TIMEOUT}: found {text!r}; needed a number of seconds above 0. Write: {TIMEOUT}=600")
+    return timedelta(seconds=seconds)
 
 
 def train(
@@ -123,7 +168,7 @@ def main(work: Callable[[Path], None] = work) -> None:
     try:
         work(run)
     except BaseException as error:
-        record_failure(run, int(os.environ["RANK"]), error)
+        record_failure(run, int(os.environ["RANK"]), error, tell=LAUNCHER not in os.environ)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

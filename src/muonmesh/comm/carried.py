@@ -52,7 +52,7 @@ class CarriedExchange:
         """Legs by peer: held here on the way to the owners and owned here on it; the same on the way back."""
         plan = self._carried.plan
         there, back = (plan.routes(0, self._rank, gather=gather) for gather in (True, False))
-        return there.held, there.owned, back.held, back.owned
+        return there.held, there.assembled, back.held, back.assembled
 
     @cached_property
     def _moves(self) -> tuple[bool, bool]:

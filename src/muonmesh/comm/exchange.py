@@ -50,6 +50,7 @@ class Exchange:
         dtype: Dtype of the wire and of the orthogonalisation.
         carried: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the buffers live.
+        blocks: How many blocks of momentum in int8 the ranks agree on.
         teams: A process group for each team of several ranks that this rank is in, by its ranks.
         meshes: Gives the process groups that there are already among the ranks of a parameter of the plan, the same on
             each of them; asked for with numbers of parameters that this rank holds.
@@ -63,6 +64,7 @@ class Exchange:
         dtype: torch.dtype,
         carried: torch.dtype = torch.float32,
         device: torch.device,
+        blocks: int = 0,
         teams: Mapping[tuple[int, ...], dist.ProcessGroup] = MappingProxyType({}),
         meshes: Callable[[int], Sequence[dist.ProcessGroup]] = lambda parameter: (),
     ) -> None:
@@ -73,6 +75,7 @@ class Exchange:
         rank = this_rank() if group is not None else plan.ranks[0]
         peers = tuple(dist.get_process_group_ranks(group)) if group is not None else plan.ranks
         self._wire = Wire(plan.ranks, group)
+        self._blocks, self._device = blocks, device
         self._strategies: list[Strategy] = []
         if plan.buckets or not plan.grams:
             shares = {ranks: Team(ranks, group, self._wire, rank=rank) for ranks, group in teams.items()}
@@ -123,6 +126,14 @@ class Exchange:
 
     def run(self, work: Work) -> None:
         """Take every matrix of the plan through one step; all ranks of the group call it."""
+        if self._blocks:
+            largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
+            work.blocks(largest)
+            if self.group is not None:
+                started = time.perf_counter()
+                self._wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
+                self.counts.seconds_waiting += time.perf_counter() - started
+                self.counts.collectives += 1
         if self._carried is not None:
             self._carried.gather(work)
         first, *others = self._strategies

@@ -7,7 +7,7 @@ an all-reduce sends, and the same bits on every replica and whatever else is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.gram import Sum, aligned, slab, sums_of
 from muonmesh.layout.routes import Leg
+from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.slabs import added, divide, gram_of, multiply, norms_of
 
@@ -99,7 +100,8 @@ class GramExchange:
         self._plan, self._wire, self._rank, self._device = plan, wire, rank, device
         self._dtype = torch.promote_types(dtype, torch.float32)
         self._sums = sums_of(plan, rank)
-        self.memory: dict[str, Tensor] = {}  # by role; taken at the first step and kept
+        self.memory: dict[str, Tensor] = {}  # by role; taken at the first step and kept, on a CPU (`Schedule` says why)
+        self._kept: dict[int, _Stage] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for some in self._sums:  # in the same order on all ranks, so none waits for one that waits for it
             if some.ranks not in self._groups:
@@ -112,7 +114,7 @@ class GramExchange:
         for pair in self._pairs:
             # Each stage goes on until it has sent something. All ranks take turns by the number of the sum, so of two
             # ranks with two sums in common neither waits in one for what the other sends after the other one.
-            walks = [self._walk(stage, work) for stage in pair]
+            walks = [self._walk(self._stage(draft), work) for draft in pair]
             while walks:
                 walks = [walk for walk in walks if next(walk, False)]
                 meanwhile()
@@ -120,20 +122,27 @@ class GramExchange:
         meanwhile()
 
     @cached_property
-    def _pairs(self) -> list[list[_Stage]]:
-        """The stages, two that follow each other in the plan together; takes the memory, at the first step."""
-        drafts = [_Draft(self._plan, some, self._rank) for some in self._sums]
+    def _pairs(self) -> list[list[_Draft]]:
+        """The stages, two that follow each other in the plan together; takes the memory that is kept."""
+        pairs: dict[int, list[_Draft]] = {}
         numels: dict[str, int] = {}
-        for draft in drafts:
+        for draft in (_Draft(self._plan, some, self._rank) for some in self._sums):
+            pairs.setdefault(draft.sum.turn // 2, []).append(draft)
             for role, numel in draft.numels().items():
-                slot = f"{role}.{draft.sum.turn % 2}"
-                numels[slot] = max(numel, numels.get(slot, 0))
-        self.memory = memory_of(numels, self._dtype, self._device)
-        pairs: dict[int, list[_Stage]] = {}
-        for draft in drafts:
-            stage = draft.stage(self._groups[draft.sum.ranks], self.memory)
-            pairs.setdefault(draft.sum.turn // 2, []).append(stage)
+                name = f"{role}.{draft.sum.turn % 2}"
+                numels[name] = max(numel, numels.get(name, 0))
+        if self._device.type == "cpu":
+            self.memory = memory_of(numels, self._dtype, self._device)
         return list(pairs.values())
+
+    def _stage(self, draft: _Draft) -> _Stage:
+        """Return a stage with memory for it."""
+        turn, group = draft.sum.turn, self._groups[draft.sum.ranks]
+        if not self.memory:
+            return draft.stage(group, memory_of(draft.numels(), self._dtype, self._device))
+        if turn not in self._kept:
+            self._kept[turn] = draft.stage(group, {role: self.memory[f"{role}.{turn % 2}"] for role in draft.numels()})
+        return self._kept[turn]
 
     def _walk(self, stage: _Stage, work: Work) -> Iterator[bool]:
         """Orthogonalise the matrices of one sum; yields True whenever something is under way."""
@@ -160,7 +169,7 @@ class GramExchange:
         squares = sums_of_squares([part.x[0] for part in stage.slabs])
         sent = squares.repeat(len(stage.order), 1)
         received = torch.empty_like(sent)
-        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group)
+        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group, stage.sum.ranks)
         yield True
         self._wire.finish(transfer)
         return norms_of(added(received[stage.order]))
@@ -169,12 +178,14 @@ class GramExchange:
         """Replace the Gram matrices by their sums over the ranks."""
         share, ranks = stage.sum.share(segment), len(stage.order)
         whole, parts = stage.whole[: ranks * share], stage.parts[: ranks * share]
-        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group)
+        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group, stage.sum.ranks)
         yield True
         self._wire.finish(transfer)
         of_each = parts.view(ranks, share)
         of_each.copy_(added(of_each[stage.order]))  # to each rank the same
-        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}, summed", parts, whole, stage.group)
+        transfer = self._wire.swap_parts(
+            f"{stage.what}, segment {segment}, summed", parts, whole, stage.group, stage.sum.ranks
+        )
         yield True
         self._wire.finish(transfer)
 
@@ -200,9 +211,9 @@ class _Draft:
         squares = len(self.sum.ranks) * self.sum.share(0)
         return {"x": columns, "next x": columns, "whole": squares, "parts": squares}
 
-    def stage(self, group: dist.ProcessGroup, memory: dict[str, Tensor]) -> _Stage:
+    def stage(self, group: dist.ProcessGroup, memory: Mapping[str, Tensor]) -> _Stage:
         """Return the stage with its views of the memory."""
-        mine = {role: memory[f"{role}.{self.sum.turn % 2}"][:numel] for role, numel in self.numels().items()}
+        mine = {role: memory[role][:numel] for role, numel in self.numels().items()}
         shapes = list(zip(self.sum.rows, self._widths, strict=True))
         x, after = (_laid_out(mine[role], shapes) for role in ("x", "next x"))
         grams = _laid_out(mine["whole"], [(rows, rows) for rows in self.sum.rows])
@@ -217,7 +228,7 @@ class _Draft:
             f"sum {self.sum.turn} of Gram matrices",
             self.sum,
             group,
-            torch.tensor([peers.index(rank) for rank in self.sum.ranks], device=mine["x"].device),
+            upload([peers.index(rank) for rank in self.sum.ranks], dtype=torch.int64, device=mine["x"].device),
             tuple(number for number, legs in zip(self.sum.numbers, self._legs, strict=True) if legs),
             slabs,
             self._ends(slabs, lambda part: part.x[0]),

@@ -7,6 +7,7 @@ there, and the others can look who has come.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,10 @@ from muonmesh.errors import PlanError, explain_error
 
 PATIENCE = 5.0
 """Seconds in which the others of a failed collective may say where they are."""
+
+SILENCE = 5.0
+"""Seconds beyond that after which a store that does not answer is one that will not: it has no limit of its own where
+its host is stopped or cut off."""
 
 GRACE = 2.0
 """Seconds in which a rank that has failed to make its optimizer may catch the error and make another one."""
@@ -197,17 +202,35 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
 
 
 def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str:
-    """Return which ranks have not come, as far as the store can tell."""
-    try:
-        store, me = shared_store(), this_rank()
-        store.set(f"{key}/{me}", f"{when}, {what}")
-        others = [rank for rank in ranks if rank != me]
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and not all(_has(store, f"{key}/{rank}") for rank in others):
-            time.sleep(0.05)
-        said = {rank: store.get(f"{key}/{rank}").decode() for rank in others if _has(store, f"{key}/{rank}")}
-    except (RuntimeError, ValueError) as error:
-        return f"Who is missing cannot be told: the store of the ranks does not answer ({_first_line(error)})"
+    """Return which ranks have not come, as far as the store can tell; in a thread, for it may never answer."""
+    answers: list[str] = []
+    problems: list[str] = ["no answer"]
+
+    def ask() -> None:
+        try:
+            answers.append(_told_by_store(ranks, key, when, what))
+        except (RuntimeError, ValueError) as error:
+            problems.append(_first_line(error))
+
+    asking = threading.Thread(target=ask, name="who is missing", daemon=True)
+    asking.start()
+    asking.join(PATIENCE + SILENCE)
+    if answers:
+        return answers[0]
+    return (
+        "Who is missing cannot be told: the store of the ranks, which rank 0 keeps or torchrun beside it, does not "
+        f"answer ({problems[-1]}). Rank 0, its host or the way there is gone"
+    )
+
+
+def _told_by_store(ranks: Sequence[int], key: str, when: str, what: str) -> str:
+    store, me = shared_store(), this_rank()
+    store.set(f"{key}/{me}", f"{when}, {what}")
+    others = [rank for rank in ranks if rank != me]
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until and not all(_has(store, f"{key}/{rank}") for rank in others):
+        time.sleep(0.05)
+    said = {rank: store.get(f"{key}/{rank}").decode() for rank in others if _has(store, f"{key}/{rank}")}
     missing = [rank for rank in others if rank not in said]
     told = [f"Rank {rank} waited in {place}" for rank, place in said.items() if place != f"{when}, {what}"]
     if missing:

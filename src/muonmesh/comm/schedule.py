@@ -139,8 +139,8 @@ class Schedule:
             numels: dict[str, int] = {}
             for turn, needed in self._turns():
                 for role, numel in needed.items():
-                    slot = f"{role}.{turn % 2}"
-                    numels[slot] = max(numel, numels.get(slot, 0))
+                    name = f"{role}.{turn % 2}"
+                    numels[name] = max(numel, numels.get(name, 0))
             self.memory = memory_of(numels, dtype, device)
         self._kept: dict[tuple[int, ...], There | Back | Round] = {}
 
@@ -230,11 +230,11 @@ class _Draft:
         self._moving, self.local = moving, local
         gather, scatter = ways
         self._gathers, self.rounds = gathers, rounds
-        self._gather = _Passage("gather", gather.held, gather.owned, rank, peers)
+        self._gather = _Passage("gather", gather.held, gather.assembled, rank, peers)
         self._kept_back = scatter.held.get(rank, ())
         self._scatter = [
-            _Passage("scatter", held, owned, rank, peers)
-            for held, owned in zip(_cut(scatter.held, rounds), _cut(scatter.owned, rounds), strict=True)
+            _Passage("scatter", held, assembled, rank, peers)
+            for held, assembled in zip(_cut(scatter.held, rounds), _cut(scatter.assembled, rounds), strict=True)
         ]
         self._summed = plan.summed(moving)
         mine = [number for number in moving if rank in plan.assignments[number].team]
@@ -299,7 +299,7 @@ class _Passage:
     Args:
         name: "gather" or "scatter": which end is the sender.
         held: Legs whose storage is on this rank, by the peer that has their matrix.
-        owned: Legs whose matrix is, by the peer that stores them.
+        assembled: Legs whose matrix is, by the peer that stores them.
         rank: This one.
         peers: All ranks, in the order of their process group.
     """
@@ -308,15 +308,15 @@ class _Passage:
         self,
         name: str,
         held: Mapping[int, Sequence[Leg]],
-        owned: Mapping[int, Sequence[Leg]],
+        assembled: Mapping[int, Sequence[Leg]],
         rank: int,
         peers: Sequence[int],
     ) -> None:
-        self._name, self.held, self._owned, self._rank, self._peers = name, held, owned, rank, peers
-        stored, assembled = self._sizes(held), self._sizes(owned)
-        self._sent, self._received = (stored, assembled) if name == "gather" else (assembled, stored)
-        self._starts_held = dict(zip(peers, itertools.accumulate(stored, initial=0), strict=False))
-        self._starts_owned = dict(zip(peers, itertools.accumulate(assembled, initial=0), strict=False))
+        self._name, self.held, self._assembled, self._rank, self._peers = name, held, assembled, rank, peers
+        in_storage, in_matrices = self._sizes(held), self._sizes(assembled)
+        self._sent, self._received = (in_storage, in_matrices) if name == "gather" else (in_matrices, in_storage)
+        self._starts_held = dict(zip(peers, itertools.accumulate(in_storage, initial=0), strict=False))
+        self._starts_assembled = dict(zip(peers, itertools.accumulate(in_matrices, initial=0), strict=False))
 
     def _sizes(self, legs: Mapping[int, Sequence[Leg]]) -> list[int]:
         """Return the elements of each rank's segment of a wire buffer."""
@@ -354,13 +354,13 @@ class _Passage:
     def _copies(self) -> list[tuple[int, _Copy]]:
         found: dict[int, list[_Copy]] = {}
         for peer in self._peers:
-            for leg in self._owned.get(peer, ()) if peer != self._rank else ():
+            for leg in self._assembled.get(peer, ()) if peer != self._rank else ():
                 piece = leg.piece
                 copy = _Copy(
                     piece.shape,
                     piece.matrix_start,
                     piece.matrix_strides,
-                    self._starts_owned[peer] + leg.start,
+                    self._starts_assembled[peer] + leg.start,
                     row_major(piece.shape),
                 )
                 found.setdefault(leg.assignment, []).append(copy)
@@ -475,8 +475,8 @@ def _legs_by_assignment(legs: Sequence[Leg]) -> dict[int, tuple[Leg, ...]]:
 
 
 def _without(routes: Routes, assignments: set[int]) -> Routes:
-    held, owned = (
+    held, assembled = (
         {peer: tuple(leg for leg in legs if leg.assignment not in assignments) for peer, legs in ends.items()}
-        for ends in (routes.held, routes.owned)
+        for ends in (routes.held, routes.assembled)
     )
-    return Routes({p: legs for p, legs in held.items() if legs}, {p: legs for p, legs in owned.items() if legs})
+    return Routes({p: legs for p, legs in held.items() if legs}, {p: legs for p, legs in assembled.items() if legs})

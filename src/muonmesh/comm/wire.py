@@ -97,9 +97,13 @@ class Wire:
             work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)
         return self._started(what, self.ranks, send, receive, work, send.numel(), receive.numel())
 
-    def swap_parts(self, what: str, send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> Transfer:
-        """Start to give each rank of a group its part of ``send``, all of one size, and receive one from each."""
-        ranks = tuple(dist.get_process_group_ranks(group))
+    def swap_parts(
+        self, what: str, send: Tensor, receive: Tensor, group: dist.ProcessGroup, ranks: tuple[int, ...]
+    ) -> Transfer:
+        """Start to give each rank of a group its part of ``send``, all of one size, and receive one from each.
+
+        ``ranks`` are those of the group, as for `collect`; errors name them.
+        """
         with self._meeting(what, ranks):
             work = dist.all_to_all_single(receive, send, group=group, async_op=True)
         travels = send.numel() - send.numel() // len(ranks)

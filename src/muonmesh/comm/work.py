@@ -33,6 +33,13 @@ class Work(Protocol):
     the plan, read as a contiguous array, and where they lie in the assembled matrix.
     """
 
+    def blocks(self, into: Tensor) -> None:
+        """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
+
+        Called before anything else where momentum is kept in int8 and there are such blocks. Read again when the
+        momentum is written: the tensor then has the maxima over all ranks.
+        """
+
     def prepare(self, assignments: Sequence[int]) -> None:
         """Get ready to read what this rank stores of these matrices.
 
@@ -114,6 +121,9 @@ class Work(Protocol):
 
 class Idle:
     """Work of a rank that takes part in what others wait for, and has nothing to read, compute or write itself."""
+
+    def blocks(self, into: Tensor) -> None:
+        """Say that this rank has none of them."""
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Nothing."""

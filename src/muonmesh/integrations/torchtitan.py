@@ -66,7 +66,7 @@ class MuonMetricsProcessor(MetricsProcessor):  # type: ignore[misc]  # torchtita
         optimizers = list(self.optimizers)
         for number, optimizer in enumerate(optimizers):
             where = "muon" if len(optimizers) == 1 else f"muon/{number}"
-            figures |= {f"{where}/{key}": value for key, value in optimizer.metrics().items()}
+            figures |= {f"{where}/{key}": float(value) for key, value in optimizer.metrics().items()}
         super().log(step, *args, extra_metrics=figures, **more)
 
 

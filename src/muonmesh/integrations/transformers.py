@@ -151,8 +151,9 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> None:
         """Add the figures to a training step's log, which the loggers see next."""
         if logs is not None and "loss" in logs:
-            logs.update(self._figures)
-            state.log_history[-1].update(self._figures)
+            figures = {key: float(value) for key, value in self._figures.items()}  # on a device they were not read yet
+            logs.update(figures)
+            state.log_history[-1].update(figures)
 
 
 def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:

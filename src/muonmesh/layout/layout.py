@@ -311,10 +311,8 @@ def _holders(
     for dim, (size, cut) in enumerate(zip(shape, cuts, strict=True)):
         if not cut:
             continue
-        first = region.offset[dim]
-        last = first + (region.shape[dim] - 1) * region.step[dim]
-        found = _holding(size, cut, first, last)
-        if len(cut) > 1:  # several axes cut one dim: at most one combination holds a run
+        found = _holding(size, cut, region.offset[dim], region.shape[dim], region.step[dim])
+        if len(cut) > 1:  # several axes cut one dim: at most one combination holds these indices
             if not found:
                 return ()
             for (axis, _, _), coordinate in zip(cut, found[0], strict=True):
@@ -334,12 +332,18 @@ def _ranks_at(grid: _Grid, choices: tuple[Sequence[int], ...]) -> tuple[int, ...
 
 
 @lru_cache(maxsize=65536)
-def _holding(size: int, cuts: tuple[_Cut, ...], first: int, last: int) -> tuple[tuple[int, ...], ...]:
-    """Return the coordinates whose runs contain both ends of an index range within one run."""
+def _holding(size: int, cuts: tuple[_Cut, ...], first: int, number: int, step: int) -> tuple[tuple[int, ...], ...]:
+    """Return the coordinates whose runs together contain the indices first, first + step, …, ``number`` of them."""
+
+    def within(low: int, count: int) -> int:
+        """How many of the indices lie in a run."""
+        begin, end = (min(number, max(0, -((first - border) // step))) for border in (low, low + count))
+        return end - begin
+
     return tuple(
         at
         for at in itertools.product(*(range(axis_size) for _, axis_size, _ in cuts))
-        if any(low <= first and last < low + count for low, count in _split(size, cuts, at))
+        if 0 < number == sum(within(low, count) for low, count in _split(size, cuts, at))
     )
 
 

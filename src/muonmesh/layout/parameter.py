@@ -52,7 +52,7 @@ class Elementwise:
 def describe(parameter: Parameter | Elementwise) -> str:
     """Return a line that says all that the ranks must agree on about a parameter."""
     target = parameter.target
-    line = f"{parameter.name}: shape {target.shape}, {target.describe()} {told(target.ranks)}"
+    line = f"{parameter.name}: shape {target.shape}, {target.describe()} {text_of_ranks(target.ranks)}"
     if isinstance(parameter, Elementwise):
         return f"{line}, not orthogonalised"
     sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
@@ -63,6 +63,6 @@ def describe(parameter: Parameter | Elementwise) -> str:
     return f"{line}, state {momentum}{kept}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
 
 
-def told(ranks: Sequence[int]) -> str:
+def text_of_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text, many of them as a number that is the same for the same ranks."""
     return f"on {ranks}" if len(ranks) <= 8 else f"on {len(ranks)} ranks ({hash(tuple(ranks)) & 0xFFFFFFFF:08x})"

@@ -69,7 +69,7 @@ class Plan:
         sends the result to the ranks of every replica.
         """
         held: dict[int, list[Leg]] = {}
-        owned: dict[int, list[Leg]] = {}
+        assembled: dict[int, list[Leg]] = {}
         for number in self.buckets[bucket]:
             assignment = self.assignments[number]
             place = self._place(assignment, gather=gather)
@@ -77,13 +77,13 @@ class Plan:
             if rank in members:
                 holders = place.replica(rank) if gather else place.ranks
                 for holder, parts in pieces_by_holder(place, holders, assignment.matrix):
-                    extend(owned, holder, number, assignment.parameter, parts)
+                    extend(assembled, holder, number, assignment.parameter, parts)
             mine = tuple(pieces(place, rank, assignment.matrix))
             for member in members if mine else ():
                 if not gather or rank in place.replica(member):
                     extend(held, member, number, assignment.parameter, mine)
         return Routes(
-            {peer: tuple(legs) for peer, legs in held.items()}, {peer: tuple(legs) for peer, legs in owned.items()}
+            {peer: tuple(legs) for peer, legs in held.items()}, {peer: tuple(legs) for peer, legs in assembled.items()}
         )
 
     def gathers(self, bucket: int) -> bool:
@@ -166,9 +166,9 @@ class Plan:
     def loads(self) -> dict[int, int]:
         """FLOPs of one step by rank."""
         loads = dict.fromkeys(self.ranks, 0)
-        summed = set(self.grams)
+        without_owner = set(self.grams)
         for number, assignment in enumerate(self.assignments):
-            team = self.parameters[assignment.parameter].target.ranks if number in summed else assignment.team
+            team = self.parameters[assignment.parameter].target.ranks if number in without_owner else assignment.team
             for rank in team:
                 loads[rank] += assignment.flops // len(team)
         return loads
@@ -210,16 +210,9 @@ def make_plan(
     itemsize: int = 2,
     _teams: Mapping[tuple[int, int], tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
-    """Assign every matrix a team, of one rank unless ``teams`` allows more, its owner, and a bucket.
+    """Prove that everything is covered, and assign every matrix its team, usually one owner, and a bucket.
 
-    Owners: longest processing time first on FLOPs over all ranks that hold the parameter, replicas included
-    (Graham 1969; at most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole
-    matrix keeps it, since that moves nothing, unless its load would exceed both what the busiest rank must carry
-    anyhow and what the least busy one would carry. Among ranks with equal loads the owners are spread over replicas
-    and machines.
-
-    Teams: a matrix that would make its owner the last to finish is given to the smallest team that would not be, and
-    where every one would be, to the one that ends first.
+    Owners and teams: see `assign_teams`.
 
     Buckets: each owner's matrices are cut, in one order, into pieces of about ``bucket_elements``; bucket i
     holds the i-th piece of every owner, so all owners compute in every bucket.
@@ -268,5 +261,13 @@ def make_plan(
         for rank in assignment.team:
             filled[rank] += assignment.matrix.numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
-    summed = tuple(n for n, a in enumerate(assignments) if (a.parameter, a.matrix.index) in grams) if grams else ()
-    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(elementwise), summed, bucket_elements)
+    without_owner = tuple(n for n, a in enumerate(assignments) if (a.parameter, a.matrix.index) in grams)
+    return Plan(
+        ranks,
+        tuple(parameters),
+        tuple(assignments),
+        in_order,
+        tuple(elementwise),
+        without_owner,
+        bucket_elements,
+    )

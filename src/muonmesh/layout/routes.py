@@ -14,7 +14,11 @@ from muonmesh.layout.region import Block, Piece, overlap
 class Leg:
     """A Piece of one assignment that travels between a holder's storage and the matrix of a member of its team.
 
-    ``start`` is its place in the elements exchanged with that peer.
+    Attributes:
+        assignment: Number of the assignment in its plan.
+        parameter: Number of its parameter there.
+        piece: Where the same elements lie in that storage and in that matrix.
+        start: Where they begin among the elements that these two ranks exchange.
     """
 
     assignment: int
@@ -27,12 +31,16 @@ class Leg:
 class Routes:
     """What one rank exchanges for one bucket and one layout, by peer. The way back is the same read backwards.
 
-    ``held[member]`` are the legs whose storage is on this rank; ``owned[holder]`` those whose matrix is.
     Both ends list the legs between two ranks in the same order.
+
+    Attributes:
+        held: The legs whose storage is on this rank, by the rank that has their matrix.
+        assembled: The legs whose matrix is on this rank, by the rank that stores them. On the way there the rank may be
+            any of the matrix's team, on the way back it is the owner.
     """
 
     held: dict[int, tuple[Leg, ...]]
-    owned: dict[int, tuple[Leg, ...]]
+    assembled: dict[int, tuple[Leg, ...]]
 
 
 def in_rounds(legs: Sequence[Leg], rounds: int) -> list[tuple[Leg, ...]]:

@@ -42,18 +42,25 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
     """`load` for one matrix (m, n), the norm a scalar, or for all of (batch, m, n)."""
     if x.dtype == torch.float16:
         x = x.float()
-    power = _inverse_power_of_two(x)
+    exact = torch.promote_types(out.dtype, torch.float32)
+    norms = None
+    if x.device.type == "cuda" and x.dtype != torch.float64:
+        norms, power = norms_and_powers(x)
+    else:
+        power = _inverse_power_of_two(x)
     if x.dtype == out.dtype and x.shape == out.shape:
         torch.mul(x, power, out=out)
     elif x.shape == out.shape:
         out.copy_(x * power)
     else:
         out.copy_((x * power).to(out.dtype).mT)  # cast first: torch transposes fast only within one dtype
+    if norms is not None:
+        norm: Tensor = (norms * power).to(exact)
+        return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
     # By rows first: one running fp32 sum over a whole matrix would stop growing after some ten million terms. Of
     # what was written, so that a transposed matrix sums in the same order.
-    exact = torch.promote_types(out.dtype, torch.float32)
     if out.device.type == "cuda":  # whose sums are trees; in few launches
-        norm: Tensor = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact)
+        norm = torch.linalg.vector_norm(out, dim=(-2, -1), keepdim=True, dtype=exact)
         return norm.clamp_(min=_LEAST).nan_to_num_(nan=torch.nan, posinf=torch.nan)
     # A few rows at a time: wider copies of all of them are memory that the system must clear first.
     few = torch.split(out.view(-1, out.shape[-1]), max(1, 2 * CACHED // out.shape[-1]))
@@ -77,6 +84,22 @@ def sums(rows: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
+def norms_and_powers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm of each matrix and the power of two that brings it near 1, in one pass, as a device should.
+
+    In fp64 no square of an fp32 number overflows or vanishes, so no power of two has to come first.
+
+    Args:
+        x: Shape (batch, m, n) or (m, n); bf16 or fp32.
+
+    Returns:
+        Norms in fp64 and powers in the dtype of x: (batch, 1, 1) each, or 0-d.
+    """
+    norms = sums_of_squares(x.unbind() if x.ndim == 3 else [x]).sqrt_()
+    norms = norms[:, None, None] if x.ndim == 3 else norms[0]
+    return norms, _inverse_power_of_two_of(norms.float()).to(x.dtype)
+
+
 def _inverse_power_of_two(x: Tensor) -> Tensor:
     """The power of two that brings max|x| near 1; a scalar, or shape (batch, 1, 1)."""
     if x.ndim == 2:
@@ -86,11 +109,16 @@ def _inverse_power_of_two(x: Tensor) -> Tensor:
         largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True))
     if largest.dtype == torch.bfloat16:
         largest = largest.float()
+    return _inverse_power_of_two_of(largest).to(x.dtype)
+
+
+def _inverse_power_of_two_of(largest: Tensor) -> Tensor:
+    """The power of two that brings positive numbers near 1, fp32 or fp64, in their shape."""
     # Within these limits the power is a normal number; what remains of the magnitude is left to the norm.
     smallest_normal = torch.finfo(largest.dtype).tiny
     largest = largest.clamp(smallest_normal, 0.25 / smallest_normal)
     mantissa, _ = torch.frexp(largest)
-    return (mantissa / largest).to(x.dtype)  # the quotient is a power of two, so the division is exact
+    return mantissa / largest  # the quotient is a power of two, so the division is exact
 
 
 def store(matrices: Tensor, out: Tensor) -> None:

@@ -30,8 +30,11 @@ def add_scaled(x: Tensor, y: Tensor, a: float, z: Tensor, b: float, out: Tensor)
     flat = [t.view(-1) for t in (x, y, z, out)]
     parts = zip(*(torch.split(t, CACHED) for t in flat), strict=True) if x.device.type == "cpu" else [tuple(flat)]
     for x_part, y_part, z_part, target in parts:
-        wide = scratch("wide", x_part.shape, dtype=exact, device=x.device)
-        target.copy_(wide.copy_(x_part).add_(y_part, alpha=a).add_(z_part, alpha=b))
+        wide = scratch("wide", x_part.shape, dtype=exact, device=x.device).copy_(x_part).add_(y_part, alpha=a)
+        if x.device.type == "cpu":
+            target.copy_(wide.add_(z_part, alpha=b))
+        else:  # which rounds what it writes without a copy
+            torch.add(wide, z_part, alpha=b, out=target)
     return out
 
 

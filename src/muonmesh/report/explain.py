@@ -57,10 +57,10 @@ class Explanation:
     Attributes:
         rows: One per parameter, in the order of the groups.
         rank: The rank this is told for.
-        orthogonalizations: Matrices that this rank orthogonalises in a step.
+        orthogonalizations: Matrices that this rank orthogonalises in a step, alone or in a team.
         collectives: Collectives that this rank takes part in in a step.
-        bytes_sent: Bytes this rank sends in a step, flags not counted.
-        bytes_received: Bytes it receives.
+        bytes_sent: Bytes this rank sends in a step; flags, and what teams gather between products, are not counted.
+        bytes_received: Bytes it receives, likewise.
         flops: FLOPs of one step, by rank.
     """
 
@@ -159,14 +159,16 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     if beside is not None:
         there, back = (beside.plan.routes(0, rank, gather=gather) for gather in (True, False))
         collectives += beside.plan.gathers(0) + beside.plan.scatters(0)
-        legs = (there.held, back.owned), (there.owned, back.held)
+        legs = (there.held, back.assembled), (there.assembled, back.held)
         elements = (sum(sum(moved(some, rank).values()) for some in way) for way in legs)
         sent_elements, received_elements = elements
         carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize
-    summed_numbers = set(plan.grams)
+    without_owner = set(plan.grams)
     sums = sums_of(plan, rank)
     collectives += sum(some.collectives for some in sums)
     reduced = sum(some.bytes(max(itemsize, 4)) for some in sums)  # in fp32 at least
+    if precision.int8:
+        collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     rows = []
     for group in groups:
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
@@ -181,7 +183,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     return Explanation(
         tuple(rows),
         rank,
-        sum(rank in a.team and number not in summed_numbers for number, a in enumerate(plan.assignments)),
+        sum(rank in a.team and number not in without_owner for number, a in enumerate(plan.assignments)),
         collectives + (len(plan.ranks) > 1),  # one more for the flags
         sum(sent.values()) * itemsize + reduced + carried[0],
         received * itemsize + reduced + carried[1],
@@ -191,8 +193,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
 
 def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Parameter, reason: str, moved: int) -> Row:
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
-    summed = set(plan.grams)
-    teams = [a.team for index, a in enumerate(plan.assignments) if a.parameter == number and index not in summed]
+    without_owner = set(plan.grams)
+    teams = [a.team for index, a in enumerate(plan.assignments) if a.parameter == number and index not in without_owner]
     owners = Counter(team[0] for team in teams)
     rule = rule_of(group)
     steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]

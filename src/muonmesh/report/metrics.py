@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from muonmesh.comm.agreement import agree_on_plan
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import local_of
+from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Planned
 from muonmesh.step.sums import Sums
@@ -25,7 +26,7 @@ Here = tuple[Sequence[Mapping[str, Any]], Mapping[Tensor, Mapping[str, Any]], Gr
 
 
 def measure(
-    planned: Planned, exchange: Exchange, here: Here | None, error: Exception | None
+    planned: Planned, exchange: Exchange, here: Here | None, error: Exception | None, *, waits: bool
 ) -> dict[str, float] | None:
     """Return `Muon.metrics`: one all-reduce of an fp64 vector over the exchange's ranks, which may have other groups.
 
@@ -34,28 +35,39 @@ def measure(
         exchange: Reduces.
         here: What is measured; None if this rank has other parameters than planned, and only tells the others.
         error: What is wrong with its groups.
+        waits: Whether the host reads what ranks say to each other. If not, figures are 0-d fp64 tensors on the device,
+            NaN where another rank could not follow; the next step ends in an error on all of them then.
 
     Returns:
         None if some rank has changed, so that all must plan again first.
 
     Raises:
-        Exception: ``error``, on the rank that found it.
+        Exception: ``error``, on the rank that found it, unless others do not wait and the step has to say it.
         PlanError: on the others.
     """
     groups = here[0] if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
     # Squares and elements; the last row says whether a rank has changed, and whether one has found an error.
     totals = torch.zeros(len(names) + 1, len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
-    totals[-1, 0, 0], totals[-1, 1, 0] = here is None, error is not None
+    for place, told_of in enumerate((here is None, error is not None)):
+        totals[-1, place, 0].fill_(told_of)
+    known = set[tuple[int, str]]()
     if here is not None and error is None:
-        _add(totals, names, planned, *here)
-    *rows, told = exchange.reduce_sums(totals, what="the sum of the metrics").tolist()
+        known = _add(totals, names, planned, *here)
+    summed = exchange.reduce_sums(totals, what="the sum of the metrics")
+    mine = {group["name"] for group in groups}
+    if not waits:
+        if error is not None and len(exchange.plan.ranks) == 1:
+            raise error
+        if here is None and error is None and float(summed[-1, 0, 0]) == len(exchange.plan.ranks):
+            return None
+        return _on_device(summed, names, mine, known)
+    *rows, told = summed.tolist()
     if told[1][0]:
         agree_on_plan(exchange.group, exchange.plan, error)
     if told[0][0]:
         return None
     figures: dict[str, float] = {}
-    mine = {group["name"] for group in groups}
     for group_name, row in zip(names, rows, strict=True):
         if group_name not in mine:
             continue
@@ -68,6 +80,32 @@ def measure(
     return figures
 
 
+def _on_device(
+    summed: Tensor, names: Sequence[str], mine: Collection[str], known: Collection[tuple[int, str]]
+) -> dict[str, Any]:
+    """Return the figures of this rank's groups without reading them: those of which it has something itself.
+
+    Args:
+        summed: The totals of all ranks; see `measure`.
+        names: Of the groups of all ranks.
+        mine: Of this rank's groups.
+        known: The place of a group in ``names`` with the name of a figure that this rank has added to.
+    """
+    failed = (summed[-1] != 0).any()
+    rms = torch.where(failed, torch.nan, (summed[:-1, :, 0] / summed[:-1, :, 1]).sqrt())
+    figures: dict[str, Any] = {}
+    for place, (group_name, row) in enumerate(zip(names, rms.unbind(), strict=True)):
+        of = dict(zip(_FIGURES, row.unbind(), strict=True))
+        if group_name not in mine:
+            continue
+        for name in ("gradient", "momentum", "update"):
+            if (place, name) in known:
+                figures[f"{group_name}/{name}_rms"] = of[name]
+        if (place, "update") in known:
+            figures[f"{group_name}/update_to_weight"] = of["update"] / of["weight"]
+    return figures
+
+
 def _add(
     totals: Tensor,
     names: Sequence[str],
@@ -76,21 +114,35 @@ def _add(
     state: Mapping[Tensor, Mapping[str, Any]],
     source: GradientSource,
     sums: Sums | None,
-) -> None:
-    """Add the squares and the number of elements of what this rank stores."""
+) -> set[tuple[int, str]]:
+    """Add the squares and the number of elements of what this rank stores; return what it has added to."""
     places = [names.index(group["name"]) for group in groups]
+    cells, parts, copies = list[int](), list[Tensor](), list[int]()
+    known = set[tuple[int, str]]()
     for member in planned.members:
         held = state.get(member.tensor, {})
         momentum = held.get("momentum_buffer", held.get("exp_avg"))
+        if momentum is not None and local_of(momentum).dtype == torch.int8:
+            momentum = planned.blocks.wide(member.name, member.tensor, "momentum_buffer", held)
         for figure, value in enumerate((source.gradient(member.tensor), momentum, member.tensor)):
             if value is None:
                 continue
-            storage = member.momentum_storage if value is held.get("momentum_buffer") else member.storage
+            known.add((places[member.group], _FIGURES[figure]))
+            storage = member.momentum_storage if figure == 1 and "momentum_buffer" in held else member.storage
             for part in storage.parts(local_of(value.detach())):
-                totals[places[member.group], figure, 0] += sums_of_squares([part])[0] / storage.copies
-                totals[places[member.group], figure, 1] += part.numel() / storage.copies
+                cells.append(places[member.group] * len(_FIGURES) + figure)
+                parts.append(part)
+                copies.append(storage.copies)
+    if parts:  # all at once: one launch for many parts, and two copies to a device
+        index = upload(cells, dtype=torch.int64, device=totals.device)
+        counts = [[float(copy), part.numel() / copy] for part, copy in zip(parts, copies, strict=True)]
+        told = upload(counts, dtype=torch.float64, device=totals.device)
+        squares = sums_of_squares(parts) / told[:, 0]
+        totals.view(-1, 2).index_add_(0, index, torch.stack([squares, told[:, 1]], dim=1))
     for number, place in enumerate(places):
         update = sums.of(number) if sums is not None else None
         if update is not None:
+            known.add((place, "update"))
             totals[place, 3, 0] = update
             totals[place, 3, 1] = totals[place, 2, 1]
+    return known

@@ -75,6 +75,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         dtype=kept.precision.compute,
         carried=kept.precision.carried,
         device=planned.device,
+        blocks=planned.blocks.count if kept.precision.int8 else 0,
         teams=_groups_of_teams(planned, candidates),
         meshes=lambda number: mesh_groups([m.storage for m in members[number : number + 1] if m is not None]),
     )

@@ -35,6 +35,8 @@ class Flags:
             rate 0 and every gradient exactly zero.
         stop: 0-d bool tensor, true if some rank found an error or skips, which the host does not know yet; None on
             CPU.
+        only_zeros: Whether the host knows that nothing can stop this step, so that only matrices whose gradient is
+            exactly zero are left alone.
         replan: Whether some rank has other parameters than planned; nothing else counts then.
     """
 
@@ -46,6 +48,7 @@ class Flags:
     stop: Tensor | None = None
     replan: bool = False
     active: Tensor | None = None
+    only_zeros: bool = False
 
 
 def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:

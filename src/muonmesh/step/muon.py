@@ -21,6 +21,7 @@ from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogon
 from muonmesh.numerics.rules import Rule, parts
 from muonmesh.numerics.threads import run_all
 from muonmesh.settings import Precision
+from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.flags import Flags
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, create_state, view_of
@@ -38,8 +39,9 @@ class _Held(NamedTuple):
         slot: Where it comes from.
         rule: The rule of its group.
         weights: The parameter, or a copy of one that is not contiguous, which `MuonStep.finish` writes back.
-        folded: What the rule keeps as "momentum", by key; gradients are folded into it in place. None if there is no
-            state: no rank has ever had a gradient or, where the host does not wait for the flags, this rank has not.
+        folded: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
+            codes stand for. None if there is no state: no rank has ever had a gradient or, where the host does not
+            wait for the flags, this rank has not.
         beside: What the rule keeps as "weights", by key, written in place together with them.
         gradient: Of the elements whose momentum is stored here; zeros where only this rank has none. None if ``folded``
             is.
@@ -49,7 +51,7 @@ class _Held(NamedTuple):
     slot: Slot
     rule: Rule
     weights: Tensor
-    folded: dict[str, Tensor] | None
+    folded: Mapping[str, Tensor | Momentum] | None
     beside: dict[str, Tensor]
     gradient: Tensor | None
     master: Tensor | None
@@ -72,6 +74,7 @@ class MuonStep:
         device: Where the parameters are.
         step_adamw: AdamW's half, which the exchange calls while the first matrices travel.
         sums: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
+        blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
     """
 
     def __init__(
@@ -86,8 +89,12 @@ class MuonStep:
         device: torch.device,
         step_adamw: Callable[[], None],
         sums: Sums | None,
+        blocks: Blocks | None = None,
     ) -> None:
         self._plan = plan
+        self._blocks = blocks
+        self._agreed: Tensor | None = None
+        self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters
         self._holdings = holdings
         self._slots = slots
         self._rules = rules
@@ -126,7 +133,9 @@ class MuonStep:
             if self._flags.present[number] or self._another_may_have(slot):
                 create_state(slot, self._precision)
             gradient, master = slot.gradient, slot.state.get("master")
-            folded = slot.kept("momentum") if slot.created else None
+            folded: Mapping[str, Tensor | Momentum] | None = slot.kept("momentum") if slot.created else None
+            if folded is not None and self._blocks is not None:
+                folded = {key: self._momentum(slot, key, self._blocks) for key in folded}
             if folded is not None:
                 if gradient is None:  # missing on this shard only: counts as zero
                     shape = local_shape(slot.momentum_storage)
@@ -137,6 +146,32 @@ class MuonStep:
             weights = local if local.is_contiguous() else local.contiguous()
             master = None if master is None else local_of(master)
             self._held[number] = _Held(slot, rule, weights, folded, slot.kept("weights"), gradient, master)
+
+    def _momentum(self, slot: Slot, key: str, blocks: Blocks) -> Momentum:
+        """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
+        place = slot.tensor, key
+        if place not in self._coded:
+            local = local_of(slot.state[key])
+            found = Momentum.of(blocks, slot.name, slot.tensor, key, local, slot.state)
+            if found.codes is not local:
+                slot.state[key] = slot.homes[key].storage.wrap(found.codes)
+            self._coded[place] = found
+        return self._coded[place]
+
+    def blocks(self, into: Tensor) -> None:
+        """Write the largest momenta of the blocks that ranks share, as they will be after this step."""
+        assert self._blocks is not None
+        self._take(self._blocks.shared)
+        for number in self._blocks.shared:
+            held = self._held.get(self._plan.assignments[number].parameter)
+            if held is None or held.folded is None:
+                continue
+            for piece in self._holdings[number]:
+                values = self._folded(number, piece)
+                for key, kept in held.folded.items():
+                    assert isinstance(kept, Momentum)
+                    kept.measure(number, piece, values[key], into)
+        self._agreed = into
 
     def _another_may_have(self, slot: Slot) -> bool:
         """Whether the gradient of another shard may make the whole matrix move, for all that this rank knows.
@@ -150,13 +185,28 @@ class MuonStep:
 
     def _fold(self, assignment: int) -> None:
         """Fold the gradient of a matrix into the momentum that is stored here, unless the matrix is left alone."""
-        flag = self._nonzero[assignment]
         held = self._held[self._plan.assignments[assignment].parameter]
-        if flag is False or held.gradient is None:
+        if held.gradient is None or held.folded is None:
             return
+        coded = [kept for kept in held.folded.values() if isinstance(kept, Momentum)]
+        if self._nonzero[assignment] is False and all(kept.loaded is None for kept in coded):
+            return
+        # All pieces before any is written: some may share a block, whose old scale is gone then.
+        folded = [(piece, self._folded(assignment, piece)) for piece in self._holdings[assignment]]
+        for piece, values in folded:
+            for key, kept in held.folded.items():
+                if isinstance(kept, Momentum):
+                    kept.write(assignment, piece, values[key], self._agreed)
+
+    def _folded(self, assignment: int, piece: Piece) -> dict[str, Tensor]:
+        """Return the momentum of a piece, by key, with its gradient folded in: views of it, or what codes stand for."""
+        held, flag = self._held[self._plan.assignments[assignment].parameter], self._nonzero[assignment]
         assert held.folded is not None
-        for piece in self._holdings[assignment]:
-            parts.fold(held.rule, view_of(held.gradient, piece), views_of(held.folded, piece), active=_mask(flag))
+        assert held.gradient is not None
+        values = values_of(held.folded, assignment, piece)
+        if flag is not False:
+            parts.fold(held.rule, view_of(held.gradient, piece), values, active=_mask(flag))
+        return values
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, a batch of equal ones in each task.
@@ -181,8 +231,10 @@ class MuonStep:
             for role in ("matrices", "results")
         )
         for local, target in zip(batch, x.unbind(), strict=True):
+            if self._blocks is not None:
+                self._fold(local.assignment)
             for leg in local.read:
-                self._read(leg, place(leg.piece, target), fold=True)
+                self._read(leg, place(leg.piece, target), fold=self._blocks is None)
         self._orthogonalize(x, out, [matrix.assignment for matrix in batch])
         for local, result in zip(batch, out.unbind(), strict=True):
             ends = tuple((leg, place(leg.piece, result)) for leg in local.write)
@@ -202,7 +254,7 @@ class MuonStep:
             into.zero_()
             return
         assert held.gradient is not None
-        folded, gradient = views_of(held.folded, piece), view_of(held.gradient, piece)
+        folded, gradient = values_of(held.folded, leg.assignment, piece), view_of(held.gradient, piece)
         flag = self._nonzero[leg.assignment]
         if fold and flag is not False:
             parts.fold(held.rule, gradient, folded, active=_mask(flag), into=into)
@@ -436,6 +488,14 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
 def views_of(kept: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
     """Return the elements that a piece names of each contiguous local storage."""
     return {key: view_of(value, piece) for key, value in kept.items()}
+
+
+def values_of(folded: Mapping[str, Tensor | Momentum], assignment: int, piece: Piece) -> dict[str, Tensor]:
+    """Return the momentum of a piece of a matrix: views of it, or what its codes stand for."""
+    return {
+        key: kept.read(assignment, piece) if isinstance(kept, Momentum) else view_of(kept, piece)
+        for key, kept in folded.items()
+    }
 
 
 def _mask(flag: bool | Tensor) -> Tensor | None:

@@ -36,6 +36,7 @@ from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
 from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
+from muonmesh.step.blocks import Blocks
 from muonmesh.step.census import Census
 from muonmesh.step.members import Member, with_homes
 
@@ -124,6 +125,11 @@ class Planned:
                     numbers[parameter, m.index] for m in matrices
                 )
         return found
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The blocks of momentum in int8."""
+        return Blocks(self.plan, self.momentum_holdings, self.matrices_of, self.device)
 
     @property
     def members(self) -> list[Member]:

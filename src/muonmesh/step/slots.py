@@ -149,7 +149,7 @@ def create_state(slot: Slot, precision: Precision) -> None:
     for key, home in slot.homes.items():
         if key not in slot.state:
             shape = local.shape if home.storage is slot.storage else local_shape(home.storage)
-            zeros = torch.zeros(shape, dtype=home.dtype(precision), device=local.device)
+            zeros = torch.zeros(shape, dtype=home.created(precision), device=local.device)
             slot.state[key] = home.storage.wrap(zeros)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in slot.state:

@@ -14,7 +14,7 @@ from muonmesh.comm.work import Ends, Local
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated
-from muonmesh.step.muon import MuonStep, views_of
+from muonmesh.step.muon import MuonStep, values_of
 from muonmesh.step.slots import view_of
 
 
@@ -36,7 +36,10 @@ class MuonStepTogether(MuonStep):
         self._factors: dict[int, Factors] = {}
 
     def prepare(self, assignments: Sequence[int]) -> None:
-        """Create missing state; the gradients are folded when the matrices are read."""
+        """Create missing state; the gradients are folded when the matrices are read, unless momentum is coded."""
+        if self._blocks is not None:
+            super().prepare(assignments)
+            return
         self._take(assignments)
         self._unfolded += [number for number in assignments if self._plan.assignments[number].parameter in self._held]
 
@@ -48,7 +51,7 @@ class MuonStepTogether(MuonStep):
             if held.gradient is None or held.folded is None:
                 continue
             for piece in self._holdings[number]:
-                views = views_of(held.folded, piece)
+                views = values_of(held.folded, number, piece)
                 found[number, piece] = Folded(view_of(held.gradient, piece), views, number, True, None)
         self._unfolded = []
         for leg, into in ends:
@@ -58,7 +61,7 @@ class MuonStepTogether(MuonStep):
             elif key in found and found[key].into is None:
                 found[key] = found[key]._replace(into=into)
             else:
-                gradient, views = view_of(held.gradient, leg.piece), views_of(held.folded, leg.piece)
+                gradient, views = view_of(held.gradient, leg.piece), values_of(held.folded, leg.assignment, leg.piece)
                 found[key, len(found)] = Folded(gradient, views, leg.assignment, False, into)
         by_group: dict[int, list[Folded]] = {}
         for folded in found.values():
@@ -110,7 +113,7 @@ class MuonStepTogether(MuonStep):
         if group not in self._factors:
             rule = self._rules[group]
             assert rule is not None
-            self._factors[group] = Factors(rule, self._active, self._every_scale)
+            self._factors[group] = Factors(rule, self._active, self._every_scale, only_zeros=self._flags.only_zeros)
         return self._factors[group]
 
     @cached_property

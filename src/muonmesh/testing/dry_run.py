@@ -131,7 +131,8 @@ def dry_run(
         with fake:
             made = optimizer(copied)
         if isinstance(made, Muon):
-            connect(made.param_groups, made._kept)  # reads and compares plans: real numbers, on the host
+            planned, exchange = connect(made.param_groups, made._kept)  # compares plans: real numbers, on the host
+            planned.group_names([group["name"] for group in made.param_groups], exchange.group)  # likewise, once
         parameters = [p for group in made.param_groups for p in group["params"]]
         with fake:
             for _ in range(steps):

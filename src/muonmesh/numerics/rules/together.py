@@ -79,11 +79,12 @@ class Factors:
         rule: Whose.
         active: For each matrix whether anything is written, bool (n,).
         scales: The update scale of each, fp64 (n,), on the same device.
+        only_zeros: Whether a gradient is left out only where it is exactly zero, so that it cannot be NaN then.
     """
 
-    def __init__(self, rule: Rule, active: Tensor, scales: Tensor) -> None:
+    def __init__(self, rule: Rule, active: Tensor, scales: Tensor, *, only_zeros: bool = False) -> None:
         """Take them; nothing is computed before it is asked for."""
-        self.rule, self.active, self.scales = rule, active, scales
+        self.rule, self.active, self.scales, self.only_zeros = rule, active, scales, only_zeros
         self._rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     @cached_property
@@ -195,21 +196,23 @@ def _momentum(piece: Folded) -> Tensor:
 def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
     """`MuonRule.fold` and `direction`, with fewer bytes than by masking what they do.
 
-    A gradient that is left out is replaced by zeros, since it may be NaN, and folded in with weight 0, which changes no
-    bit of the momentum. Denormals are left as they are: a device computes with them as fast as with others.
+    A gradient that is left out is folded in with weight 0, which changes no bit of the momentum. Where it may be NaN it
+    is replaced by zeros first. Denormals are left as they are: a device computes with them as fast as with others.
     """
     rule = factors.rule
     assert isinstance(rule, MuonRule)
     for some in _alike(pieces, [piece.gradient for piece in pieces]):
         numbers = [piece.matrix for piece in some]
         if len(some) == 1:
-            off, by = factors.inactive[numbers[0]], factors.folding[numbers[0]]
+            off = None if factors.only_zeros else factors.inactive[numbers[0]]
+            by = factors.folding[numbers[0]]
             (piece,) = some
             tensors = [piece.gradient, _momentum(piece)] + ([] if piece.into is None else [piece.into])
             for g, m, *into in _split(tensors):
                 _fold_one(rule, g, m, into[0] if into else None, off, by, folds=piece.folds)
         else:
-            off, by = _of_each(numbers, factors.inactive, factors.folding)
+            off = None if factors.only_zeros else _of_each(numbers, factors.inactive)[0]
+            (by,) = _of_each(numbers, factors.folding)
             momenta = [_momentum(piece) for piece in some]
             g, m = _stacked([piece.gradient for piece in some]), _stacked(momenta)
             into = [piece.into for piece in some if piece.into is not None]
@@ -222,14 +225,26 @@ def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
 
 
 def _fold_one(
-    rule: MuonRule, gradient: Tensor, momentum: Tensor, into: Tensor | None, off: Tensor, by: Tensor, *, folds: bool
+    rule: MuonRule,
+    gradient: Tensor,
+    momentum: Tensor,
+    into: Tensor | None,
+    off: Tensor | None,
+    by: Tensor,
+    *,
+    folds: bool,
 ) -> None:
-    g = gradient.to(momentum.dtype).masked_fill(off, 0)
+    g = gradient.to(momentum.dtype)
+    if off is not None:
+        g = g.masked_fill(off, 0)
     if folds:
         momentum.lerp_(g, by)
     if into is None:
         return
-    into.copy_(g.lerp_(momentum, rule.momentum) if rule.nesterov else momentum)
+    if rule.nesterov:
+        torch.lerp(g, momentum, rule.momentum, out=into)  # rounded as it is written
+    else:
+        into.copy_(momentum)
 
 
 def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:

@@ -15,7 +15,7 @@ import torch
 from muonmesh.errors import LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
-from tests.integrations import deepspeed_engine as ds
+from tests.hosts import deepspeed_engine as ds
 from tests.workers import Pool
 
 BF16 = {"bf16": {"enabled": True}}
@@ -383,6 +383,17 @@ def test_a_model_with_convolutions_goes_back_to_a_state(pools: dict[int, Pool], 
         muon = {name for name, algorithm in algorithms.items() if algorithm == "muon"}
         assert muon == {"inner.weight", "mix.weight"}
         assert algorithms["depthwise.weight"] == "adamw"
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_training_with_deepspeed_s_own_muon_goes_on_here(pools: dict[int, Pool], tmp_path: Path, stage: int) -> None:
+    """Its Muon computes in bf16, as ours does here; AdamW's half is torch's on both sides."""
+    pool = pools[2]
+    found = pool.run(ds.converted, zero(stage, reduce_scatter=False), str(tmp_path / "theirs"), timeout=240.0)
+    for apart in found:
+        exact = {name: apart.pop(name) for name in ("embed.weight", "norm.weight", "head.bias")}
+        assert max(exact.values()) < 1e-6, exact
+        assert max(apart.values()) < 0.05, apart
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

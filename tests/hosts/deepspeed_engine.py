@@ -35,6 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import muonmesh as mm
+from muonmesh import checkpoint
 from muonmesh.integrations.deepspeed import get_state, initialize, set_state
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.integrations.deepspeed.state import entries_of, gather
@@ -419,6 +420,45 @@ def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **o
     found = snapshot(engine) | (running(engine) if how != "universal" else {})
     engine.destroy()
     return found
+
+
+def converted(config: dict[str, Any], folder: str) -> dict[str, float]:
+    """Two steps by DeepSpeed's own Muon, a checkpoint, and one more by each: how far apart they end, over the way."""
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
+    settings = {"lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.0, "ns_method": "standard"}
+    theirs = {"type": "Muon", "params": {**settings, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": theirs, "gradient_clipping": 0.0, **config}
+    model = build()
+    with torch.compiler.set_stance("force_eager"):  # its kernels, without a minute of compiling
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine = deepspeed.initialize(model=model, config=config, model_parameters=trained)[0]
+        train(engine, range(2))
+        engine.save_checkpoint(folder)
+        before = weights(engine)
+        train(engine, range(2, 3))
+    after = weights(engine)
+    fresh = build()
+    for name, parameter in fresh.named_parameters():
+        parameter.data.copy_(before.get(name, parameter.data))
+    rules = mm.convert_settings("deepspeed", **settings)
+    whole = {
+        "qkv.weight": {"matrices": "whole"},
+        "head.weight": "muon",
+        "lone.weight": "muon",
+    }  # as DeepSpeed decides by name
+    ours = mm.from_model(fresh, **rules, overrides=whole, process_group="local")
+    ours.load_state_dict(checkpoint.convert(folder, ours))
+    gradients = reduced(2, 1)
+    for name, parameter in fresh.named_parameters():
+        parameter.grad = gradients[name].clone() if parameter.requires_grad else None
+    ours.step()
+    engine.destroy()
+    return {
+        name: float((parameter.detach() - after[name]).norm() / (after[name] - before[name]).norm().clamp(min=1e-12))
+        for name, parameter in fresh.named_parameters()
+        if name in after
+    }
 
 
 class Convolutions(nn.Module):

@@ -1,0 +1,120 @@
+"""LoRA's two factors under Muon and AdamW, on a model that is trained here first; learning rates swept alike.
+
+    python -m benchmarks.lora --json benchmarks/results/lora.json        # needs peft; minutes on one core
+
+A Llama of `muonmesh train` learns Python's standard library. Then its weights are frozen, and adapters of rank 8 on
+all of its linear layers learn another text: the C++ headers that come with torch, cut into the same tokens. Every way
+to train the adapters is tried at the same learning rates with the first seed, the best of them with all seeds. The
+scale of Muon's updates is "match_rms_adamw", so that one rate means the same size of step to both halves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.variants import BATCH, HELD_OUT, LENGTH, VOCAB, final, loss, rate_at
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import muonmesh as mm
+from muonmesh.cli.configuration import model_config
+from muonmesh.cli.corpus import Corpus, Windows, prepare_corpus
+from muonmesh.cli.model import build_model
+
+WAYS: dict[str, dict[str, str]] = {
+    "AdamW": {"lora_[AB]": "adamw"},
+    "Muon on A and B": {"lora_[AB]": "muon"},
+    "Muon on B, AdamW on A": {"lora_B": "muon", "lora_A": "adamw"},
+    "Muon on B, A frozen": {"lora_B": "muon"},
+}
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+RANK = 8
+SETTINGS: dict[str, Any] = {"process_group": "local", "compute_dtype": torch.float32}  # bf16 is emulated on most CPUs
+
+
+def train(model: nn.Module, optimizer: mm.Muon, corpus: Corpus, seed: int, steps: int) -> list[tuple[int, float]]:
+    """Train, and return validation losses by step."""
+    windows = Windows(corpus.train(), length=LENGTH, seed=seed)
+    held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    found: list[tuple[int, float]] = []
+    for step in range(steps):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * rate_at(step, steps)
+        batch = torch.from_numpy(windows.shuffled(range(step * BATCH, (step + 1) * BATCH)))
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % max(1, steps // 10) == 0:
+            with torch.no_grad():
+                found.append((step + 1, float(loss(model, held_out))))
+            if not math.isfinite(found[-1][1]):
+                break
+    return found
+
+
+def adapt(base: nn.Module, way: str, lr: float, seed: int, corpus: Corpus, steps: int) -> dict[str, Any]:
+    """Train fresh adapters on a frozen model in one way."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", lora_dropout=0.0)
+    model = get_peft_model(copy.deepcopy(base), config)
+    if "frozen" in way:
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.requires_grad_(False)
+    optimizer = mm.from_model(model, lr=lr, weight_decay=0.0, overrides=WAYS[way], **SETTINGS)
+    return {"way": way, "lr": lr, "seed": seed, "validation": train(model, optimizer, corpus, seed, steps)}
+
+
+def best(runs: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
+    """The trainings in one way at its best learning rate."""
+    own = [run for run in runs if run["way"] == way]
+    rate = min((run for run in own if run["seed"] == 0), key=final)["lr"]
+    return [run for run in own if run["lr"] == rate]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="nano", help="a preset of `muonmesh train`")
+    parser.add_argument("--first", type=int, default=300, help="steps in which the model is trained before")
+    parser.add_argument("--steps", type=int, default=120, help="steps of the adapters")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="*", default=RATES)
+    parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where the tokens are kept")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    corpus = prepare_corpus((), vocab=VOCAB, cache=given.cache)
+    headers = str(Path(torch.__file__).parent / "include" / "ATen" / "*.h")
+    other = prepare_corpus((headers,), vocab=VOCAB, cache=given.cache, tokenizer=corpus.directory)
+    torch.manual_seed(0)
+    model = build_model(model_config(given.model, vocab=corpus.vocab, seq=LENGTH))
+    before = train(model, mm.from_model(model, lr=6e-3, **SETTINGS), corpus, 0, given.first)
+    held_out = torch.from_numpy(Windows(other.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
+    with torch.no_grad():
+        start = float(loss(model, held_out))
+    print(f"before: {before[-1][1]:.4f} on the first text, {start:.4f} on the other", flush=True)
+    runs: list[dict[str, Any]] = []
+    for way in WAYS:
+        for rate in given.rates:
+            runs.append(adapt(model, way, rate, 0, other, given.steps))
+            print(f"{way:24s} {rate:7g} {final(runs[-1]):.4f}", flush=True)
+        rate = best(runs, way)[0]["lr"]
+        runs += [adapt(model, way, rate, seed, other, given.steps) for seed in range(1, given.seeds)]
+        losses = [final(run) for run in best(runs, way)]
+        print(f"{way:24s} {rate:7g} {statistics.mean(losses):.4f} ± {max(losses) - min(losses):.4f}", flush=True)
+    if given.json is not None:
+        options = {"model": given.model, "first": given.first, "steps": given.steps, "rank": RANK, "start": start}
+        told = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__, "options": options}
+        given.json.write_text(json.dumps({**told, "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Momentum in fp32, bf16 and int8: losses of the main job with each, and the bytes that are kept.
+
+    python -m benchmarks.state --json benchmarks/results/state.json    # nano, 200 steps, three seeds: minutes
+
+The job, the text and the schedule are those of `benchmarks/variants.py`, at one learning rate, so that nothing but the
+dtype differs. Trainings with one seed see the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.variants import BATCH, HELD_OUT, LENGTH, VOCAB, loss, rate_at
+
+import muonmesh as mm
+from muonmesh.cli.configuration import model_config
+from muonmesh.cli.corpus import Corpus, Windows, prepare_corpus
+from muonmesh.cli.model import build_model
+
+DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
+LR = 6e-3
+
+
+def train(name: str, seed: int, corpus: Corpus, model_name: str, steps: int) -> dict[str, Any]:
+    """One training: validation losses by step, and bytes of momentum for each element of Muon's matrices."""
+    torch.manual_seed(seed)
+    model = build_model(model_config(model_name, vocab=corpus.vocab, seq=LENGTH))
+    optimizer = mm.from_model(
+        model, lr=LR, state_dtype=DTYPES[name], compute_dtype=torch.float32, process_group="local"
+    )
+    windows = Windows(corpus.train(), length=LENGTH, seed=seed)
+    held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
+    validation: list[tuple[int, float]] = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * rate_at(step, steps)
+        batch = torch.from_numpy(windows.shuffled(range(step * BATCH, (step + 1) * BATCH)))
+        loss(model, batch).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % max(1, steps // 15) == 0:
+            with torch.no_grad():
+                validation.append((step + 1, float(loss(model, held_out))))
+    matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
+    kept = [
+        tensor
+        for parameter in matrices
+        for key, tensor in optimizer.state[parameter].items()
+        if key.startswith("momentum_buffer")
+    ]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+    found = {"dtype": name, "seed": seed, "validation": validation}
+    return {**found, "bytes_an_element": size / sum(parameter.numel() for parameter in matrices)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="nano", help="a preset of `muonmesh train`")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where the tokens are kept")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    corpus = prepare_corpus((), vocab=VOCAB, cache=given.cache)
+    runs = []
+    for seed in range(given.seeds):
+        for name in DTYPES:
+            runs.append(train(name, seed, corpus, given.model, given.steps))
+            print(f"{name} seed {seed}: {runs[-1]['validation'][-1][1]:.4f}", flush=True)
+    print(
+        "| momentum | bytes an element | final loss | spread | above fp32, each seed |\n| --- | --: | --: | --: | --- |"
+    )
+    last = {(run["dtype"], run["seed"]): run["validation"][-1][1] for run in runs}
+    for name in DTYPES:
+        losses = [last[name, seed] for seed in range(given.seeds)]
+        size = next(run["bytes_an_element"] for run in runs if run["dtype"] == name)
+        more = ", ".join(f"{last[name, seed] - last['fp32', seed]:+.4f}" for seed in range(given.seeds))
+        print(f"| {name} | {size:.3f} | {statistics.mean(losses):.4f} | {max(losses) - min(losses):.4f} | {more} |")
+    if given.json is not None:
+        options = {"model": given.model, "steps": given.steps, "lr": LR}
+        told = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__, "options": options}
+        given.json.write_text(json.dumps({**told, "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

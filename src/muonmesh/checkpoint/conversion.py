@@ -1,0 +1,325 @@
+"""Convert: what another optimizer keeps of the parameters, as state that ours loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from muonmesh.checkpoint.zero import read_zero
+from muonmesh.comm.storage import Storage, local_shape, storage_of, this_rank
+from muonmesh.errors import FileError, StateError, explain_error
+from muonmesh.files import kind_of, reason
+from muonmesh.groups import split_params
+from muonmesh.migration.memory import Memory, Remembered
+from muonmesh.migration.packages import PACKAGES, PackageName, groups_of, package_of
+from muonmesh.names import canonical_name
+
+Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
+Sources: TypeAlias = Source | Sequence[Source]
+
+
+class Held(NamedTuple):
+    """The state of one optimizer, as it has or saved it: whose it is, if that is known, its groups and its state."""
+
+    package: PackageName | None
+    groups: Sequence[Mapping[str, Any]]
+    state: Mapping[Any, Mapping[str, Any]]
+
+
+class Place(NamedTuple):
+    """A parameter of ours: what it is, whose it is, and where what is kept of it lives."""
+
+    name: str
+    parameter: Tensor
+    algorithm: str
+    keeps: Mapping[str, Storage]
+
+
+@torch.no_grad()
+def convert(
+    source: Sources,
+    model: nn.Module | Optimizer,
+    *,
+    package: PackageName | None = None,
+    params: Sequence[Sequence[str | Tensor]] | None = None,
+    momentum: Literal["average", "sum"] | None = None,
+) -> dict[str, Any]:
+    """Return the state of another optimizer as a state dict that `muonmesh.Muon` loads; nothing is executed.
+
+    With the settings of `muonmesh.convert_settings` our next step is then the one that the other optimizer would have
+    taken, up to rounding. The settings are not part of it, so those of the optimizer that loads it stay::
+
+        optimizer = mm.from_model(model, **mm.convert_settings(muon, adamw))
+        optimizer.load_state_dict(muonmesh.checkpoint.convert([muon, adamw], optimizer))
+
+    Args:
+        source: An optimizer of a known package, with its state; or what its ``state_dict`` returned; or a file in which
+            ``torch.save`` wrote that; or the folder of a DeepSpeed checkpoint. A list of them where several hold the
+            state: torch's Muon and AdamW, or the files of all ranks, of which each has some. All ranks call it alike.
+        model: Our optimizer; or the model, for ``mm.from_model(model)`` with the same groups as `split_params(model)`.
+        package: Whose state dict it is, where its groups do not tell.
+        params: For state that has no names: for each group of the source its parameters, or their names, in the order
+            in which the other optimizer was given them. They count for each source if each has as many groups.
+        momentum: "sum" if the matrices' momentum is a sum of gradients, as in KellerJordan's Muon before February 2025;
+            None: as in the release that docs/migrating.md tells of.
+
+    Returns:
+        ``{"state": ..., "param_groups": ...}`` by number, with names. Momentum is an average, in fp32 where it was a
+        sum. Each tensor lives where ours does: a DTensor stays one, and what is whole is cut.
+
+    Raises:
+        StateError: the state is of another model, lacks something, or holds what no step of Muon or AdamW leaves.
+        FileError: a file cannot be read, or holds more than data.
+        TypeError, ValueError: the source is of no known package, or an argument is not what is needed.
+    """
+    if momentum not in (None, "average", "sum"):
+        needed = '"average", "sum" or None'
+        raise ValueError(explain_error("momentum", f"{momentum!r}", needed, 'Write momentum="sum" or leave it out'))
+    if package is not None and package not in PACKAGES:
+        needed = "one of " + ", ".join(map(repr, PACKAGES))
+        raise ValueError(explain_error("package", f"{package!r}", needed, 'Write package="torch", or whose it is'))
+    groups, places = _places(model)
+    sources = [source] if isinstance(source, Optimizer | Mapping | str | os.PathLike) else list(source)
+    opened = [state for given in sources for state in _opened(given)]
+    orders = _orders(params, [len(held.groups) for held in opened])
+    found: dict[str, Remembered] = {}
+    lacking: dict[str, StateError] = {}
+    for held, order in zip(opened, orders, strict=True):
+        memory = PACKAGES[package or held.package or package_of(held.groups)].memory
+        if momentum is not None:
+            memory = replace(memory, sums=momentum == "sum")
+        for name, remembered in _remembered(held, memory, _names(held, order, places), lacking):
+            found.setdefault(name, remembered)
+    return _state_dict(groups, places, found, lacking)
+
+
+# ---------------------------------------------------------------- ours
+
+
+def _places(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], dict[str, Place]]:
+    """Return our groups, and each parameter by its name."""
+    places: dict[str, Place] = {}
+    if isinstance(model, nn.Module):
+        split = split_params(model)
+        for group in split:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                storage = storage_of(name, parameter, None, needed=False)
+                places[name] = _place(name, parameter, group["algorithm"], storage, {"momentum_buffer": storage})
+        return split, places
+    members = getattr(model, "members", None)
+    if members is None:
+        found, write = f"a {type(model).__name__}", "Write convert(source, muonmesh.from_model(model))"
+        raise TypeError(explain_error("model", found, "the model or a muonmesh.Muon over it", write))
+    groups = model.param_groups
+    for member in members:
+        algorithm = groups[member.group]["algorithm"]
+        homes = {key: home.storage for key, home in member.homes.items()}
+        if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
+            found = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
+            needed = "a whole parameter or a DTensor"
+            write = "Convert for the whole model, and load that with set_optimizer_state_dict"
+            raise StateError(explain_error(member.name, found, needed, write))
+        places[member.name] = _place(member.name, member.tensor, algorithm, member.storage, homes)
+    return groups, places
+
+
+def _place(name: str, parameter: Tensor, algorithm: str, storage: Storage, homes: Mapping[str, Storage]) -> Place:
+    if algorithm == "adamw":
+        return Place(name, parameter, algorithm, {"exp_avg": storage, "exp_avg_sq": storage})
+    if [*homes] != ["momentum_buffer"]:
+        found, needed = f"rule {algorithm!r}, which keeps {', '.join(homes)}", "momentum alone, which all packages keep"
+        write = 'Write rule="muon", or train on with new state'
+        raise StateError(explain_error(name, found, needed, write))
+    return Place(name, parameter, "muon", homes)
+
+
+# ---------------------------------------------------------------- theirs
+
+
+def _opened(source: Source) -> list[Held]:
+    """Return the state that a source holds, read from its file if it is one."""
+    if isinstance(source, Optimizer):
+        return [Held(groups_of(source)[0], source.param_groups, source.state)]
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        return [Held("deepspeed", *read_zero(path))] if path.is_dir() else _parts(_loaded(path), str(path))
+    return _parts(source, "source")
+
+
+def _parts(given: Any, where: str) -> list[Held]:
+    """Return what is in that which an optimizer's ``state_dict`` returned; Megatron's chain and wrap each other."""
+    if isinstance(given, list | tuple):
+        return [part for each in given for part in _parts(each, where)]
+    if isinstance(given, Mapping) and "optimizer" in given and "param_groups" not in given:
+        return _parts(given["optimizer"], where)
+    if isinstance(given, Mapping) and isinstance(given.get("state"), Mapping) and given.get("param_groups"):
+        return [Held(None, given["param_groups"], given["state"])]
+    found = f"{', '.join(map(str, list(given)[:8]))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    needed = "what an optimizer's state_dict() returned: state and param_groups"
+    write = "Write convert(torch.load(path, weights_only=True)[...], optimizer) with the key under which it lies"
+    raise StateError(explain_error(where, found, needed, write))
+
+
+def _loaded(path: Path) -> Any:
+    if not path.is_file():
+        raise FileError(
+            explain_error(
+                str(path), kind_of(path), "a file by torch.save, or a DeepSpeed checkpoint", "Correct the path"
+            )
+        )
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file raises almost anything
+        write = "Load it yourself if you trust whoever wrote it, and hand over the state dict"
+        raise FileError(
+            explain_error(str(path), f"more than data: {reason(error)}", "tensors and plain values alone", write)
+        ) from error
+
+
+def _orders(
+    params: Sequence[Sequence[str | Tensor]] | None, groups: Sequence[int]
+) -> list[Sequence[Sequence[str | Tensor]] | None]:
+    """Return for each source the parameters of its groups as the caller gave them."""
+    if params is None:
+        return [None for _ in groups]
+    if len(params) == sum(groups):
+        ends = [sum(groups[: number + 1]) for number in range(len(groups))]
+        return [params[end - count : end] for end, count in zip(ends, groups, strict=True)]
+    if all(count == len(params) for count in groups):
+        return [params for _ in groups]
+    found, needed = f"parameters for {len(params)} groups", f"those of {' + '.join(map(str, groups))} groups"
+    raise ValueError(explain_error("params", found, needed, "Write params=[group, ...], a list for each group"))
+
+
+def _names(
+    held: Held, order: Sequence[Sequence[str | Tensor]] | None, places: Mapping[str, Place]
+) -> list[Sequence[str]]:
+    """Return the names of the parameters of each group."""
+    ours = {id(place.parameter): place.name for place in places.values()}
+    names = []
+    for number, group in enumerate(held.groups):
+        keys = group["params"]
+        if order is not None:
+            given = [
+                ours.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order[number]
+            ]
+        elif all(id(key) in ours for key in keys):  # an optimizer over this very model
+            given = [ours[id(key)] for key in keys]
+        elif group.get("param_names"):
+            given = list(map(canonical_name, group["param_names"]))
+        else:
+            found = f"{len(keys)} parameters in group {number} that are known by number alone"
+            needed = "their names, or the optimizer itself over the parameters of this model"
+            write = (
+                "Write params=[...], for each group its parameters in the order in which that optimizer was given them"
+            )
+            raise StateError(explain_error("source", found, needed, write))
+        strangers = [name for name in given if name not in places]
+        if len(given) != len(keys) or strangers:
+            found = f"{len(keys)} parameters in group {number}, for which the names are {', '.join(given[:4])}"
+            needed = f"parameters of this model, not {strangers[0]}" if strangers else "as many names"
+            write = "Convert for the model and the groups that the state was saved with"
+            raise StateError(explain_error("source", found, needed, write))
+        names.append(_as_sorted(given, [held.state.get(key, {}) for key in keys], places))
+    return names
+
+
+def _as_sorted(
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]], places: Mapping[str, Place]
+) -> Sequence[str]:
+    """Return the names in the order of the state: KellerJordan's distributed Muon sorts its matrices by shape.
+
+    The sort is stable. So where the shapes fit in the order given, that is the one, sorted or not.
+    """
+    shapes = [places[name].parameter.shape for name in names]
+    saved = [[value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim] for entry in entries]
+
+    def fits(order: Sequence[int]) -> bool:
+        return all(not found or shapes[number] in found for number, found in zip(order, saved, strict=True))
+
+    given = range(len(names))
+    order = sorted(given, key=lambda number: shapes[number], reverse=True)
+    return [names[number] for number in order] if not fits(given) and fits(order) else names
+
+
+def _remembered(
+    held: Held, memory: Memory, names: Sequence[Sequence[str]], lacking: dict[str, StateError]
+) -> Iterator[tuple[str, Remembered]]:
+    """Yield what is kept of each parameter; what is ``lacking`` here may be in another source."""
+    known = {key for group in held.groups for key in group["params"]}
+    strangers = [key for key in held.state if key not in known]
+    if strangers:
+        found = f"state of {len(strangers)} parameters that are in none of its groups"
+        raise StateError(explain_error("source", found, "state of those alone", "Hand over state_dict() as it is"))
+    for group, its_names in zip(held.groups, names, strict=True):
+        for key, name in zip(group["params"], its_names, strict=True):
+            entry = held.state.get(key) or {}
+            try:
+                yield name, memory.read(name, group, entry)
+            except StateError as error:
+                if entry:
+                    raise
+                lacking.setdefault(name, error)
+
+
+# ---------------------------------------------------------------- theirs as ours
+
+
+def _state_dict(
+    groups: Sequence[Mapping[str, Any]],
+    places: Mapping[str, Place],
+    found: Mapping[str, Remembered],
+    lacking: Mapping[str, StateError],
+) -> dict[str, Any]:
+    state: dict[int, dict[str, Tensor]] = {}
+    saved: list[dict[str, Any]] = []
+    for group in groups:
+        numbers = range(len(state), len(state) + len(group["params"]))
+        saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
+        for number, name in zip(numbers, group["param_names"], strict=True):
+            place, memory = places[name], found.get(name)
+            if memory is None:
+                if name in lacking:
+                    raise lacking[name]
+                needed, write = "its state", "Hand over all optimizers of the model, and the files of all ranks"
+                raise StateError(explain_error(name, "no parameter of that name in the source", needed, write))
+            if memory.algorithm != place.algorithm:
+                needed = f"that of {place.algorithm}, to which the parameter belongs here"
+                write = f'Write overrides={{r"{name}": "{memory.algorithm}"}} for from_model'
+                raise StateError(explain_error(name, f"the state of {memory.algorithm}", needed, write))
+            state[number] = {
+                key: _placed(place, key, value) if key in place.keeps else value for key, value in memory.state.items()
+            }
+    return {"state": state, "param_groups": saved}
+
+
+def _placed(place: Place, key: str, value: Tensor) -> Tensor:
+    """Return a tensor where ours lives: as it is if it does, else gathered where it is cut, and cut where ours is."""
+    storage = place.keeps[key]
+    shape = torch.Size(storage.shape)
+    if value.shape != shape and len(shape) > 2 and value.shape == (shape[0], prod(shape[1:])):
+        value = value.reshape(shape)  # a convolution that was flattened
+    if value.shape != shape:
+        found, needed = f"{key} of shape {tuple(value.shape)}", f"{tuple(shape)}, that of the parameter"
+        write = "Convert for the model that the state was saved with, whole or as DTensors"
+        raise StateError(explain_error(place.name, found, needed, write))
+    if isinstance(value, DTensor):
+        if storage.mesh == value.device_mesh and storage.placements == tuple(value.placements):
+            return value
+        value = value.full_tensor()
+    if storage.layout is None or storage.mesh is None:
+        return value
+    local = value.new_empty(local_shape(storage))
+    for block in storage.layout.blocks(this_rank()):
+        box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
+        local.as_strided(block.region.shape, block.strides, block.start).copy_(value[box])
+    return storage.wrap(local)

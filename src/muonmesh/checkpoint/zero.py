@@ -1,0 +1,227 @@
+"""Zero: the optimizer state in a DeepSpeed checkpoint, put together from the files of all ranks.
+
+ZeRO keeps state in flat tensors. At stages 1 and 2 a rank has an interval of AdamW's moments, and of Muon's
+momentum those parameters whole that it holds some of, one after the other. At stage 3 it has an equal slice of every
+parameter, the last ones padded. Which parameter lies where stands in the checkpoint too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import ceil, prod
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from muonmesh.errors import FileError, StateError, explain_error
+from muonmesh.files import kind_of, read_text, reason
+
+_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_SHAPES = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
+_READ = "0.19.8"
+
+# What DeepSpeed writes besides tensors and plain values, as found in checkpoints of 0.19.8 at stages 1 to 3.
+_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+class _Record:
+    """What stands for an object of one of DeepSpeed's classes, of which nothing runs: its arguments and fields."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+class _Flat(NamedTuple):
+    """One flat tensor on each rank: the settings of its group, and what each rank keeps of it."""
+
+    group: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    kept: Sequence[Mapping[str, Any]]
+    starts: Sequence[Mapping[str, tuple[int, int]]]
+    """At stages 1 and 2: for each rank where its interval of a parameter begins in its flat tensor, and how long it is;
+    empty at stage 3."""
+
+
+def read_zero(folder: Path) -> tuple[list[Mapping[str, Any]], dict[Any, Mapping[str, Any]]]:
+    """Return the groups and the state of a DeepSpeed checkpoint of ZeRO-1, 2 or 3, on the CPU, by parameter name.
+
+    Files are read with ``weights_only=True``; what stands in them of DeepSpeed's classes becomes a record without
+    behaviour, so nothing is executed and DeepSpeed need not be installed.
+
+    Args:
+        folder: What ``save_checkpoint`` was given, whose newest checkpoint is read, or the folder of one in it.
+
+    Raises:
+        FileError: the files of a rank are missing, cannot be read, or hold more than data.
+        StateError: they do not fit together.
+    """
+    folder = _newest(folder)
+    paths = _files(folder)
+    shapes = _shapes(folder)
+    states = [_field(path, _load(path), "optimizer_state_dict") for path in paths]
+    groups: list[Mapping[str, Any]] = []
+    state: dict[Any, Mapping[str, Any]] = {}
+    for flat in _flats(paths[0], states, shapes):
+        names = list(flat.shapes)
+        groups.append({**{k: v for k, v in flat.group.items() if k != "params"}, "params": names, "param_names": names})
+        for name in names:
+            if name in state:
+                _refuse(folder, f"{name} in two groups")
+            state[name] = _entry(folder, name, flat)
+    return groups, state
+
+
+def _newest(folder: Path) -> Path:
+    latest = folder / "latest"
+    if not latest.is_file():
+        return folder
+    tag = read_text(latest, needed="the name of a checkpoint").strip()
+    if not tag or tag in (".", "..") or Path(tag).name != tag:
+        raise FileError(
+            explain_error(str(latest), f"{tag!r}", "the name of a folder beside it", "Name that folder itself")
+        )
+    return folder / tag
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the file of each rank, in order."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _STATES.fullmatch(path.name)
+        if match is None:
+            continue
+        if int(match[2]):
+            needed = "a checkpoint without tensor parallelism"
+            raise FileError(
+                explain_error(str(path), "a shard of a model", needed, "Save it without, or convert on ranks")
+            )
+        found[int(match[1])] = path
+    if not found or sorted(found) != list(range(len(found))):
+        told = (
+            f"the optimizer files of ranks {sorted(found)}" if found else f"{kind_of(folder)} without optimizer files"
+        )
+        write = "Name the folder that save_checkpoint was given, with the files of all ranks in it"
+        raise FileError(explain_error(str(folder), told, "zero_pp_rank_0_mp_rank_00_optim_states.pt and so on", write))
+    return [found[rank] for rank in range(len(found))]
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    named: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+        (type(name.rpartition(".")[2], (_Record,), {}), name) for name in _CLASSES
+    ]
+    try:
+        with torch.serialization.safe_globals(named):
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file raises almost anything
+        needed = f"tensors, plain values and what DeepSpeed {_READ} writes beside them"
+        write = "Save it by that version, or bring an undamaged copy"
+        raise FileError(explain_error(str(path), f"something else: {reason(error)}", needed, write)) from error
+    if not isinstance(loaded, Mapping):
+        _refuse(path, f"a {type(loaded).__name__}")
+    return loaded
+
+
+def _shapes(folder: Path) -> Sequence[Mapping[str, tuple[int, ...]]]:
+    """Return the shapes of the parameters of each flat tensor, in the order in which they lie in it."""
+    for path in sorted(folder.iterdir()):
+        if _SHAPES.fullmatch(path.name):
+            held = _field(path, _load(path), "param_shapes")
+            return [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in held]
+    write = "Name the folder that save_checkpoint was given, with its model files in it"
+    raise FileError(explain_error(str(folder), "no mp_rank_00_model_states.pt", "it, for names and shapes", write))
+
+
+def _flats(
+    path: Path, states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> Iterator[_Flat]:
+    """Yield the flat tensors of the checkpoint with what each rank keeps of them."""
+    third = "fp32_flat_groups" in states[0]
+    kept = [_field(path, state, "optimizer_state_dict" if third else "base_optimizer_state") for state in states]
+    if not all(isinstance(each, Mapping) for each in kept):
+        _refuse(path, "an elastic checkpoint, which lacks the last elements of the momentum")
+    owners = [(group, key) for group in _field(path, kept[0], "param_groups") for key in group["params"]]
+    if len(owners) != len(shapes):
+        _refuse(path, f"{len(owners)} flat tensors for {len(shapes)} lists of parameters")
+    for number, (group, key) in enumerate(owners):
+        starts = []
+        for state in () if third else states:
+            pieces = _field(path, state, "param_slice_mappings")[number]
+            starts.append({str(name): (int(piece.start), int(piece.numel)) for name, piece in pieces.items()})
+        yield _Flat(group, shapes[number], [_field(path, each, "state").get(key) or {} for each in kept], starts)
+
+
+def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
+    """Return what is kept of one parameter: its tensors whole, counts as they are."""
+    entry: dict[str, Any] = {}
+    for key in dict.fromkeys(key for kept in flat.kept for key in kept):
+        values = [kept.get(key) for kept in flat.kept]
+        first = next(value for value in values if value is not None)
+        if not isinstance(first, Tensor) or first.ndim == 0:
+            entry[key] = first
+            continue
+        if flat.starts and key == "momentum_buffer":
+            pieces = _whole(folder, name, flat, values)
+        elif flat.starts:
+            pieces = _intervals(name, flat, values)
+        else:
+            pieces = _slices(name, flat, values)
+        joined = torch.cat(pieces) if pieces else first.new_empty(0)
+        if joined.numel() < prod(flat.shapes[name]):
+            found = f"{joined.numel()} elements of {name}'s {key} in the files of all ranks"
+            _refuse(folder, found)
+        entry[key] = joined[: prod(flat.shapes[name])].view(flat.shapes[name]).clone()
+    return entry
+
+
+def _whole(folder: Path, name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
+    """Return a parameter's momentum from the first rank that holds some of it: that has all of the momentum."""
+    for held, value in zip(flat.starts, values, strict=True):
+        if name in held and value is not None:
+            before, sizes = 0, {other: prod(flat.shapes[other]) for other in held}
+            if value.numel() != sum(sizes.values()):
+                _refuse(folder, f"a momentum of {value.numel()} elements for parameters of {sum(sizes.values())}")
+            for other in sorted(held, key=lambda each: held[each][0]):
+                if other == name:
+                    return [value[before : before + sizes[name]]]
+                before += sizes[other]
+    return []
+
+
+def _intervals(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
+    """Return the pieces of a parameter that the ranks hold, in order."""
+    pieces = []
+    for held, value in zip(flat.starts, values, strict=True):
+        start, length = held.get(name, (0, 0))
+        if value is not None and length:
+            pieces.append(value[start : start + length])
+    return pieces
+
+
+def _slices(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
+    """Return the slices of a parameter, one a rank, all of one length."""
+    start = 0
+    for other, shape in flat.shapes.items():
+        length = ceil(prod(shape) / len(values))
+        if other == name:
+            return [value[start : start + length] for value in values if value is not None]
+        start += length
+    return []
+
+
+def _field(where: Path, held: Any, key: str) -> Any:
+    if not isinstance(held, Mapping) or held.get(key) is None:
+        _refuse(where, f"nothing under {key!r}")
+    return held[key]
+
+
+def _refuse(where: Path, found: str) -> NoReturn:
+    needed = f"a checkpoint of ZeRO-1, 2 or 3 as DeepSpeed {_READ} writes it"
+    raise StateError(explain_error(str(where), found, needed, "Save it by that version, without elastic_checkpoint"))

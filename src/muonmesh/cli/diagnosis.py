@@ -1,0 +1,309 @@
+"""Diagnosis: what lies at a path and whether it is whole, as plain data. Nothing there is executed or changed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonmesh.checkpoint.archive import read_archive
+from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
+from muonmesh.checkpoint.folder import SETTINGS_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, Entry, check_entries, read_manifest
+from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE, survey
+from muonmesh.checkpoint.place import found_at, numbered
+from muonmesh.cli.checkpoints import PROGRESS_FILE, STEP, checkpoints_of
+from muonmesh.cli.failure import read_failures
+from muonmesh.cli.lock import LOCK_FILE, holder_of
+from muonmesh.cli.settings import Settings, load_config, load_settings
+from muonmesh.errors import FileError
+from muonmesh.files import kind_of, read_json, reason
+
+ARCHIVE, WEIGHTS = b"PK\x03\x04", ".safetensors"
+A_RUN = "a run of muonmesh train"
+OURS = "a checkpoint of muonmesh.checkpoint.save"
+OF_A_RUN = "a checkpoint of muonmesh train"
+TORCHS = "a checkpoint of torch.distributed.checkpoint"
+EXPORTED = "a model for from_pretrained"
+SAVED = "a file of torch.save"
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor: its shape, its dtype without ``torch.``, and how many bytes its numbers take."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+
+
+@dataclass
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        path: Where.
+        kind: What it is, in words; empty for what is no checkpoint.
+        faults: What is damaged, a sentence each.
+        misfits: What would not load into the model that was asked about, a sentence each.
+        notes: What else there is to know, a sentence each.
+        tensors: By name.
+        settings: What was saved beside the tensors.
+        ranks: By how many it was written, where files tell.
+        parts: Of a run, its checkpoints, the newest first.
+    """
+
+    path: str
+    kind: str = ""
+    faults: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tensors: dict[str, Held] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    ranks: int | None = None
+    parts: list[Diagnosis] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is damaged, of the parts neither."""
+        return not self.faults and all(part.whole for part in self.parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, with ``whole``, for `json.dumps`."""
+        return {**asdict(self), "whole": self.whole, "parts": [part.as_json() for part in self.parts]}
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Take a FileError for a fault."""
+        try:
+            yield
+        except FileError as error:
+            self.faults.append(str(error))
+
+
+def diagnose(path: Path, *, model: str | None = None) -> Diagnosis:
+    """Look at a run, a checkpoint, an exported model or a file of `torch.save`.
+
+    Args:
+        path: Where it is.
+        model: What it should load into, as ``muonmesh plan --model`` takes it; for a run, its own.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if path.is_dir() and ((path / "checkpoints").is_dir() or _is_run(path)):
+        return _run(path, model)
+    if found_at(path).is_dir():
+        found = _folder(path)
+    elif path.is_file():
+        found = _file(path)
+    else:
+        return Diagnosis(str(path), faults=[f"{path}: {kind_of(path)}; needed a folder or a file"])
+    if model is not None:
+        _compare(found, model, Settings.vocab, Settings.seq)
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        load_config(path)
+    except FileError:
+        return False
+    return True
+
+
+def _run(run: Path, model: str | None) -> Diagnosis:
+    found = Diagnosis(str(run), A_RUN)
+    settings: Settings | None = None
+    with found.noting():
+        settings = load_settings(run, out=str(run))
+        found.settings = load_config(run)
+    holder = holder_of(run / LOCK_FILE)
+    if holder is not None:
+        found.notes.append(f"process {holder} is training there")
+    found.notes += [f"it ended with: {failure}" for failure in read_failures(run)[:1]]
+    for name in ("muon", "adamw"):
+        directory = checkpoints_of(run, name)
+        for _, path in numbered(directory, STEP):
+            part = _folder(path)
+            if part.whole and settings is not None:
+                _compare(part, model or settings.model, settings.vocab, settings.seq)
+            found.parts.append(part)
+        left = [path.name for path in directory.glob(".*.writing")] if directory.is_dir() else []
+        found.notes += [
+            f"{directory / each}: left by a save that was cut off; the next one removes it" for each in left
+        ]
+    whole = [part for part in found.parts if part.whole]
+    if not found.parts:
+        found.notes.append("no checkpoint yet")
+    elif whole and holder is None:
+        found.notes.append(f"goes on with: muonmesh train --resume {run}")
+    return found
+
+
+def _folder(path: Path) -> Diagnosis:
+    """A checkpoint or an exported model, or neither."""
+    folder = found_at(path)
+    found = Diagnosis(str(path))
+    names = set(os.listdir(folder))
+    entries: dict[str, Entry] | None = None
+    with found.noting():
+        entries = read_manifest(folder)
+    told = set(entries or ())
+    data = sorted(name for name in names | told if DATA_FILE.fullmatch(name))
+    if METADATA_FILE in names | told or data:
+        settings = next((name for name in (SETTINGS_FILE, PROGRESS_FILE) if name in names | told), None)
+        found.kind = {SETTINGS_FILE: OURS, PROGRESS_FILE: OF_A_RUN, None: TORCHS}[settings]
+        found.ranks = max((int(name.split("_")[2]) + 1 for name in data), default=None)
+        if settings is not None:
+            with found.noting():
+                found.settings = read_json(folder / settings, needed="what was written there")
+    elif any(name.endswith(WEIGHTS) for name in names | told):
+        found.kind = EXPORTED
+    else:
+        found.faults = [f"{path}: found {_first(sorted(names)) or 'nothing'} in it; needed a checkpoint or a run"]
+        return found
+    if folder != path:
+        found.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
+    if entries is None and not found.faults:
+        found.notes.append(
+            f"no {MANIFEST_FILE}: bytes that have changed are noticed where they make something unreadable"
+        )
+    for name in entries or ():
+        with found.noting():
+            check_entries(folder, entries or {}, [name])
+    if found.kind == EXPORTED:
+        for name in sorted(names):
+            if name.endswith(WEIGHTS):
+                _weights(found, folder / name)
+    else:
+        _pieces(found, folder, entries)
+    return found
+
+
+def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None) -> None:
+    with found.noting():
+        metadata, others = survey(folder)
+        held: dict[str, Any] = metadata.state_dict_metadata
+        found.tensors = {name: _held(one.size, one.properties.dtype) for name, one in held.items()}
+        if others:
+            found.notes.append(
+                f"{len(others)} entries are no tensors, {others[0]} the first: torch would unpickle them, which can "
+                "run code. They are not looked into, and muonmesh loads no such checkpoint"
+            )
+        reader = CheckpointReader(folder, metadata)
+        if entries is not None:
+            reader.check_known(entries)
+        elif found.faults:
+            return
+        odd: dict[str, str] = {}
+
+        def note(name: str, tensor: Tensor) -> str:
+            if wrong := wrong_numbers(name, tensor):
+                odd.setdefault(name, wrong)
+            return ""
+
+        if not found.faults:
+            reader.check_tensors(share=0, of=1, wrong=note)
+        for name, wrong in odd.items():
+            refused = found.kind == OF_A_RUN or (found.kind == OURS and ".state." in name)
+            (found.faults if refused else found.notes).append(f"{name}: found {wrong}")
+
+
+def _file(path: Path) -> Diagnosis:
+    found = Diagnosis(str(path))
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(ARCHIVE))
+    except OSError as error:
+        found.faults.append(f"{path}: could not be read: {reason(error)}")
+        return found
+    if begin == ARCHIVE:
+        found.kind = SAVED
+        with found.noting():
+            found.tensors = dict(_inside(read_archive(path)))
+    elif path.suffix == WEIGHTS:
+        found.kind = EXPORTED
+        _weights(found, path)
+    else:
+        found.faults.append(
+            f"{path}: found what neither torch.save nor safetensors writes; needed a checkpoint. If torch before 1.6 "
+            "wrote it, it is a program, and is not opened"
+        )
+    return found
+
+
+def _weights(found: Diagnosis, path: Path) -> None:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                tensor = file.get_tensor(name)
+                found.tensors[name] = _held(tensor.shape, tensor.dtype)
+    except Exception as error:  # what damaged bytes make of the reader
+        found.faults.append(f"{path}: could not be read: {reason(error)}")
+
+
+def _inside(value: Any, name: str = "") -> Iterator[tuple[str, Held]]:
+    """The tensors in what was saved, by the path of keys to them."""
+    if isinstance(value, Tensor):
+        yield name, _held(value.shape, value.dtype)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _inside(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _inside(inner, f"{name}.{number}" if name else str(number))
+
+
+def _compare(found: Diagnosis, model: str, vocab: int, seq: int) -> None:
+    """Say which weights of a model are not there, or are otherwise."""
+    from muonmesh.cli.blueprint import blueprint
+
+    if found.kind == EXPORTED:
+        weights = {name: held.shape for name, held in found.tensors.items()}
+    else:
+        weights = {n.removeprefix("model."): held.shape for n, held in found.tensors.items() if n.startswith("model.")}
+    if not weights:
+        return
+    needed = {part.name: part.shape for part in blueprint(model, vocab=vocab, seq=seq)}
+    missing = [name for name in needed if name not in weights]
+    if missing:
+        found.misfits.append(f"{model} needs {_some(missing)}, which is not there")
+    other = [name for name in needed if name in weights and weights[name] != needed[name]]
+    if other:
+        first = other[0]
+        found.misfits.append(
+            f"{model} needs {_some(other)} of another shape: {first} is {weights[first]}, not {needed[first]}"
+        )
+    more = [name for name in weights if name not in needed]
+    if more:
+        found.misfits.append(f"{model} has no {_some(more)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _first(names: Sequence[str]) -> str:
+    return repr(names[0]) if names else ""
+
+
+def _held(shape: Sequence[int], dtype: torch.dtype) -> Held:
+    return Held(tuple(shape), str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize)
+
+
+def by_role(tensors: Mapping[str, Held], role: Callable[[str], str]) -> dict[str, list[Held]]:
+    """The tensors of each role, in the order in which the roles first appear."""
+    found: dict[str, list[Held]] = {}
+    for name, held in tensors.items():
+        found.setdefault(role(name), []).append(held)
+    return found

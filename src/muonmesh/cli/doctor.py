@@ -1,0 +1,132 @@
+"""Doctor: ``muonmesh doctor``: what a checkpoint or a run holds, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from muonmesh.cli.diagnosis import Diagnosis
+
+WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2
+
+
+def doctor(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A run of muonmesh train, a folder of muonmesh.checkpoint.save or of torch.distributed.checkpoint, a "
+            "file of torch.save, or an exported model.",
+            show_default=False,
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Say what would not load into this model, given as to muonmesh plan.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, each tensor by its name.")] = False,
+) -> None:
+    """Say what is in a checkpoint, whether it is whole, and what would not load where.
+
+    Nothing is executed, changed or loaded into a model, and the path needs no trust.
+
+    Exit code 0: whole. 1: damaged, or it does not fit --model. 2: no checkpoint.
+    """
+    from muonmesh.cli.diagnosis import diagnose
+    from muonmesh.cli.terminal import complain, make_console
+
+    try:
+        found = diagnose(path, model=model)
+    except ValueError as error:
+        raise SystemExit(complain("doctor", str(error), code=NO_CHECKPOINT)) from error
+    console = make_console()
+    if as_json:
+        console.print(json.dumps(found.as_json(), indent=1), soft_wrap=True, markup=False)
+    else:
+        print_diagnosis(console, found)
+    raise SystemExit(exit_code(found, asked=model is not None))
+
+
+def exit_code(found: Diagnosis, *, asked: bool) -> int:
+    """What scripts are told; ``asked`` is whether somebody wanted to know if it fits a model."""
+    if not found.kind:
+        return NO_CHECKPOINT
+    misfits = [*found.misfits, *(misfit for part in found.parts for misfit in part.misfits)]
+    return WHOLE if found.whole and not (asked and misfits) else DAMAGED
+
+
+def print_diagnosis(console: Console, found: Diagnosis) -> None:
+    """Print what was found in plain words, the tensors as a table."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, soft_wrap=True, markup=False)
+
+    if not found.kind:
+        say(found.faults[0])
+        return
+    say(f"{found.path}: {found.kind}, {_state(found)}", "bold")
+    for title, lines in (("damaged", found.faults), ("does not fit", found.misfits), ("note", found.notes)):
+        for line in lines:
+            say(f"  {title}: {line}", "red" if title == "damaged" else "")
+    if found.ranks is not None:
+        say(f"  written by {found.ranks} {'rank' if found.ranks == 1 else 'ranks'}; any number can load it")
+    for line in _settings(found.settings):
+        say(f"  {line}")
+    if found.tensors:
+        console.print(_table(found))
+    for part in found.parts:
+        print_diagnosis(console, part)
+
+
+def _state(found: Diagnosis) -> str:
+    damaged = [part for part in found.parts if not part.whole]
+    if damaged:
+        return f"{len(damaged)} of its {len(found.parts)} checkpoints damaged"
+    return "whole" if found.whole else "damaged"
+
+
+def _settings(settings: dict[str, Any]) -> list[str]:
+    """What the settings say, a line each: a run's, a checkpoint's of one, or the groups of an optimizer."""
+    lines = []
+    if isinstance(settings.get("step"), int):
+        lines.append(f"step {settings['step']}")
+    if isinstance(settings.get("environment"), dict):
+        names = ("model", "optimizer", "steps", "parallel", "ranks", "engine", "checkpoint_every", "keep")
+        lines.append(", ".join(f"{name} {settings[name]}" for name in names if name in settings))
+    groups = settings.get("groups")
+    for group in groups if isinstance(groups, list) else ():
+        if isinstance(group, dict):
+            rates = group.get("settings")
+            lr = f", lr {rates['lr']}" if isinstance(rates, dict) and "lr" in rates else ""
+            lines.append(f"group {group.get('name')}: {group.get('algorithm')}{lr}")
+    return lines
+
+
+def _role(name: str) -> str:
+    """What a tensor is, by its name: a model's weights, or one kind of state that an optimizer keeps."""
+    before, state, after = name.partition("state.")
+    if state and (not before or before.endswith(".")):
+        return f"state: {after.rsplit('.', 1)[-1]}"
+    return name.partition(".")[0] if name.startswith(("model.", "optimizer.")) else "weights"
+
+
+def _table(found: Diagnosis) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from muonmesh.cli.diagnosis import by_role
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(("", "tensors", "numbers", "dtypes", "MB")):
+        table.add_column(heading, justify="left" if number in (0, 3) else "right", overflow="fold")
+    for role, held in by_role(found.tensors, _role).items():
+        numbers = sum(math.prod(one.shape) for one in held)
+        dtypes = ", ".join(sorted({one.dtype for one in held}))
+        table.add_row(role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.size for one in held) / 1e6:,.2f}")
+    return table

@@ -1,0 +1,124 @@
+"""Run: elements of a matrix that follow each other in the memory order of their parameter, in blocks of 256.
+
+Momentum in int8 has one scale for each block (`muonmesh.step.blocks`). Blocks are counted along the matrix, in the
+direction in which the parameter is stored, so no way of holding the parameter changes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from muonmesh.layout.flat import FlatShards
+from muonmesh.layout.layout import Layout, MeshLayout, Replicate
+from muonmesh.layout.matrix import Matrix
+from muonmesh.layout.region import Piece, row_major
+from muonmesh.layout.routes import pieces
+
+BLOCK = 256
+"""Elements of a block; the last block of a line may be shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The same consecutive elements of consecutive lines of a matrix; a line lies along the last dim of the parameter.
+
+    Attributes:
+        line: The first line.
+        lines: How many.
+        first: The first element in each of them.
+        width: How many.
+        start: Where the first element of the first line lies in the storage.
+        strides: From line to line and from element to element there.
+        place: Where it lies in the piece that the run is a part of, read as a contiguous array.
+        places: From line to line and from element to element there.
+    """
+
+    line: int
+    lines: int
+    first: int
+    width: int
+    start: int
+    strides: tuple[int, int]
+    place: int
+    places: tuple[int, int]
+
+    @property
+    def blocks(self) -> range:
+        """The numbers of the blocks of a line that it has elements of."""
+        return range(self.first // BLOCK, -(-(self.first + self.width) // BLOCK))
+
+
+def grid_of(matrix: Matrix) -> tuple[int, int]:
+    """Return how many lines a matrix has, and how many elements each of them."""
+    short, long = matrix.shape
+    return (short, long) if _along_rows(matrix) else (long, short)
+
+
+def runs_of(matrix: Matrix, piece: Piece) -> tuple[Run, ...]:
+    """Return the runs that a piece of a matrix consists of: one, unless a convolution's kernel or channels are cut."""
+    long = matrix.shape[1]
+    rows, cols = divmod(piece.matrix_start, long)
+    along_rows = _along_rows(matrix)
+    line, first = (rows, cols) if along_rows else (cols, rows)
+    places = row_major(piece.shape)
+    # (size, stride in the matrix, in the storage, in the piece) of the dims along a line, and of the one across lines.
+    along, across = list[tuple[int, int, int, int]](), (1, 0, 0, 0)
+    for size, stride, stored, place in zip(
+        piece.shape, piece.matrix_strides, piece.storage_strides, places, strict=True
+    ):
+        if size > 1:
+            if (stride < long) == along_rows:
+                along.append((size, stride if along_rows else stride // long, stored, place))
+            else:
+                across = (size, stride, stored, place)
+    width, step, place_step = 1, 1, 1
+    while along:  # dims that follow each other in the matrix and in memory are one
+        size, stride, stored, place = along[-1]
+        if width > 1 and (stride, stored, place) != (width, width * step, width * place_step):
+            break
+        if width == 1:
+            if stride != 1:
+                break
+            step, place_step = stored, place
+        width *= size
+        along.pop()
+    found = []
+    for at in itertools.product(*(range(size) for size, *_ in along)):
+        moved = [sum(k * dim[number] for k, dim in zip(at, along, strict=True)) for number in (1, 2, 3)]
+        start, place = piece.storage_start + moved[1], moved[2]
+        strides, here = (across[2], step), (across[3], place_step)
+        found.append(Run(line, across[0], first + moved[0], width, start, strides, place, here))
+    return tuple(found)
+
+
+def shares_blocks(layout: Layout, matrix: Matrix) -> bool:
+    """Whether some block of a matrix may have elements in several pieces, of one rank or of several.
+
+    The same on every rank. Said of all flat shards, whose borders may lie anywhere.
+    """
+    if isinstance(layout, FlatShards):
+        return len(layout.ranks) > 1 or _cuts(matrix, pieces(layout, layout.ranks[0], matrix))
+    if isinstance(layout, MeshLayout):
+        # Of a convolution all dims but the first lie along a line, of a stack only the last.
+        lowest = 1 if matrix.blocks[0].strides[0] else len(layout.shape) - 1
+        if all(isinstance(placement, Replicate) or placement.dim < lowest for placement in layout.placements):
+            return _cuts(matrix, pieces(MeshLayout.replicated(layout.shape, (0,)), 0, matrix))
+    return any(_cuts(matrix, pieces(layout, rank, matrix)) for rank in layout.ranks)
+
+
+def _cuts(matrix: Matrix, some: Iterable[Piece]) -> bool:
+    length = grid_of(matrix)[1]
+    for piece in some:
+        for run in runs_of(matrix, piece):
+            end = run.first + run.width
+            if run.first % BLOCK or (end % BLOCK and end != length):
+                return True
+    return False
+
+
+def _along_rows(matrix: Matrix) -> bool:
+    """Whether the last dim of the parameter lies along the rows of the assembled matrix."""
+    return matrix.blocks[0].strides[-1] < matrix.shape[1] or math.prod(matrix.shape) == 1

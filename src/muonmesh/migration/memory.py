@@ -1,0 +1,97 @@
+"""Memory: what another optimizer keeps of a parameter from one step to the next, and what that is with us."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonmesh.errors import StateError, explain_error
+
+
+class Remembered(NamedTuple):
+    """What is kept of one parameter, by our keys.
+
+    Attributes:
+        algorithm: "muon" or "adamw": whose state it is.
+        state: "momentum_buffer", an average, for Muon; "exp_avg", "exp_avg_sq" and "step", 0-d fp32, for AdamW. Tensors
+            have the shape in which the other optimizer keeps them.
+    """
+
+    algorithm: str
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one package keeps of a parameter.
+
+    A sum of gradients ``M ← μM + g`` is 1/(1 − μ) times the average ``m ← μm + (1 − μ)g`` of the same gradients, and
+    so are the directions that are made of them with Nesterov, ``g + μM`` and ``(1 − μ)g + μm``. So a sum times 1 − μ is
+    the average after which all further steps are the same.
+
+    Attributes:
+        momentum: Its key of a matrix's momentum.
+        sums: Whether that is a sum of gradients and not an average.
+        factor: The key of its groups for μ.
+        first: Its key of AdamW's first moment.
+        second: Its key of AdamW's second moment.
+        count: Its key of AdamW's count of steps; where that is missing, "step" of the group is read.
+        beside: Keys that change no step of Muon: counts, and what follows from the shape.
+    """
+
+    momentum: str = "momentum_buffer"
+    sums: bool = False
+    factor: str = "momentum"
+    first: str = "exp_avg"
+    second: str = "exp_avg_sq"
+    count: str = "step"
+    beside: frozenset[str] = frozenset({"step"})
+
+    def read(self, name: str, group: Mapping[str, Any], entry: Mapping[str, Any]) -> Remembered:
+        """Return what is kept of one parameter.
+
+        Args:
+            name: Of the parameter, for messages.
+            group: The saved group that it is in.
+            entry: Its saved state.
+
+        Raises:
+            StateError: something is missing, or is there that no step of Muon or AdamW leaves.
+        """
+        is_adamw = self.second in entry
+        needed = (self.first, self.second) if is_adamw else (self.momentum,)
+        missing = [key for key in needed if not isinstance(entry.get(key), Tensor)]
+        if missing:
+            found = f"state {sorted(map(str, entry))}" if entry else "no state"
+            wanted = f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, as tensors"
+            write = "Save the state after a step in which it had a gradient, on the rank that has it"
+            raise StateError(explain_error(name, found, wanted, write))
+        strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, *((self.count,) if is_adamw else ())}))
+        if strangers:
+            found = f"{strangers[0]!r} in its state, which belongs to another rule"
+            write = "Begin without that state: train on with a new optimizer, its settings from convert_settings"
+            raise StateError(explain_error(name, found, f"{', '.join(needed)} and a count of steps alone", write))
+        if not is_adamw:
+            momentum = entry[self.momentum].detach()
+            return Remembered("muon", {"momentum_buffer": self._average(name, group, momentum)})
+        count = entry.get(self.count, group.get("step"))
+        if isinstance(count, bool) or not isinstance(count, int | float | Tensor):
+            found = "no count of AdamW's steps"
+            wanted = f"{self.count!r} in its state or 'step' in its group, for the bias correction"
+            raise StateError(explain_error(name, found, wanted, f'Write state["{self.count}"] = the number of steps'))
+        step = torch.as_tensor(count, dtype=torch.float32).detach().reshape(()).clone()
+        state = {"step": step, "exp_avg": entry[self.first].detach(), "exp_avg_sq": entry[self.second].detach()}
+        return Remembered("adamw", state)
+
+    def _average(self, name: str, group: Mapping[str, Any], momentum: Tensor) -> Tensor:
+        if not self.sums:
+            return momentum
+        factor = group.get(self.factor)
+        if isinstance(factor, bool) or not isinstance(factor, int | float | Tensor) or not 0 <= float(factor) < 1:
+            found, needed = f"{self.factor} {factor!r} in its group", "μ in [0, 1), by which gradients were summed"
+            raise StateError(explain_error(name, found, needed, f'Write group["{self.factor}"] = 0.95, or what it was'))
+        return momentum.to(torch.promote_types(momentum.dtype, torch.float32)) * (1 - float(factor))

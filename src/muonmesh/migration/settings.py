@@ -1,0 +1,73 @@
+"""Settings: what another optimizer's settings are called with us, and how large they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from torch.optim import Optimizer
+
+from muonmesh.errors import explain_error
+from muonmesh.migration.package import Halves, Settings
+from muonmesh.migration.packages import PACKAGES, PackageName, groups_of
+
+
+def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **settings: Any) -> Settings:
+    """Return our settings for a step like that of another optimizer.
+
+    ``from_model(model, **convert_settings(...))`` takes them: those of Muon's half, and under ``"adamw"`` those of
+    AdamW's half where the source says anything about it. Settings of one half alone are also keys of a group and
+    arguments of `Muon`. What differs between the packages beyond names, and which step is exactly the same, is told in
+    docs/migrating.md.
+
+    Args:
+        source: An optimizer of torch's AdamW, Adam or Muon, KellerJordan's, dion's, DeepSpeed's or muonium's; or
+            Megatron-Core's ``OptimizerConfig``; or the name of a package. A learning rate that a scheduler has changed
+            counts as it was before.
+        rest: After an optimizer, the one that steps the rest of the model, such as AdamW beside torch's Muon. After a
+            name, param groups as that package takes them.
+        settings: After a name, what that package's constructor takes (DeepSpeed: the "params" of the configuration's
+            optimizer; Megatron: fields of ``OptimizerConfig``). What is left out is that package's default.
+
+    Returns:
+        A plain dict. Betas and ε are ``adamw_betas`` and ``adamw_eps``. Vectors never decay with `from_model`.
+
+    Raises:
+        TypeError: ``source`` is of no known package, or an optimizer that does not keep its settings.
+        ValueError: a setting is unknown, has no counterpart, or differs between groups of one half.
+    """
+    if isinstance(source, str):
+        if source not in PACKAGES:
+            needed = "one of " + ", ".join(map(repr, get_args(PackageName)))
+            raise ValueError(explain_error("source", f"{source!r}", needed, 'Write convert_settings("torch", lr=0.02)'))
+        for group in rest:
+            if not isinstance(group, Mapping):
+                needed = f"param groups as {source} takes them"
+                raise TypeError(explain_error("rest", f"{type(group).__name__}", needed, "Write a dict"))
+        return _merged(source, [PACKAGES[source].read_group({**settings, **group}) for group in rest or ({},)], source)
+    if settings:
+        found = f"settings beside an optimizer: {', '.join(settings)}"
+        raise ValueError(explain_error("settings", found, "either", "Change what convert_settings returns"))
+    owned = [groups_of(optimizer) for optimizer in (source, *rest)]
+    halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
+    return _merged(type(source).__name__, halves, owned[0][0])
+
+
+def _merged(where: str, groups: Sequence[Halves], name: str) -> Settings:
+    """Return the settings of both halves as arguments of `from_model`."""
+    muon = _agreed(f"{where}'s Muon groups", [halves["muon"] for halves in groups if "muon" in halves], name)
+    adamw = _agreed(f"{where}'s AdamW groups", [halves["adamw"] for halves in groups if "adamw" in halves], name)
+    return {**muon, "adamw": adamw} if muon and adamw else muon or adamw
+
+
+def _agreed(where: str, groups: list[Settings], name: str) -> Settings:
+    """Return the one set of settings that all groups of a half have."""
+    decaying = [group for group in groups if not group.pop("exempt", False)]
+    groups = decaying or groups  # vectors that do not decay: so they are with us, whatever the other groups say
+    for key in groups[0] if groups else ():
+        values = {str(group.get(key)): None for group in groups}
+        if len(values) > 1:
+            found, needed = f"{key} {' and '.join(values)}", "one for all of them"
+            write = 'Convert each group by itself: {"params": group["params"], "algorithm": "muon" or "adamw", '
+            raise ValueError(explain_error(where, found, needed, f'{write}**convert_settings("{name}", group)}}'))
+    return groups[0] if groups else {}

@@ -1,0 +1,233 @@
+"""Blocks: momentum in int8, with one fp32 scale for every 256 elements that follow each other in a line of a matrix.
+
+The scale is the largest magnitude of the *whole* block. Where ranks hold parts of a block, they agree on it in one
+reduction by maximum, which no order changes, before they write; so codes and scales are the same however a matrix is
+held (docs/decisions/0017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.storage import local_of
+from muonmesh.errors import StateError, explain_error
+from muonmesh.layout import Piece, Plan
+from muonmesh.layout.runs import BLOCK, Run, grid_of, runs_of, shares_blocks
+from muonmesh.numerics import blockwise
+
+SCALE = "_scale"
+"""What is added to a key of the state for the scales beside it."""
+
+
+class _Grid(NamedTuple):
+    """The blocks of one matrix that a rank has scales of: those of ``lines`` lines, ``blocks`` of each.
+
+    Attributes:
+        line, block: The first of them.
+        start: Where their scales begin in the scales of the tensor.
+    """
+
+    line: int
+    block: int
+    lines: int
+    blocks: int
+    start: int
+
+    def of(self, scales: Tensor, run: Run) -> Tensor:
+        """Return the scales of the blocks of a run, a view."""
+        grid = scales[self.start : self.start + self.lines * self.blocks].view(self.lines, self.blocks)
+        line, block = run.line - self.line, run.blocks.start - self.block
+        return grid[line : line + run.lines, block : block + len(run.blocks)]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which blocks the momentum of a plan has, and where their scales lie on this rank.
+
+    Attributes:
+        plan: Whose matrices.
+        holdings: For each matrix the pieces whose momentum is stored here.
+        matrices_of: For each tensor the numbers of its matrices, in order.
+        device: Where they are.
+    """
+
+    plan: Plan
+    holdings: tuple[tuple[Piece, ...], ...]
+    matrices_of: Mapping[Tensor, tuple[int, ...]]
+    device: torch.device
+
+    @cached_property
+    def codes(self) -> blockwise.Codes:
+        """What codes stand for, on the device."""
+        return blockwise.Codes.on(self.device)
+
+    @cached_property
+    def shared(self) -> dict[int, _Grid]:
+        """The matrices that have blocks in several pieces, and the place of *all* their blocks in one vector.
+
+        The same on every rank. Layouts in which every rank stores whole blocks have none.
+        """
+        found, start = dict[int, _Grid](), 0
+        for number, assignment in enumerate(self.plan.assignments):
+            if shares_blocks(self.plan.parameters[assignment.parameter].momentum_storage, assignment.matrix):
+                lines, length = grid_of(assignment.matrix)
+                blocks = -(-length // BLOCK)
+                found[number] = _Grid(0, 0, lines, blocks, start)
+                start += lines * blocks
+        return found
+
+    @cached_property
+    def count(self) -> int:
+        """How many blocks the ranks agree on in a step."""
+        return sum(grid.lines * grid.blocks for grid in self.shared.values())
+
+    @cached_property
+    def _here(self) -> tuple[dict[int, _Grid], dict[Tensor, int]]:
+        """The grid of each matrix that this rank stores some of, and how many scales each tensor has here."""
+        grids, sizes = dict[int, _Grid](), dict[Tensor, int]()
+        for tensor, numbers in self.matrices_of.items():
+            start = 0
+            for number in numbers:
+                runs = [run for piece in self.holdings[number] for run in self.runs(number, piece)]
+                if runs:
+                    line, block = min(run.line for run in runs), min(run.blocks.start for run in runs)
+                    lines = max(run.line + run.lines for run in runs) - line
+                    blocks = max(run.blocks.stop for run in runs) - block
+                    grids[number] = _Grid(line, block, lines, blocks, start)
+                    start += lines * blocks
+            sizes[tensor] = start
+        return grids, sizes
+
+    def grid(self, number: int) -> _Grid:
+        """Return the grid of a matrix that this rank stores some of."""
+        return self._here[0][number]
+
+    def size(self, tensor: Tensor) -> int:
+        """Return how many scales a tensor has on this rank."""
+        return self._here[1][tensor]
+
+    def runs(self, number: int, piece: Piece) -> tuple[Run, ...]:
+        """Return the runs of a piece of a matrix."""
+        return runs_of(self.plan.assignments[number].matrix, piece)
+
+    def wide(self, name: str, tensor: Tensor, key: str, state: Mapping[str, Any]) -> Tensor:
+        """Return what is kept of a tensor under a key in fp32, in the shape of what this rank stores of it.
+
+        Raises:
+            StateError: the scales are not those of what this rank stores.
+        """
+        held = local_of(state[key])
+        if held.dtype != torch.int8:
+            return held
+        momentum = Momentum.of(self, name, tensor, key, held, dict(state))
+        found = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
+        for number in self.matrices_of[tensor]:
+            for piece in self.holdings[number]:
+                found.as_strided(piece.shape, piece.storage_strides, piece.storage_start).copy_(
+                    momentum.read(number, piece)
+                )
+        return found
+
+
+@dataclass
+class Momentum:
+    """What is kept as "momentum" under one key of one tensor, on this rank.
+
+    Attributes:
+        blocks: Of the plan.
+        codes: int8, contiguous, in the shape of what is stored.
+        scales: fp32 (`Blocks.size`,).
+        loaded: In the same shape, fp32 or another dtype: momentum that has been loaded and is encoded in this step.
+        encoded: The matrices of it that have been.
+    """
+
+    blocks: Blocks
+    codes: Tensor
+    scales: Tensor
+    loaded: Tensor | None = None
+    encoded: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def of(blocks: Blocks, name: str, tensor: Tensor, key: str, held: Tensor, state: dict[str, Any]) -> Momentum:
+        """Take a key of a parameter's state; the scales are created where they are missing.
+
+        Args:
+            blocks: Of the plan.
+            name: Of the parameter, for messages.
+            tensor: The parameter.
+            key: What the rule keeps.
+            held: The local part of the state under the key.
+            state: All of it, written.
+
+        Raises:
+            StateError: the scales are not those of what this rank stores.
+        """
+        size, loaded = blocks.size(tensor), None
+        if held.dtype != torch.int8:
+            held, loaded = torch.zeros(held.shape, dtype=torch.int8, device=held.device), held
+            state.pop(key + SCALE, None)
+        if key + SCALE not in state:
+            state[key + SCALE] = torch.zeros(size, dtype=torch.float32, device=held.device)
+        scales: Tensor = state[key + SCALE]
+        if scales.numel() != size:
+            found, needed = f"{scales.numel()} scales of {key}", f"{size}, one for each block that this rank stores"
+            write = "Load the state again, since the parameter was resharded or split otherwise after a step"
+            raise StateError(explain_error(name, found, needed, write))
+        return Momentum(blocks, held, scales, loaded)
+
+    def read(self, number: int, piece: Piece) -> Tensor:
+        """Return the momentum of a piece of a matrix, or of a part of one, fp32 in its shape, contiguous."""
+        if self.loaded is not None and number not in self.encoded:
+            start = self.loaded.storage_offset() + piece.storage_start
+            view = self.loaded.as_strided(piece.shape, piece.storage_strides, start)
+            return view.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        found = torch.empty(piece.shape, dtype=torch.float32, device=self.codes.device)
+        for run, place in self._runs(number, piece, found):
+            scales = self.blocks.grid(number).of(self.scales, run)
+            place.copy_(blockwise.decode(self._codes(run), scales, self.blocks.codes, first=run.first, size=BLOCK))
+        return found
+
+    def measure(self, number: int, piece: Piece, values: Tensor, into: Tensor) -> None:
+        """Write the largest magnitude in each block of values into the vector of those that ranks agree on.
+
+        As int32: the bits of a number that is not negative are in the order of the numbers, with NaN above all.
+        """
+        for run, place in self._runs(number, piece, values):
+            told = blockwise.largest(place, first=run.first, size=BLOCK).view(torch.int32)
+            mine = self.blocks.shared[number].of(into, run)
+            torch.maximum(mine, told, out=mine)
+
+    def write(self, number: int, piece: Piece, values: Tensor, agreed: Tensor | None) -> None:
+        """Keep the momentum of a whole piece of a matrix.
+
+        Args:
+            number: The matrix.
+            piece: One of the holdings.
+            values: Its momentum, as `read` returns it.
+            agreed: What the ranks have agreed on, if blocks of the matrix are shared.
+        """
+        shared = self.blocks.shared.get(number)
+        self.encoded.add(number)
+        for run, place in self._runs(number, piece, values):
+            scales = self.blocks.grid(number).of(self.scales, run)
+            if shared is None:
+                scales.copy_(blockwise.largest(place, first=run.first, size=BLOCK))
+            else:
+                assert agreed is not None
+                scales.copy_(shared.of(agreed, run).view(torch.float32))
+            self._codes(run).copy_(blockwise.encode(place, scales, self.blocks.codes, first=run.first, size=BLOCK))
+
+    def _codes(self, run: Run) -> Tensor:
+        return self.codes.as_strided((run.lines, run.width), run.strides, self.codes.storage_offset() + run.start)
+
+    def _runs(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[Run, Tensor]]:
+        """Yield the runs of a piece with their elements of a contiguous tensor of its shape, (lines, width)."""
+        for run in self.blocks.runs(number, piece):
+            start = values.storage_offset() + run.place
+            yield run, values.as_strided((run.lines, run.width), run.places, start)

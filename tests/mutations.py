@@ -1,0 +1,132 @@
+"""Mutations: what happens to files on disks and at the hands of people, drawn from a seed.
+
+Every mutation is a function of its number: `mutate(folder, names, outside, number)` does the same in every process, so
+a number in a message is all that is needed to see it again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+QUICK, MANY = 60, 2000
+"""Mutations of a format in `make test` and in `make soak`."""
+
+
+class Acts:
+    """Pickled, a program that makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def _flip(content: bytearray, draw: random.Random) -> None:
+    for _ in range(draw.choice((1, 1, 2, 8))):
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+
+
+def _cut(content: bytearray, draw: random.Random) -> None:
+    del content[draw.randrange(len(content)) :]
+
+
+def _grow(content: bytearray, draw: random.Random) -> None:
+    content.extend(draw.randbytes(draw.choice((1, 64, 5000))))
+
+
+def _blank(content: bytearray, draw: random.Random) -> None:
+    begin = draw.randrange(len(content))
+    end = min(len(content), begin + draw.choice((1, 16, 512)))
+    content[begin:end] = bytes(end - begin)
+
+
+def _exchange_parts(content: bytearray, draw: random.Random) -> None:
+    size = max(1, min(draw.choice((1, 8, 64, 512)), len(content) // 2))
+    one, other = (draw.randrange(len(content) - size + 1) for _ in range(2))
+    part = bytes(content[one : one + size])
+    content[one : one + size] = content[other : other + size]
+    content[other : other + size] = part
+
+
+def _drop_part(content: bytearray, draw: random.Random) -> None:
+    begin = draw.randrange(len(content))
+    del content[begin : begin + draw.choice((1, 8, 64))]
+
+
+def _escape(content: bytearray, draw: random.Random) -> None:
+    """Names of files become names elsewhere, as long as they were so that what tells lengths stays true."""
+    for name in (b"__0_0.distcp", b"__1_0.distcp", b"settings.json", b"model.safetensors"):
+        there = draw.choice((b"../", b"/etc/", b"a/../", b"\x00"))
+        content[:] = content.replace(name, (there + name)[: len(name)])
+
+
+BYTES: tuple[Callable[[bytearray, random.Random], None], ...] = (
+    *(_flip, _flip, _flip, _cut, _grow, _blank, _exchange_parts, _drop_part, _escape),
+)
+
+
+def mutate_file(path: Path, draw: random.Random) -> str:
+    """Change a file's bytes and say how."""
+    content, how = bytearray(path.read_bytes()), draw.choice(BYTES)
+    how(content, draw)
+    path.write_bytes(bytes(content))
+    return f"{how.__name__.strip('_')} {path.name}"
+
+
+def mutate(folder: Path, names: Sequence[str], outside: Path, number: int) -> str:
+    """Do number ``number`` to one or two of these files of a folder, and say what.
+
+    Args:
+        folder: Where they are.
+        names: Which may be changed.
+        outside: A folder for what is moved away; its `mark` is made by what should not have run.
+        number: Which mutation.
+    """
+    draw = random.Random(number)
+    path, other = (folder / draw.choice(sorted(names)) for _ in range(2))
+    away = outside / f"{number}-{path.name}"
+    match draw.randrange(14):
+        case 0:
+            path.unlink()
+            return f"no {path.name}"
+        case 1:
+            path.rename(away)
+            path.symlink_to(draw.choice((away, outside / "nothing", Path("..") / path.name, path)))
+            return f"a link for {path.name}"
+        case 2:
+            os.link(path, away)  # the same file by two names
+            return f"a second name of {path.name}"
+        case 3:
+            content = path.read_bytes()
+            path.write_bytes(other.read_bytes())
+            other.write_bytes(content)
+            return f"{path.name} and {other.name} exchanged"
+        case 4 if path != other:
+            path.unlink()
+            os.link(other, path)
+            return f"{other.name} for {path.name}"
+        case 5:
+            path.unlink()
+            draw.choice((path.mkdir, lambda: os.mkfifo(path)))()
+            return f"a folder or a pipe for {path.name}"
+        case 6:
+            acting = io.BytesIO()
+            torch.save(Acts(outside / "mark"), acting)
+            path.write_bytes(draw.choice((pickle.dumps(Acts(outside / "mark")), acting.getvalue())))
+            return f"a program for {path.name}"
+        case 7:
+            shutil.copy(path, away)
+            path.write_bytes(draw.choice((b"", b"\n", b"{}", draw.randbytes(300))))
+            return f"something else for {path.name}"
+        case _:
+            return mutate_file(path, draw)

@@ -1,0 +1,302 @@
+"""checkpoint.convert: the next step from another optimizer's state is the one that it would have taken.
+
+torch's own Muon and AdamW run here, and so does DeepSpeed's Muon without its engine; the steps of other packages are
+restated in fp64 in `tests/peers.py`. The packages themselves run in `tests/hosts/test_migrating.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muonmesh as mm
+from muonmesh.checkpoint import convert
+from tests import peers
+
+EXACT: dict[str, Any] = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(10, 12, dtype=dtype)
+        self.up = nn.Linear(12, 20, dtype=dtype)
+        self.mid = nn.Linear(20, 20, bias=False, dtype=dtype)
+        self.head = nn.Linear(20, 10, dtype=dtype)
+
+
+MATRICES = ("up.weight", "mid.weight")
+REST = ("embedding.weight", "up.bias", "head.weight", "head.bias")
+
+
+def give(model: nn.Module, seed: int) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = random(*parameter.shape, seed=100 * seed + number).to(parameter.dtype)
+
+
+def apart(ours: nn.Module, theirs: nn.Module, start: dict[str, Tensor]) -> dict[str, float]:
+    """The distance of two ends, relative to the way from the start."""
+    end = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    return {
+        name: float((mine.detach() - end[name]).norm() / (end[name] - start[name]).norm())
+        for name, mine in ours.named_parameters()
+    }
+
+
+def named(model: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if name in names]
+
+
+def copied(model: nn.Module) -> Any:
+    fresh = Net(next(model.parameters()).dtype)
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+# ------------------------------------------------------------------ torch itself
+
+
+def torch_pair(model: nn.Module) -> list[torch.optim.Optimizer]:
+    muon = torch.optim.Muon(named(model, MATRICES), lr=0.02, momentum=0.8, weight_decay=0.1)
+    return [muon, torch.optim.AdamW(named(model, REST), lr=0.003, betas=(0.8, 0.9), weight_decay=0.0)]
+
+
+@pytest.mark.parametrize("how", ["optimizers", "state dicts", "files"])
+def test_torch_s_muon_and_adamw_go_on_here(how: str, tmp_path: Path) -> None:
+    """In bf16, in which torch's Muon computes; without the state the next step would end half a step elsewhere."""
+    theirs = Net(torch.float32)
+    optimizers = torch_pair(theirs)
+    for seed in range(3):
+        give(theirs, seed)
+        for optimizer in optimizers:
+            optimizer.step()
+    model = copied(theirs)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ours = mm.from_model(model, **mm.convert_settings(*optimizers))
+    sources: list[Any] = [*optimizers] if how == "optimizers" else [each.state_dict() for each in optimizers]
+    if how == "files":
+        for number, state in enumerate(sources):
+            torch.save(state, tmp_path / f"{number}.pt")
+        sources = [tmp_path / f"{number}.pt" for number in range(2)]
+    ours.load_state_dict(convert(sources, ours))
+    for network in (model, theirs):
+        give(network, 3)
+    for optimizer in (ours, *optimizers):
+        optimizer.step()
+    found = apart(model, theirs, start)
+    assert [found[name] for name in REST] == [0.0] * 4  # AdamW's half is torch's own, bit for bit
+    assert max(found[name] for name in MATRICES) < 0.03, found
+    # The same from the model alone, whose groups are those of from_model.
+    again = mm.from_model(copied(theirs))
+    again.load_state_dict(
+        convert(sources[::-1] if how != "optimizers" else [o.state_dict() for o in optimizers], theirs)
+    )
+    assert again.state_dict()["state"].keys() == ours.state_dict()["state"].keys()
+
+
+# ------------------------------------------------------------------ the others, by their formulas
+
+Walk = tuple[str, Callable[..., peers.Step], dict[str, Any], dict[str, Any], dict[str, Any]]
+SUMMED: dict[str, Any] = {"momentum": "sum"}
+DION = {"lr": 0.02, "mu": 0.9, "weight_decay": 0.1, "nesterov": True, "adjust_lr": "rms_norm", "cautious_wd": False}
+MUONIUM = {"lr": 0.02, "wd": 0.0, "momentum": 0.9, "nesterov": False, "ns_steps": 5, "use_cautious_wd": False}
+EMERGING = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "coefficient_type": "quintic"}
+EMERGING |= {"num_ns_steps": 5, "scale_mode": "spectral", "extra_scale_factor": 0.2}
+JORDAN = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+PEERS: dict[str, Walk] = {
+    "keller_jordan": ("keller_jordan", peers.keller_jordan, JORDAN, {"use_muon": True}, {}),
+    "keller_jordan that sums": ("keller_jordan", peers.keller_jordan, JORDAN, {"use_muon": True}, SUMMED),
+    "dion": ("dion", peers.dion, {**DION, "use_polar_express": True}, {"mu": 0.9, "algorithm": "muon"}, {}),
+    "muonium": (
+        "muonium",
+        peers.muonium,
+        {**MUONIUM, "orthogonalization_strategy": "polar_express"},
+        {"wd": 0.0, "momentum": 0.9, "algorithm": "muon"},
+        {},
+    ),
+    "emerging_optimizers": (
+        "emerging_optimizers",
+        peers.emerging_optimizers,
+        EMERGING,
+        {"momentum": 0.9, "weight_decay_method": "decoupled"},
+        {},
+    ),
+    "megatron": ("emerging_optimizers", peers.emerging_optimizers, EMERGING, {"is_expert_parallel": False}, {}),
+}
+ADAMW = {"lr": 0.003, "betas": (0.8, 0.9), "eps": 1e-9, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_the_next_step_is_theirs(name: str) -> None:
+    """Three steps by their formulas in fp64, their state as they save it, and one more step by each."""
+    package, peer, settings, marks, how = PEERS[name]
+    theirs = Net()
+    ends = {key: parameter.detach().clone() for key, parameter in theirs.named_parameters()}
+    memories: dict[str, dict[str, Any]] = {key: {} for key in ends}
+    steps = {key: peer(**settings) if key in MATRICES else peers.adam_half(**ADAMW) for key in ends}
+
+    def walk(seed: int) -> None:
+        give(theirs, seed)
+        for key, parameter in theirs.named_parameters():
+            ends[key] = steps[key](ends[key], parameter.grad, memories[key])
+
+    for seed in range(3):
+        walk(seed)
+    summed = {"m": 1 / (1 - 0.9) if how else 1.0}["m"]  # that version's formula is the same, but for what it stores
+    state: dict[int, dict[str, Any]] = {}
+    for number, key in enumerate([*MATRICES, *REST]):
+        memory = memories[key]
+        if key in MATRICES:
+            state[number] = {"momentum" if name == "dion" else "momentum_buffer": memory["m"] * summed}
+        else:
+            first, second = ("momentum", "variance") if name == "dion" else ("exp_avg", "exp_avg_sq")
+            state[number] = {first: memory["adamw"]["exp_avg"], second: memory["adamw"]["exp_avg_sq"]}
+            if name not in ("dion", "megatron"):
+                state[number]["step"] = 3
+            if name == "dion":  # newer ones count on the device too
+                state[number]["step_dev"] = torch.tensor(3.0)
+        if name == "muonium" and key in MATRICES:
+            state[number] |= {"step": torch.tensor(3.0), "lr_ratio": torch.tensor(1.0)}
+    counted = {"step": 3} if name in ("dion", "megatron") else {}
+    groups = [
+        {"params": [0, 1], **JORDAN, **marks, **counted},
+        {"params": [2, 3, 4, 5], **ADAMW, **{key: marks[key] for key in marks if key != "momentum"}, **counted},
+    ]
+    groups[1] |= {"use_muon": False} if "use_muon" in marks else {}
+    saved: Any = {"state": state, "param_groups": groups}
+    if name == "megatron":  # one state dict for each half, wrapped where weights are half precision
+        halves = [{"state": {n: state[n] for n in g["params"]}, "param_groups": [g]} for g in groups]
+        saved = [{"optimizer": halves[0], "grad_scaler": {}}, halves[1]]
+    model = Net()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(ends[key])
+    start = {key: value.clone() for key, value in ends.items()}
+    rules = mm.convert_settings(package, **settings)  # type: ignore[arg-type]
+    rest = mm.convert_settings("adamw", **{**ADAMW})
+    ours = mm.from_model(model, **{**rules, "adamw": rest}, **EXACT)
+    ours.load_state_dict(convert(saved, ours, params=[MATRICES, REST], **how))
+    walk(3)
+    give(model, 3)
+    ours.step()
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            parameter.copy_(ends[key])
+    assert max(apart(model, theirs, start).values()) < 1e-5
+
+
+# ------------------------------------------------------------------ names, order, ranks
+
+
+def jordan_state(model: nn.Module, order: list[str], held: set[str]) -> dict[str, Any]:
+    """What one rank of KellerJordan's distributed MuonWithAuxAdam saves: the momentum of some matrices."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    state: dict[int, dict[str, Any]] = {}
+    for number, name in enumerate([*order, *REST]):
+        if name in held:
+            state[number] = {"momentum_buffer": random(*shapes[name], seed=7 + MATRICES.index(name))}
+        elif name in REST:
+            state[number] = {"exp_avg": random(*shapes[name]), "exp_avg_sq": random(*shapes[name]).abs(), "step": 3}
+    groups = [{"params": [0, 1], "use_muon": True, **JORDAN}, {"params": [2, 3, 4, 5], "use_muon": False, **ADAMW}]
+    return {"state": state, "param_groups": groups}
+
+
+def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() -> None:
+    model = Net()
+    ours = mm.from_model(model, **EXACT)
+    ordered = ["mid.weight", "up.weight"]  # by shape, the largest first; the model has them the other way round
+    ranks = [jordan_state(model, ordered, {name}) for name in ordered]
+    ours.load_state_dict(convert(ranks, ours, params=[MATRICES, REST]))
+    for name, parameter in model.named_parameters():
+        if name in MATRICES:
+            assert torch.equal(
+                ours.state[parameter]["momentum_buffer"], random(*parameter.shape, seed=7 + MATRICES.index(name))
+            )
+    with pytest.raises(mm.StateError, match=r"up\.weight: found no state; needed .*, on the rank that has it"):
+        convert(ranks[:1], ours, params=[MATRICES, REST])
+
+
+class Program:
+    """What a hostile file would run; here a call without harm that would be seen."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("touched"),)
+
+
+def fine(model: nn.Module) -> dict[str, Any]:
+    return jordan_state(model, list(MATRICES), set(MATRICES))
+
+
+Spoil = Callable[[dict[str, Any]], Any]
+REFUSED: dict[str, tuple[Spoil, str]] = {
+    "another shape": (
+        lambda s: s["state"][1].update(momentum_buffer=random(3, 4)),
+        r"mid\.weight: found momentum_buffer of shape \(3, 4\); needed \(20, 20\)",
+    ),
+    "another rule": (
+        lambda s: s["state"][0].update(second_moment=random(20)),
+        r"up\.weight: found 'second_moment' in its state, which belongs to another rule; needed momentum_buffer",
+    ),
+    "amsgrad": (lambda s: s["state"][2].update(max_exp_avg_sq=random(10, 12)), "'max_exp_avg_sq'"),
+    "no moments": (lambda s: s["state"][2].pop("exp_avg"), r"embedding\.weight: found state \['exp_avg_sq', 'step'\]"),
+    "no count": (lambda s: s["state"][3].pop("step"), r"up\.bias: found no count of AdamW's steps; needed 'step'"),
+    "state of nobody": (lambda s: s["state"].update({9: {"step": 1}}), r"found state of 1 parameters that are in none"),
+    "no state": (lambda s: s["state"].clear(), r"up\.weight: found no state"),
+    "half of the model": (
+        lambda s: [s["param_groups"].pop(), [s["state"].pop(n) for n in (2, 3, 4, 5)]],
+        r"params: found parameters for 2 groups; needed those of 1 groups",
+    ),
+    "not a state dict": (
+        lambda s: s.pop("param_groups"),
+        r"source: found state; needed what an optimizer's state_dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_does_not_fit_is_refused(how: str) -> None:
+    spoil, said = REFUSED[how]
+    model = Net()
+    saved = fine(model)
+    spoil(saved)
+    with pytest.raises((mm.StateError, ValueError), match=said):
+        convert(saved, mm.from_model(model), params=[MATRICES, REST])
+
+
+def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    ours, saved = mm.from_model(model), fine(model)
+    with pytest.raises(mm.StateError, match=r"known by number alone; needed their names.*Write params=\[\.\.\.\]"):
+        convert(saved, ours)
+    with pytest.raises(mm.StateError, match=r"needed parameters of this model, not mid\.wait"):
+        convert(saved, ours, params=[("up.weight", "mid.wait"), REST])
+    with pytest.raises(mm.StateError, match=r"embedding\.weight: found the state of adamw; needed that of muon"):
+        convert(saved, mm.from_model(model, overrides={"embedding.weight": "muon"}), params=[MATRICES, REST])
+    with pytest.raises(mm.StateError, match=r"rule 'normuon', which keeps .*; needed momentum alone"):
+        convert(saved, mm.from_model(model, rule="normuon"), params=[MATRICES, REST])
+    with pytest.raises(TypeError, match=r"model: found a AdamW; needed the model or a muonmesh\.Muon"):
+        convert(saved, torch.optim.AdamW(model.parameters()), params=[MATRICES, REST])
+    with pytest.raises(ValueError, match=r"found groups with .*scale_mode.*state of muonmesh needs no convert"):
+        convert(ours.state_dict() | {"state": {}}, ours)
+    with pytest.raises(ValueError, match=r"package: found 'lion'; needed one of 'adamw'"):
+        convert(saved, ours, package="lion")  # type: ignore[arg-type]
+    torch.save({**saved, "extra": Program()}, tmp_path / "hostile.pt")
+    for path, said in (
+        (tmp_path / "hostile.pt", "more than data"),
+        (tmp_path / "none.pt", "No such file"),
+        (tmp_path, "fold"),
+    ):
+        with pytest.raises(mm.errors.FileError, match=said):
+            convert(path, ours, params=[MATRICES, REST])
+    assert not (tmp_path / "touched").exists()
+    assert not Path("touched").exists()

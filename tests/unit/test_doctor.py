@@ -1,0 +1,206 @@
+"""`muonmesh doctor`: it says what is there, whether it is whole, and what would not fit; scripts read its exit code."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+from typer.testing import CliRunner
+
+from muonmesh.checkpoint.folder import write
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, write_manifest
+from muonmesh.checkpoint.place import before_at
+from muonmesh.cli.app import app
+from tests.mutations import Acts
+
+STATE = {
+    "model.weight": torch.ones(6, 5),
+    "model.bias": torch.ones(3, dtype=torch.bfloat16),
+    "optimizer.state.weight.momentum_buffer": torch.ones(6, 5),
+}
+GROUPS = {"groups": [{"name": "muon", "algorithm": "normuon", "settings": {"lr": 0.02}}], "parameters": {}}
+
+
+def ours(folder: Path) -> Path:
+    write(folder / "state", STATE, GROUPS)
+    return folder / "state"
+
+
+def plain(folder: Path) -> Path:
+    """As anybody saves a model and an optimizer: settings become entries that are pickled."""
+    state = {"model": {"weight": torch.ones(6, 5)}, "optim": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        save(state, checkpoint_id=folder / "plain")
+    return folder / "plain"
+
+
+def archive(folder: Path) -> Path:
+    torch.save(
+        {"model": {"weight": torch.ones(6, 5)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}}, folder / "s"
+    )
+    return folder / "s"
+
+
+def exported(folder: Path) -> Path:
+    place = folder / "export"
+    place.mkdir()
+    save_file({"lm_head.weight": torch.ones(6, 5)}, place / "model.safetensors")
+    write_manifest(place, {"model.safetensors": entry_of(place / "model.safetensors")})
+    return place
+
+
+def doctor(path: Path, *options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", str(path), *options])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def data(path: Path) -> Path:
+    return next(file for file in (path / "__0_0.distcp", path / "model.safetensors", path) if file.is_file())
+
+
+def flip(path: Path) -> None:
+    file = data(path)
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.ones(15).numpy().tobytes()) + 2] ^= 0x10
+    file.write_bytes(bytes(content))
+
+
+def cut(path: Path) -> None:
+    data(path).write_bytes(data(path).read_bytes()[:-9])
+
+
+def lose(path: Path) -> None:
+    data(path).unlink()
+
+
+def link(path: Path) -> None:
+    file = data(path)
+    file.rename(path.with_name("elsewhere"))
+    file.symlink_to(path.with_name("elsewhere"))
+
+
+def act(path: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Acts(path.with_name("mark"))))
+
+
+WHOLE: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "ours": (ours, "a checkpoint of muonmesh.checkpoint.save, whole"),
+    "plain": (plain, "a checkpoint of torch.distributed.checkpoint, whole"),
+    "archive": (archive, "a file of torch.save, whole"),
+    "export": (exported, "a model for from_pretrained, whole"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path) -> None:
+    make, told = WHOLE[name]
+    path = make(tmp_path)
+    code, text = doctor(path)
+    assert code == 0, text
+    assert f"{path}: {told}" in text
+    code, text = doctor(path, "--json")
+    found = json.loads(text)
+    assert (code, found["whole"], found["faults"]) == (0, True, [])
+    weight = next(held for key, held in found["tensors"].items() if key.endswith("weight"))
+    assert weight == {"shape": [6, 5], "dtype": "float32", "size": 120}
+    if name == "ours":
+        assert found["ranks"] == 1
+        _, text = doctor(path)
+        assert "group muon: normuon, lr 0.02" in text
+        assert "state: momentum_buffer" in text
+    if name == "plain":
+        assert any("optim.param_groups" in note and "can run code" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("ours", flip, "__0_0.distcp: its content has changed"),
+        ("ours", cut, "__0_0.distcp: found"),
+        ("ours", lose, "__0_0.distcp: not there"),
+        ("ours", link, "__0_0.distcp: not there, or not a file"),
+        ("ours", act, ".metadata: not what a training writes: it names posix.mkdir"),
+        ("ours", lambda path: (path / MANIFEST_FILE).write_text("{"), "manifest.json: not JSON"),
+        ("ours", lambda path: (path / "settings.json").write_text("{"), "settings.json: not JSON"),
+        ("plain", cut, "__0_0.distcp: found"),
+        ("plain", lose, "__0_0.distcp: found No such file"),
+        ("plain", act, ".metadata: not what a training writes: it names posix.mkdir"),
+        ("archive", flip, "found another checksum of s/data/0"),
+        ("archive", cut, "found"),
+        ("export", flip, "model.safetensors: its content has changed"),
+        ("export", cut, "model.safetensors: found"),
+        ("export", lose, "model.safetensors: not there"),
+    ],
+)
+def test_what_is_damaged_is_told_by_file(name: str, damage: Callable[[Path], Any], told: str, tmp_path: Path) -> None:
+    path = WHOLE[name][0](tmp_path)
+    damage(path)
+    code, text = doctor(path)
+    assert code == 1, text
+    assert ", damaged" in text
+    assert told in text.replace("\n", "")
+    assert not json.loads(doctor(path, "--json")[1])["whole"]
+    assert not (tmp_path / "mark").exists()
+
+
+def test_numbers_that_no_step_leaves_behind_are_damage_in_the_state_and_a_note_elsewhere(tmp_path: Path) -> None:
+    key = "optimizer.state.weight.momentum_buffer"
+    for name, code in ((key, 1), ("model.weight", 0)):
+        path = tmp_path / name
+        write(path, {**STATE, name: torch.full((6, 5), float("nan"))}, GROUPS)
+        assert doctor(path)[0] == code
+        assert f"{name}: found infinity or NaN" in doctor(path)[1]
+
+
+def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("hello")
+    (tmp_path / "pickle").write_bytes(pickle.dumps(Acts(tmp_path / "mark")))
+    for name, told in (
+        ("nothing", "No such file or directory; needed a folder or a file"),
+        ("folder", "found 'notes.txt' in it; needed a checkpoint or a run"),
+        ("folder/notes.txt", "found what neither torch.save nor safetensors writes"),
+        ("pickle", "it is a program, and is not opened"),
+    ):
+        code, text = doctor(tmp_path / name)
+        assert code == 2, text
+        assert told in text.replace("\n", "")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_what_would_not_load_into_a_model_is_told_and_is_an_exit_code_when_asked(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "vocab_size": 20, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = exported(tmp_path)
+    code, text = doctor(path, "--model", str(tmp_path / "config.json"))
+    assert code == 1, text
+    text = text.replace("\n", "")
+    assert re.search(r"needs model\.\S+ and 10 more, which is not there", text)
+    assert "needs lm_head.weight of another shape: lm_head.weight is (6, 5), not (20, 8)" in text
+    assert doctor(path)[0] == 0
+    code, text = doctor(path, "--model", "nothing-like-it")
+    assert code == 2
+    assert "--model nothing-like-it" in text
+
+
+def test_one_whose_replacement_never_came_is_found_beside_its_place(tmp_path: Path) -> None:
+    path = ours(tmp_path)
+    path.rename(before_at(path))
+    code, text = doctor(path)
+    assert code == 0
+    assert "the one that was to replace it never came" in text
+    shutil.rmtree(before_at(path))
+    assert doctor(path)[0] == 2
