@@ -223,6 +223,17 @@ def test_before_the_first_step_there_is_no_state_to_save_or_to_load(tmp_path: Pa
     assert problem.differing(everything(model, optimizer), everything(fresh, untouched)) == []
 
 
+def test_momentum_in_int8_is_saved_in_fp32_and_goes_on_alike(tmp_path: Path) -> None:
+    model, optimizer = make(state_dtype="int8")
+    advance(model, optimizer, 1)
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    other, two = make(seed=5, state_dtype="int8")
+    mm.checkpoint.load(tmp_path / "checkpoint", other, two)
+    for pair in ((model, optimizer), (other, two)):
+        advance(*pair, 2)
+    assert problem.differing(everything(model, optimizer), everything(other, two)) == []
+
+
 def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) -> None:
     model, optimizer = make()
     optimizer.param_groups[0]["initial_lr"] = print
