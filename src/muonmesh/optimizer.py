@@ -408,7 +408,8 @@ class Muon(torch.optim.Optimizer):
         """Finish a step that was taken with ``wait=False``: wait for the last results and write them.
 
         Modules that are about to run, ``state_dict`` and the methods here that read weights or state do that by
-        themselves. Whoever reads weights otherwise calls this before. It starts no collective, so a single rank may call it.
+        themselves. Whoever reads weights otherwise calls this before. It starts no collective, so a single rank may
+        call it.
         """
         if self._kept.rest is not None:
             self._kept.rest.finish()
