@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor
 MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.mixtral.modeling_mixtral")
 # Imported by an engine when it is made, and Inductor with it: four seconds a rank.
 ENGINE = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
-multiprocessing.set_forkserver_preload([__name__, "muonmesh", *MODELS, *ENGINE])
+multiprocessing.set_forkserver_preload([__name__, "muonmesh.build", "muonmesh.integrations.qk_clip", *MODELS, *ENGINE])
 
 START_SECONDS = 180.0  # importing torch on a busy machine
 STEP_SECONDS = 10.0  # the collective that shows that the ranks are in step

@@ -1,32 +1,38 @@
 """Muon for PyTorch that computes the same update whatever holds the matrix."""
 
-from muonmesh.build import from_model, split_params
-from muonmesh.clip import ClipPolicy, GradNorms
-from muonmesh.comm.gradients import GradientSource
-from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
-from muonmesh.groups import HeadPart, ParamGroups
-from muonmesh.integrations.qk_clip import QKClip
-from muonmesh.layout import FlatParameter, FlatShards, Rates, Teams
-from muonmesh.migration import PackageName, convert_settings
-from muonmesh.numerics.coefficients import CoefficientName
-from muonmesh.numerics.newton_schulz import Method, orthogonalize
-from muonmesh.numerics.rules import (
-    AdaMuonRule,
-    DecayMode,
-    HyperballRule,
-    MuonEqRule,
-    MuonPlusRule,
-    MuonRule,
-    NorMuonRule,
-    Rule,
-    ScionRowNormRule,
-    ScionSignRule,
-    register_rule,
-)
-from muonmesh.numerics.scale import ScaleMode, update_scale
-from muonmesh.optimizer import Muon
-from muonmesh.report.explain import Explanation
-from muonmesh.settings import Algorithm, ExchangeMode
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muonmesh.build import from_model, split_params
+    from muonmesh.clip import ClipPolicy, GradNorms
+    from muonmesh.comm.gradients import GradientSource
+    from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
+    from muonmesh.groups import HeadPart, ParamGroups
+    from muonmesh.integrations.qk_clip import QKClip
+    from muonmesh.layout import FlatParameter, FlatShards, Rates, Teams
+    from muonmesh.migration import PackageName, convert_settings
+    from muonmesh.numerics.coefficients import CoefficientName
+    from muonmesh.numerics.newton_schulz import Method, orthogonalize
+    from muonmesh.numerics.rules import (
+        AdaMuonRule,
+        DecayMode,
+        HyperballRule,
+        MuonEqRule,
+        MuonPlusRule,
+        MuonRule,
+        NorMuonRule,
+        Rule,
+        ScionRowNormRule,
+        ScionSignRule,
+        register_rule,
+    )
+    from muonmesh.numerics.scale import ScaleMode, update_scale
+    from muonmesh.optimizer import Muon
+    from muonmesh.report.explain import Explanation
+    from muonmesh.settings import Algorithm, ExchangeMode
 
 __all__ = [
     "AdaMuonRule",
@@ -68,3 +74,41 @@ __all__ = [
     "split_params",
     "update_scale",
 ]
+
+# Where each name is, which is imported when somebody asks for it: half the time of importing all is torch's DTensor and
+# its compiler, and `muonmesh plan` needs neither.
+_HOMES = {
+    "build": "from_model split_params",
+    "clip": "ClipPolicy GradNorms",
+    "comm.gradients": "GradientSource",
+    "errors": "LayoutError MuonMeshError PlanError StateError",
+    "groups": "HeadPart ParamGroups",
+    "integrations.qk_clip": "QKClip",
+    "layout": "FlatParameter FlatShards Rates Teams",
+    "migration": "PackageName convert_settings",
+    "numerics.coefficients": "CoefficientName",
+    "numerics.newton_schulz": "Method orthogonalize",
+    "numerics.rules": "AdaMuonRule DecayMode HyperballRule MuonEqRule MuonPlusRule MuonRule NorMuonRule Rule "
+    "ScionRowNormRule ScionSignRule register_rule",
+    "numerics.scale": "ScaleMode update_scale",
+    "optimizer": "Muon",
+    "report.explain": "Explanation",
+    "settings": "Algorithm ExchangeMode",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a part of the package, at its first use."""
+    home = next((part for part, names in _HOMES.items() if name in names.split()), None)
+    if home is not None:
+        found: Any = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    elif name in {part.partition(".")[0] for part in _HOMES}:
+        found = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

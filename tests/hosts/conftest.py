@@ -18,4 +18,6 @@ HOSTS = (
     "trl.trainer.dpo_trainer",
     "lightning",
 )
-multiprocessing.set_forkserver_preload([workers.__name__, "muonmesh", *workers.MODELS, "deepspeed", *HOSTS])
+multiprocessing.set_forkserver_preload(
+    [workers.__name__, "muonmesh.build", "muonmesh.integrations.qk_clip", *workers.MODELS, "deepspeed", *HOSTS]
+)

@@ -7,4 +7,6 @@ import multiprocessing
 import tests.workers
 
 # Replaces what tests/workers.py asks for, before the first ranks are started.
-multiprocessing.set_forkserver_preload([tests.workers.__name__, "muonmesh", "tests.megatron.host"])
+multiprocessing.set_forkserver_preload(
+    [tests.workers.__name__, "muonmesh.build", "muonmesh.integrations.qk_clip", "tests.megatron.host"]
+)

@@ -156,13 +156,14 @@ def test_wrong_values_are_refused_with_what_to_write(
     assert result.stderr.startswith("muonmesh plan: ")
 
 
-def test_a_known_model_needs_no_model_library() -> None:
-    """Importing and building it takes longer than planning it for thousands of ranks."""
+def test_a_known_model_needs_neither_a_model_library_nor_torch_s_tensors_on_meshes() -> None:
+    """Importing either takes about as long as planning for thousands of ranks."""
     code = (
         "import sys; sys.argv = ['muonmesh', 'plan', '--model', 'llama-3.1-8b', '--mesh', 'fsdp=8']\n"
         "from muonmesh.cli import main\n"
         "try: main()\n"
-        "finally: print('loaded:', sorted({'transformers', 'matplotlib'} & set(sys.modules)))"
+        "finally: print('loaded:', sorted(set(sys.modules) & {'transformers', 'matplotlib', 'sympy', 'torch._dynamo',"
+        " 'torch.distributed.tensor', 'muonmesh.build'}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "8.03B parameters, 224 matrices" in result.stdout

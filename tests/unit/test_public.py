@@ -44,6 +44,9 @@ def test_what_annotations_and_values_need_can_be_imported() -> None:
         assert typing.get_args(getattr(mm, name))
     assert set(mm.__all__) <= set(dir(mm))
     assert mm.__all__ == sorted(mm.__all__)
+    assert all(hasattr(mm, name) for name in mm.__all__)
+    with pytest.raises(AttributeError, match="Muun"):
+        _ = mm.Muun  # type: ignore[attr-defined]
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     groups = mm.split_params(model)
     optimizer = mm.Muon(groups)
