@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> Any:
     home = next((part for part, names in _HOMES.items() if name in names.split()), None)
     if home is not None:
         found: Any = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    elif name in {part.partition(".")[0] for part in _HOMES}:
+    elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         found = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

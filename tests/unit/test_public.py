@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import subprocess
+import sys
 import typing
 from typing import Any
 
@@ -191,3 +193,9 @@ def test_the_method_is_chosen_for_the_steps_that_are_taken() -> None:
     assert resolve_method(768, 3072, coefficients="deepseekv4") == "gram"
     assert resolve_method(768, 3072, coefficients="deepseekv4", steps=5) == "standard"
     assert resolve_method(768, 3072) == "gram"
+
+
+def test_parts_of_the_package_need_no_import_of_their_own() -> None:
+    """In a process of its own: here all of them have been imported long since."""
+    code = "import muonmesh as mm; mm.checkpoint.save, mm.testing.dry_run; assert not hasattr(mm, 'chekpoint')"
+    subprocess.run([sys.executable, "-c", code], check=True)
