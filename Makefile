@@ -71,7 +71,7 @@ $(HOSTS_ALL)/.ready: pyproject.toml constraints.txt constraints-hosts-all.txt
 	touch $@
 
 # verl beside the hosts that others test too, with the TRL that it wants; its own pins of torch and transformers are older.
-VERL := .venv-verl
+VERL := .venv-hosts-verl
 $(VERL)/.ready: pyproject.toml constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
