@@ -11,8 +11,13 @@ help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU and no other framework"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
+<<<<<<< HEAD
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
 	@echo "make test-hosts-all  the tests with ms-swift and Axolotl, likewise"
+=======
+	@echo "make test-hosts      the tests inside Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
+	@echo "make test-hosts-all  the tests with ms-swift, Axolotl and verl, likewise"
+>>>>>>> wt-g
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
@@ -70,8 +75,21 @@ $(HOSTS_ALL)/.ready: pyproject.toml constraints.txt constraints-hosts-all.txt
 	$(HOSTS_ALL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps axolotl==0.19.0
 	touch $@
 
-test-hosts-all: $(HOSTS_ALL)/.ready
-	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all $(ARGS)
+# verl beside the hosts that others test too, with the TRL that it wants; its own pins of torch and transformers are older.
+VERL := .venv-hosts-verl
+$(VERL)/.ready: pyproject.toml constraints.txt constraints-hosts.txt
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	DS_BUILD_OPS=0 $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c constraints-hosts.txt -e '.[hosts,train,data,tensorboard,wandb,deepspeed]' pytest
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray==2.60.0 tensordict==0.10.0 \
+		hydra-core==1.3.8 codetiming==1.4.0 torchdata==0.11.0 cachetools==8.0.1 pylatexenc==2.11
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 trl==0.27.0
+	touch $@
+
+test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready
+	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py $(ARGS)
+	$(VERL)/bin/python -m pytest --noconftest tests/hosts_all/test_verl.py $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -7,7 +7,11 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
+
 from muonmesh.errors import explain_error
+
+_DTYPES = ("compute_dtype", "state_dtype", "master_dtype")
 
 
 def check_settings(
@@ -31,3 +35,11 @@ def check_settings(
             write = f"Write {likely[0]}=" if likely else "Remove it"
             needed = f"one of {', '.join(known)}"
             raise TypeError(explain_error(where, f"the setting {name!r}", needed, write))
+
+
+def with_dtypes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in which dtypes may stand by name, such as "float32", as those of a file or command line do.
+
+    A wrong name stays what it is, and the optimizer tells of it.
+    """
+    return {**settings, **{k: getattr(torch, str(settings[k]), settings[k]) for k in _DTYPES if k in settings}}

@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
@@ -22,10 +21,8 @@ from muonmesh.errors import explain_error
 from muonmesh.groups import ParamGroups, Role, Site, split_params
 from muonmesh.groups.classifiers import register
 from muonmesh.groups.fused import class_names
-from muonmesh.integrations.settings import check_settings
+from muonmesh.integrations.settings import check_settings, with_dtypes
 from muonmesh.optimizer import Muon
-
-_DTYPES = ("compute_dtype", "state_dtype", "master_dtype")
 
 
 class MuonContainer(OptimizersContainer):  # type: ignore[misc]  # torchtitan is not checked with us
@@ -98,10 +95,14 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
 
 def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
     """Return the optimizer of one part of a model, as it is after parallelism has been applied."""
+<<<<<<< HEAD
     # A wrong name stays what it is, and the optimizer tells of it.
     named = {key: settings[key] for key in _DTYPES if key in settings and settings[key] != "int8"}
     dtypes = {key: getattr(torch, str(value), value) for key, value in named.items()}
     settings, known = {**settings, **dtypes}, settings.get("overrides") or {}
+=======
+    settings, known = with_dtypes(settings), settings.get("overrides") or {}
+>>>>>>> wt-g
     return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
 
 

@@ -1,0 +1,146 @@
+"""verl's own FSDP engine on two gloo ranks, with the one variable that chooses us: it builds, steps, saves and loads.
+
+Real are `import verl`, the engine with its configuration, FSDP2, clipping, schedule and checkpoint. Not run: Ray's
+workers, rollouts, and the losses of reinforcement learning; the loss is the language model's own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import muonmesh as mm
+from tests import workers
+from tests.hosts.replay import Given, different, replayed, weights
+
+MODULES = "tests.hosts_all.verl_cpu,muonmesh.integrations.verl"
+os.environ |= {"VERL_USE_EXTERNAL_MODULES": MODULES, "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"}
+multiprocessing.set_forkserver_preload(
+    [
+        workers.__name__,
+        "muonmesh.build",
+        "muonmesh.integrations.qk_clip",
+        *workers.MODELS,
+        "verl",
+        "verl.workers.engine",
+    ]
+)
+
+RATE = 0.01
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[workers.Pool]:
+    pool = workers.Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of two layers; nothing is downloaded."""
+    place = tmp_path_factory.mktemp("verl")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(place)
+    return str(place)
+
+
+def made(folder: str, *, strategy: str = "fsdp2", **optimizer: Any) -> Any:
+    """Return verl's engine with the variable set, as its workers make it."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    sizes = HFModelConfig(
+        path=folder, load_tokenizer=False, override_config={"attn_implementation": "sdpa"}, use_remove_padding=False
+    )
+    whole = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    engine = FSDPEngineWithLMHead(  # its registry has it for CUDA and NPUs alone
+        model_config=sizes,
+        engine_config=FSDPEngineConfig(
+            strategy=strategy, mixed_precision=whole, use_torch_compile=False, optimizer_offload=True
+        ),
+        optimizer_config=FSDPOptimizerConfig(
+            lr=RATE, weight_decay=0.3, betas=(0.8, 0.9), clip_grad=1e-3, total_training_steps=4, **optimizer
+        ),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def stepped(engine: Any, steps: range) -> list[Given]:
+    """Take steps with the engine's own methods; return what its optimizer was given."""
+    given: list[Given] = []
+    engine.optimizer.register_step_pre_hook(lambda *_: given.append(Given.to(engine.optimizer)))
+    for step in steps:
+        engine.optimizer_zero_grad()
+        tokens = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        engine.module(input_ids=tokens, labels=tokens).loss.backward()
+        engine.optimizer_step()
+        engine.lr_scheduler_step()
+    return given
+
+
+def trained(folder: str, place: str) -> dict[str, Any]:
+    settings = {"momentum": 0.8, "compute_dtype": "float32"}
+    engine = made(folder, override_optimizer_config=settings)
+    optimizer = engine.optimizer
+    given = stepped(engine, range(2))
+    engine.save_checkpoint(place)
+    given += stepped(engine, range(2, 4))[:2]
+    after = weights(engine.module)
+    second = made(folder, override_optimizer_config=settings)
+    second.load_checkpoint(place)
+    stepped(second, range(2, 4))
+    asked = {"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32}
+    plain = replayed(LlamaForCausalLM.from_pretrained(folder), given[:2] + given[-2:], **asked)
+    return {
+        "muon": type(optimizer) is mm.Muon,
+        "matrices": len(optimizer.param_groups[0]["params"]),
+        "plain loop": different(after, plain),
+        "resumed": different(after, weights(second.module)),
+        "first": given[0].rates,
+    }
+
+
+def test_the_engine_s_steps_are_those_of_a_plain_loop(pair: workers.Pool, folder: str, tmp_path: Path) -> None:
+    for found in pair.run(trained, folder, str(tmp_path), timeout=400):
+        assert found["muon"]
+        assert found["matrices"] == 14
+        assert found["plain loop"] == []
+        assert found["resumed"] == []
+        assert set(found["first"].values()) == {RATE}
+
+
+def refusals(folder: str) -> list[str]:
+    engine = made(folder, optimizer="SGD")
+    said = [type(engine.optimizer).__name__]
+    engine.optimizer_config = made(folder).optimizer_config
+    flat = FullyShardedDataParallel(LlamaForCausalLM.from_pretrained(folder), device_id=torch.device("cpu"))
+    for make in (
+        lambda: engine._build_optimizer(flat),
+        lambda: made(folder, override_optimizer_config={"momentun": 1}),
+    ):
+        try:
+            make()
+        except (mm.LayoutError, TypeError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_it_cannot_make_is_said_and_what_is_named_stays(pair: workers.Pool, folder: str) -> None:
+    for named, flat, setting in pair.run(refusals, folder, timeout=400):
+        assert "Write strategy=fsdp2" in flat
+        assert "Write momentum=" in setting
+        assert named == "SGD"
