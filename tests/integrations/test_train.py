@@ -21,9 +21,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from muonmesh.checkpoint.folder import write
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
@@ -221,8 +223,9 @@ def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
 
 def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
     assert latest_step(tmp_path / "none") is None
-    (tmp_path / "step-00000010").mkdir()
-    (tmp_path / "step-00000020.writing").mkdir()
+    write(tmp_path / "step-00000010", {"weight": torch.ones(2)}, {})
+    for name in ("step-00000020", ".step-00000030.writing"):
+        (tmp_path / name).mkdir()
     assert latest_step(tmp_path) == 10
 
 

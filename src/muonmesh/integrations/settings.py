@@ -40,6 +40,7 @@ def check_settings(
 def with_dtypes(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in which dtypes may stand by name, such as "float32", as those of a file or command line do.
 
-    A wrong name stays what it is, and the optimizer tells of it.
+    A wrong name stays what it is, and the optimizer tells of it; "int8" is no dtype but a way to keep momentum.
     """
-    return {**settings, **{k: getattr(torch, str(settings[k]), settings[k]) for k in _DTYPES if k in settings}}
+    named = {key: settings[key] for key in _DTYPES if settings.get(key, "int8") != "int8"}
+    return {**settings, **{key: getattr(torch, str(value), value) for key, value in named.items()}}

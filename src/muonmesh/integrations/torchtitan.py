@@ -95,14 +95,7 @@ def muon(config: OptimizersContainer.Config, **settings: Any) -> MuonContainer.C
 
 def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
     """Return the optimizer of one part of a model, as it is after parallelism has been applied."""
-<<<<<<< HEAD
-    # A wrong name stays what it is, and the optimizer tells of it.
-    named = {key: settings[key] for key in _DTYPES if key in settings and settings[key] != "int8"}
-    dtypes = {key: getattr(torch, str(value), value) for key, value in named.items()}
-    settings, known = {**settings, **dtypes}, settings.get("overrides") or {}
-=======
     settings, known = with_dtypes(settings), settings.get("overrides") or {}
->>>>>>> wt-g
     return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
 
 
