@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from muonmesh.checkpoint.folder import write
+from muonmesh.checkpoint import folder as checkpoint_folder
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
@@ -223,7 +223,7 @@ def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
 
 def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
     assert latest_step(tmp_path / "none") is None
-    write(tmp_path / "step-00000010", {"weight": torch.ones(2)}, {})
+    checkpoint_folder.write(tmp_path / "step-00000010", {"weight": torch.ones(2)}, {})
     for name in ("step-00000020", ".step-00000030.writing"):
         (tmp_path / name).mkdir()
     assert latest_step(tmp_path) == 10
