@@ -11,13 +11,8 @@ help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU and no other framework"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
-<<<<<<< HEAD
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
-	@echo "make test-hosts-all  the tests with ms-swift and Axolotl, likewise"
-=======
-	@echo "make test-hosts      the tests inside Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
 	@echo "make test-hosts-all  the tests with ms-swift, Axolotl and verl, likewise"
->>>>>>> wt-g
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
