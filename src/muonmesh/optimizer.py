@@ -283,6 +283,7 @@ class Muon(torch.optim.Optimizer):
 
     def refuse_if_torn(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+        self.finish()
         if self._kept.torn is not None:
             found = f"a step that was interrupted while it wrote ({self._kept.torn}), so some weights and their state "
             found += "are a step ahead of others"
@@ -579,9 +580,10 @@ class Muon(torch.optim.Optimizer):
         """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
 
         Raises:
-            StateError: a step was interrupted while it wrote, or there is state that nobody reads.
+            StateError: there is state that nobody reads.
             LayoutError, ValueError, TypeError: no plan can be made.
         """
+        self.finish()
         planned = plan(self.param_groups, self._kept)
         if self._kept.precision.int8:
             widen_state(self.state, planned)

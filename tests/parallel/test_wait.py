@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,6 +103,24 @@ def both(kind: str) -> list[bool]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_forward_and_state_dict_see_what_step_without_waiting_left(workers, kind) -> None:
     assert workers(2).run(both, kind) == [[True] * STEPS] * 2
+
+
+def saved_and_loaded(folder: Path) -> tuple[bool, bool]:
+    """Whether the last step left something, and whether the checkpoint of it has the weights that came of it."""
+    model, inner = held("fsdp")
+    optimizer = mm.from_model(inner, lr=0.1, compute_dtype=torch.float32)
+    model(torch.ones(4, WIDTH)).square().mean().backward()
+    optimizer.step(wait=False)
+    left = optimizer._kept.rest is not None
+    mm.checkpoint.save(folder / "saved", inner, optimizer)
+    _, other = held("fsdp")
+    mm.checkpoint.load(folder / "saved", other, mm.from_model(other, lr=0.1, compute_dtype=torch.float32))
+    pairs = zip(inner.parameters(), other.parameters(), strict=True)
+    return left, all(torch.equal(whole(some), whole(loaded)) for some, loaded in pairs)
+
+
+def test_checkpoints_have_what_step_without_waiting_left(workers, tmp_path: Path) -> None:
+    assert workers(2).run(saved_and_loaded, tmp_path) == [(True, True)] * 2
 
 
 def order() -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
+from muonmesh.step.muon import MuonStep
 from tests import problem
 
 SHAPES = {"qkv.weight": (12, 6), "up.weight": (9, 5), "embed.weight": (7, 4), "norm.bias": (5,)}
@@ -232,6 +233,29 @@ def test_momentum_in_int8_is_saved_in_fp32_and_goes_on_alike(tmp_path: Path) -> 
     for pair in ((model, optimizer), (other, two)):
         advance(*pair, 2)
     assert problem.differing(everything(model, optimizer), everything(other, two)) == []
+
+
+def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make()
+    advance(model, optimizer, 0)
+    mm.checkpoint.save(tmp_path / "whole", model, optimizer)
+    before = everything(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(MuonStep, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            advance(model, optimizer, 1)
+    with pytest.raises(mm.StateError, match=r"a step that was interrupted while it wrote"):
+        mm.checkpoint.save(tmp_path / "torn", model, optimizer)
+    assert not (tmp_path / "torn").exists()
+    mm.checkpoint.load(tmp_path / "whole", model, optimizer)
+    assert problem.differing(everything(model, optimizer), before) == []
+    mm.checkpoint.save(tmp_path / "torn", model, optimizer)
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) -> None:

@@ -182,11 +182,14 @@ def fill(local: Tensor, layout: Layout | None, share: Share) -> None:
 class Recorded(Protocol):
     """An optimizer, or what holds one, that checkpoints can be made of. None of this communicates, except `whole`."""
 
+    def refuse_if_torn(self) -> None:
+        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+
     def checkpoint_records(self) -> list[Record]:
         """Return all parameters that this rank steps, with what the optimizer keeps of them.
 
         Raises:
-            StateError: what it keeps is not that of one step.
+            StateError: it keeps something that nobody reads.
         """
 
     def checkpoint_restored(self) -> None:

@@ -155,9 +155,13 @@ class EngineMuon(torch.optim.Optimizer):
         Raises:
             StateError: a step was interrupted while it wrote.
         """
+        self.refuse_if_torn()
+        return super().state_dict()
+
+    def refuse_if_torn(self) -> None:
+        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
         for call in self._calls:
             call.muon.refuse_if_torn()
-        return super().state_dict()
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups are what these are: algorithm, parameters and splits."""
@@ -173,11 +177,7 @@ class EngineMuon(torch.optim.Optimizer):
                     raise StateError(explain_error(where, found, f"{needed!r}", _AS_SAVED))
 
     def checkpoint_records(self) -> list[Record]:
-        """Return every parameter with its state, for `muonmesh.checkpoint`; no communication.
-
-        Raises:
-            StateError: a step was interrupted while it wrote.
-        """
+        """Return every parameter with its state, for `muonmesh.checkpoint`; no communication."""
         return list(engine_records(self._calls, self.param_groups, self.state))
 
     def checkpoint_restored(self) -> None:
