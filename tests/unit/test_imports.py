@@ -242,3 +242,15 @@ def test_no_test_imports_another() -> None:
             if parts[0] == "tests" and len(parts) > 2 and parts[1] in folders and parts[2].startswith("test_"):
                 found.append(f"{file.name}:{line}: {full}")
     assert found == []
+
+
+def test_loading_never_executes() -> None:
+    """Invariant 9: whatever a user could have been handed is read by torch's restricted reader or by our own."""
+    loads = []
+    for file in sorted((SOURCE / "muonmesh").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and dotted(node.func) in ("torch.load", "pickle.load", "pickle.loads"):
+                safe = {word.arg: ast.unparse(word.value) for word in node.keywords}.get("weights_only") == "True"
+                loads.append((f"{file.name}:{node.lineno}", safe))
+    assert len(loads) >= 3
+    assert [place for place, safe in loads if not safe] == []

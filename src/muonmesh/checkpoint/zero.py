@@ -66,7 +66,7 @@ def read_zero(folder: Path) -> tuple[list[Mapping[str, Any]], dict[Any, Mapping[
     folder = _newest(folder)
     paths = _files(folder)
     shapes = _shapes(folder)
-    states = [_field(path, _load(path), "optimizer_state_dict") for path in paths]
+    states = [_field(path, load_inert(path), "optimizer_state_dict") for path in paths]
     _check_ranks(folder, states)
     groups: list[Mapping[str, Any]] = []
     state: dict[Any, Mapping[str, Any]] = {}
@@ -122,7 +122,12 @@ def _check_ranks(folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
         raise FileError(explain_error(str(folder), found, f"those of {needed}", write))
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def load_inert(path: Path) -> Mapping[str, Any]:
+    """Read a file of DeepSpeed's with ``weights_only=True``; of objects of its classes nothing runs.
+
+    Raises:
+        FileError: it holds something else, or is damaged.
+    """
     named: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (type(name.rpartition(".")[2], (_Record,), {}), name) for name in _CLASSES
     ]
@@ -142,7 +147,7 @@ def _shapes(folder: Path) -> Sequence[Mapping[str, tuple[int, ...]]]:
     """Return the shapes of the parameters of each flat tensor, in the order in which they lie in it."""
     for path in sorted(folder.iterdir()):
         if _SHAPES.fullmatch(path.name):
-            held = _field(path, _load(path), "param_shapes")
+            held = _field(path, load_inert(path), "param_shapes")
             return [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in held]
     write = "Name the folder that save_checkpoint was given, with its model files in it"
     raise FileError(explain_error(str(folder), "no mp_rank_00_model_states.pt", "it, for names and shapes", write))

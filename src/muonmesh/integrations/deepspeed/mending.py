@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.utils import link_hp_params
 
+from muonmesh.checkpoint.zero import load_inert
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 
@@ -115,11 +116,10 @@ def _checked(engine: Any, honest: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
-def _universal(folder: Path) -> dict[str, Any]:
+def _universal(folder: Path) -> Mapping[str, Any]:
     """Return what a universal checkpoint says of the optimizer as a whole."""
     file = folder / "zero" / "optimizer_state.pt"
     if not file.exists():
         write = "Run python -m deepspeed.checkpoint.ds_to_universal on the checkpoint first"
         raise StateError(explain_error(str(folder), "no zero/optimizer_state.pt", "a universal checkpoint", write))
-    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
-    return saved
+    return load_inert(file)
