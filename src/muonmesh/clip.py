@@ -219,7 +219,7 @@ def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGr
     return any(here[half] for half in measured)
 
 
-def stand_aside(
+def stand_aside_from_sums(
     planned: Planned,
     exchange: Exchange,
     error: Exception | None,

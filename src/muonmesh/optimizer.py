@@ -18,8 +18,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from muonmesh.checkpoint.record import Record, records_of
 from muonmesh.checkpoint.state import Place, SavedGroup, refuse_flat, restore_state, saved_state, widen_state
-from muonmesh.clip import ClipPolicy, GradNorms, Limits, PlanAgain, clip_gradients, keep_running_norms
-from muonmesh.clip import stand_aside as stand_aside_from_sums
+from muonmesh.clip import (
+    ClipPolicy,
+    GradNorms,
+    Limits,
+    PlanAgain,
+    clip_gradients,
+    keep_running_norms,
+    stand_aside_from_sums,
+)
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
@@ -342,27 +349,11 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         self.refuse_if_torn()
         clip, kept.clip = kept.clip, Clip()
-        pending, kept.pending = kept.pending, None
-        if pending is not None:  # the flags of the step before, for which the host did not wait
-            pending.raise_errors()
-        rounding, kept.rounding = kept.rounding, None
-        if rounding is not None:  # the device has counted meanwhile
-            rounding.warn(stacklevel=3)
-        lacking, kept.lacking = kept.lacking, None
-        if lacking is not None:
-            lacking.warn(kept.lack, stacklevel=3)
-        settings = check_groups(groups)
-        if (before := changed(groups, kept, settings.error)) is not None:
-            # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
-            waits = kept.host_waits(before[0]) or settings.at_rest
-            kept.pending = stand_aside(*before, settings.error, waits=waits)
-            if kept.pending is not None:
-                return loss
-            forget(kept)
-        planned, exchange, slots, flags = self._agree(settings, clip, missed)
-        if flags.replan:  # another rank's parameters have changed, so all plan again
-            forget(kept)
-            planned, exchange, slots, flags = self._agree(settings, clip, missed)
+        self._hear_of_the_last_step()
+        agreed = self._agree(check_groups(groups), clip, missed)
+        if agreed is None:
+            return loss
+        planned, exchange, slots, flags = agreed
         self._tell(scaler, flags)
         kept.neglected.look((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
         kept.stopped = flags.skip if flags.stop is None else flags.stop
@@ -386,22 +377,34 @@ class Muon(torch.optim.Optimizer):
         )
         kept.torn = f"step {exchange.steps} of this plan"
         lefts = exchange.run(work)
-        later = () if wait else tuple(m.tensor for left in lefts for n in left.parameters if (m := planned.muon[n]))
-        holders = self._holders(planned, later) if later and not work.copied else None
-        if holders is None:
+        awaited = None if wait or work.copied else self._awaited(planned, lefts)
+        if awaited is None:
             for left in lefts:
                 left.finish()
         work.finish()
         keep_running_norms(clip, self.state, flags.stop)
-        if holders is None:
+        if awaited is None:
             kept.torn = None
         else:
-            kept.rest = Rest(later, holders, lambda: self._finish(lefts))
+            kept.rest = Rest(*awaited, lambda: self._finish(lefts))
         kept.lacking = lacking_of(planned, rules, work.lacking)
         if kept.lacking is not None and kept.lacking.arrived is None:
             kept.lacking.warn(kept.lack, stacklevel=3)
             kept.lacking = None
         return loss
+
+    def _hear_of_the_last_step(self) -> None:
+        """Raise or tell what the device has found out since the last step, for which the host did not wait."""
+        kept = self._kept
+        pending, kept.pending = kept.pending, None
+        if pending is not None:
+            pending.raise_errors()
+        rounding, kept.rounding = kept.rounding, None
+        if rounding is not None:
+            rounding.warn(stacklevel=4)
+        lacking, kept.lacking = kept.lacking, None
+        if lacking is not None:
+            lacking.warn(kept.lack, stacklevel=4)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -421,19 +424,48 @@ class Muon(torch.optim.Optimizer):
             left.finish()
         self._kept.torn = None
 
-    def _holders(self, planned: Planned, tensors: Sequence[Tensor]) -> Collection[nn.Module] | None:
-        """Return the modules that hold tensors, looked up once a plan, if nothing else reads them after the step."""
+    def _awaited(
+        self, planned: Planned, lefts: Iterable[Left]
+    ) -> tuple[Sequence[Tensor], Collection[nn.Module]] | None:
+        """Return the parameters that are still to be written and the modules that hold them, looked up once a plan.
+
+        None if there are none, or others may read them after the step.
+        """
         kept = self._kept
-        if self._optimizer_step_post_hooks or _global_optimizer_post_hooks or kept.source is not PARAMETER_GRAD:
+        tensors = tuple(m.tensor for left in lefts for n in left.parameters if (m := planned.muon[n]) is not None)
+        hooks = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
+        if not tensors or hooks or kept.source is not PARAMETER_GRAD:
             return None
         if kept.modules is None or kept.modules[0] is not planned:
             kept.modules = planned, holders_of(tensors)
-        return kept.modules[1]
+        holders = kept.modules[1]
+        return None if holders is None else (tensors, holders)
 
     def _agree(
         self, settings: SettingsFound, clip: Clip, missed: StateError | None
+    ) -> tuple[Planned, Exchange, Collected, Flags] | None:
+        """Plan if need be, read the gradients, and agree with all ranks before anything is written.
+
+        None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
+        """
+        kept = self._kept
+        if (before := changed(self.param_groups, kept, settings.error)) is not None:
+            # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
+            waits = kept.host_waits(before[0]) or settings.at_rest
+            kept.pending = stand_aside(*before, settings.error, waits=waits)
+            if kept.pending is not None:
+                return None
+            forget(kept)
+        agreed = self._look(settings, clip, missed)
+        if agreed[-1].replan:  # another rank's parameters have changed, so all plan again
+            forget(kept)
+            agreed = self._look(settings, clip, missed)
+        return agreed
+
+    def _look(
+        self, settings: SettingsFound, clip: Clip, missed: StateError | None
     ) -> tuple[Planned, Exchange, Collected, Flags]:
-        """Plan if need be, read the gradients, and agree with all ranks before anything is written."""
+        """Read the gradients under the plan, and hear what all ranks have found."""
         kept = self._kept
         planned, exchange = connect(self.param_groups, kept)
         exchange.counts = Counts()
