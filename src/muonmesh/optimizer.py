@@ -46,6 +46,7 @@ from muonmesh.settings import (
     Precision,
     ProcessGroup,
     SettingsFound,
+    StateDevice,
     StateDtype,
     algorithm_of,
     check_group,
@@ -108,6 +109,10 @@ class Muon(torch.optim.Optimizer):
         compute_dtype: Dtype of orthogonalisation and wire.
         state_dtype: Dtype of the momentum, kept through ``load_state_dict``. "int8": in blocks of 256 elements with an
             fp32 scale each, 1.02 bytes an element; saved in fp32, so any checkpoint can be loaded into any other.
+        state_device: "cpu" keeps what has a number for each element on the host, pinned: momentum, what rules and AdamW
+            keep, masters. It is on the device only while a bucket needs it, and comes and goes while others are
+            computed. The host then reads it after `finish`, or by ``state_dict()``. None: it is where the parameters
+            are.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
             every rank trains a copy of its own. Required when several ranks run and a Muon group holds one. "auto":
@@ -154,6 +159,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         compute_dtype: torch.dtype = torch.bfloat16,
         state_dtype: StateDtype = torch.float32,
+        state_device: StateDevice = None,
         master_dtype: torch.dtype | None = None,
         process_group: ProcessGroup = None,
         layouts: Mapping[str, Declared] | None = None,
@@ -166,6 +172,7 @@ class Muon(torch.optim.Optimizer):
             check_optimizer(
                 compute_dtype=compute_dtype,
                 state_dtype=state_dtype,
+                state_device=state_device,
                 master_dtype=master_dtype,
                 process_group=process_group,
                 layouts=layouts,
@@ -199,7 +206,7 @@ class Muon(torch.optim.Optimizer):
             while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
                 frame = frame.f_back
             refuse_partitioner(frame.f_locals.get("self"))
-            precision = Precision.of(compute_dtype, state_dtype, master_dtype)
+            precision = Precision.of(compute_dtype, state_dtype, master_dtype, state_device)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
@@ -360,6 +367,7 @@ class Muon(torch.optim.Optimizer):
             return loss
         if kept.sums is not None:
             kept.sums = Sums()
+        offload = kept.offload_of(planned)
         half = MuonStepTogether if kept.works_together(planned) else MuonStep
         rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         work = half(
@@ -370,9 +378,10 @@ class Muon(torch.optim.Optimizer):
             flags,
             kept.precision,
             device=planned.device,
-            step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.sums),
+            step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.sums, offload),
             sums=kept.sums,
             blocks=planned.blocks if kept.precision.int8 else None,
+            offload=offload,
         )
         kept.torn = f"step {exchange.steps} of this plan"
         lefts = exchange.run(work)
@@ -381,6 +390,7 @@ class Muon(torch.optim.Optimizer):
             for left in lefts:
                 left.finish()
         work.finish()
+        kept.brought_back = None if offload is None else offload.last
         keep_running_norms(clip, self.state, flags.stop)
         if awaited is None:
             kept.torn = None
@@ -468,7 +478,9 @@ class Muon(torch.optim.Optimizer):
         kept = self._kept
         planned, exchange = connect(self.param_groups, kept)
         exchange.counts = Counts()
-        slots = collect(planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None))
+        slots = collect(
+            planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None), kept.precision
+        )
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
         look = kept.loaded or kept.compared is not planned
