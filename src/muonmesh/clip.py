@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -37,7 +37,8 @@ SPIKE = 2.0
 ERRORS, REPLAN, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(7)
 """Places in the vector of sums: ranks that found an error; ranks that must plan again; a number made of the arguments
 and its square, by whose sums ranks see whether all were given the same; squares of the gradients whose scale the update
-does not feel (Muon's), and of those whose scale it feels (AdamW's); then the squares of each matrix."""
+does not feel (Muon's), and of those whose scale it feels (AdamW's); then both for each of the source's `norms_apart`,
+and the squares of each matrix."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,15 @@ class GradNorms:
         muon: Norm of the gradients of Muon's half, the groups whose rule is scale-invariant; None likewise.
         adamw: Norm of the others': AdamW's, and those of rules that feel the scale of gradients; None likewise.
         skipped: 0-d bool tensor, whether the next ``step`` changes nothing.
+        apart: The norms of gradients that the others leave out, by name: `GradientSource.norms_apart`, of what was
+            measured.
     """
 
     total: Tensor | None
     muon: Tensor | None
     adamw: Tensor | None
     skipped: Tensor
+    apart: Mapping[str, Tensor] = field(default_factory=dict)
 
     def item(self) -> float:
         """Return the total norm."""
@@ -115,29 +119,35 @@ class Limits:
         text = f"{self.policy} {float(self.max_norm)} {float(self.skip_above)}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) % 2**20
 
-    def skips(self, sums: Tensor) -> Tensor:
-        """Return whether the step is skipped, 0-d bool: too large, or not finite."""
+    def skips(self, sums: Tensor, apart: Sequence[str] = ()) -> Tensor:
+        """Return whether the step is skipped, 0-d bool: too large, or not finite, also of what is measured apart."""
         norms = _norms(sums)
         above = [norms[name] > self.skip_above for name in self.protects]
-        return torch.stack([*above, ~norms["total"].isfinite()]).any()
+        infinite = [~_norms(sums, number)["total"].isfinite() for number in range(1 + len(apart))]
+        return torch.stack([*above, *infinite]).any()
 
-    def coefficients(self, sums: Tensor, skip: Tensor) -> dict[int, Tensor]:
-        """Return min(1, max_norm / norm), as torch's function computes it, for each half that is clipped as one."""
+    def coefficients(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> dict[int, Tensor]:
+        """Return min(1, max_norm / norm), as torch's function computes it, for each half that is clipped as one.
+
+        They are by the places of the halves in the sums.
+        """
         by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
-        norms = _norms(sums)
         return {
-            half: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
+            half + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
+            for number, norms in enumerate(_norms(sums, number) for number in range(1 + len(apart)))
             for half, name in by.get(self.policy, {FELT: "adamw"}).items()
         }
 
-    def told(self, sums: Tensor, skip: Tensor) -> GradNorms:
+    def told(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> GradNorms:
         """Return the norms, or with ``norms=False`` those that the policy needs."""
         known = {name: norm if self.norms or name in self.protects else None for name, norm in _norms(sums).items()}
-        return GradNorms(**known, skipped=skip)
+        others = {name: _norms(sums, number)["total"] for number, name in enumerate(apart, 1)}
+        return GradNorms(**known, skipped=skip, apart=others)
 
 
-def _norms(sums: Tensor) -> dict[str, Tensor]:
-    muon, adamw = sums[INVARIANT], sums[FELT]
+def _norms(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
+    """Return the usual norms, or the same of what is measured apart as number 1, 2, …."""
+    muon, adamw = sums[INVARIANT + 2 * number], sums[FELT + 2 * number]
     return {"total": (muon + adamw).sqrt(), "muon": muon.sqrt(), "adamw": adamw.sqrt()}
 
 
@@ -161,13 +171,13 @@ def clip_gradients(
         PlanError: another rank found something wrong. Nothing has been scaled then.
     """
     measured = {INVARIANT, FELT} if limits.whole else {FELT}
-    # As long under every policy, so that ranks that were given different ones do not wait for each other.
-    sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
+    apart, matrices = source.norms_apart, _matrices(source)
+    sums = _zeros(planned, source)
     if not _reduces(planned, measured, process_group):
         limits.check()
-        return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
+        return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
     error = add_squares(planned, groups, source, measured, sums, matrices=limits.policy == "per_matrix")
-    said = dict.fromkeys(range(MATRICES), 0)
+    said = dict.fromkeys(range(matrices), 0)
     try:
         limits.check()
         said[ALIKE], said[SQUARED] = limits.digest, limits.digest**2
@@ -176,11 +186,11 @@ def clip_gradients(
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
     said[ERRORS] = int(error is not None)
-    sums[:MATRICES] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
+    sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
     exchange.reduce_sums(sums)
-    here = sums[:MATRICES].clone()
+    here = sums[:matrices].clone()
     if process_group is not None:
-        add_other_sets(sums[:MATRICES], exchange, process_group)
+        add_other_sets(sums[:matrices], exchange, process_group)
     if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
         raise error  # an argument, which is the same everywhere
     if waits and float(sums[ERRORS]):
@@ -197,13 +207,25 @@ def clip_gradients(
         write = "Call it alike everywhere: replicas would drift apart"
         needed = "the same arguments on every rank"
         raise PlanError(explain_error("clip_grad_norm_", f"{arguments} here and others on other ranks", needed, write))
-    skip = limits.skips(sums) | (sums[ERRORS] != 0) | (here[REPLAN] != 0) | unequal
+    skip = limits.skips(sums, apart) | (sums[ERRORS] != 0) | (here[REPLAN] != 0) | unequal
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if error is None:
-        scale_groups(groups, source, limits.coefficients(sums, skip))
+        scale_groups(groups, source, limits.coefficients(sums, skip, apart))
         if limits.policy == "per_matrix":
-            running = _limit_matrices(planned, state, source, sums[MATRICES:], skip, limits.max_norm)
-    return limits.told(sums, skip), Clip(skip, running, error)
+            running = _limit_matrices(planned, state, source, sums[matrices:], skip, limits.max_norm)
+    return limits.told(sums, skip, apart), Clip(skip, running, error)
+
+
+def _matrices(source: GradientSource) -> int:
+    """Return the place in the sums from which on they are those of the matrices."""
+    return MATRICES + 2 * len(source.norms_apart)
+
+
+def _zeros(planned: Planned, source: GradientSource) -> Tensor:
+    """Return the sums before anything is added, fp64; as long under every policy, so that ranks that were given
+    different ones do not wait for each other.
+    """
+    return torch.zeros(_matrices(source) + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
 
 
 class PlanAgain(Exception):
@@ -225,6 +247,7 @@ def stand_aside_from_sums(
     error: Exception | None,
     limits: Limits,
     *,
+    source: GradientSource,
     process_group: dist.ProcessGroup | None,
     waits: bool,
 ) -> GradNorms | None:
@@ -235,6 +258,7 @@ def stand_aside_from_sums(
         exchange: The exchange of that plan.
         error: What is wrong with its groups; None: they have changed, so that all must plan again.
         limits: The arguments of the call.
+        source: Where gradients are.
         process_group: Ranks of other pipeline stages to be clipped with, as in `Muon.clip_grad_norm_`.
         waits: Whether the others' hosts read what is said. If not and some have not changed, `Muon.step` ends in an
             error on all ranks.
@@ -246,22 +270,22 @@ def stand_aside_from_sums(
         Exception: ``error``, unless the others do not wait and `Muon.step` has to say it.
         PlanError: another rank found an error.
     """
-    sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
+    matrices, sums = _matrices(source), _zeros(planned, source)
     if not _reduces(planned, {INVARIANT, FELT} if limits.whole else {FELT}, process_group):
         if error is not None:
             raise error
         return None
     place = ERRORS if error is not None else REPLAN
-    sums[:MATRICES] += upload([int(n == place) for n in range(MATRICES)], dtype=sums.dtype, device=sums.device)
+    sums[:matrices] += upload([int(n == place) for n in range(matrices)], dtype=sums.dtype, device=sums.device)
     exchange.reduce_sums(sums)
-    here = sums[:MATRICES].clone()
+    here = sums[:matrices].clone()
     if process_group is not None:
-        add_other_sets(sums[:MATRICES], exchange, process_group)
+        add_other_sets(sums[:matrices], exchange, process_group)
     if waits and float(here[ERRORS]):
         agree_on_plan(exchange.group, exchange.plan, error)
     if waits or float(here[REPLAN]) == len(exchange.plan.ranks):
         return None
-    return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool))
+    return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool), source.norms_apart)
 
 
 def add_squares(
@@ -290,7 +314,8 @@ def add_squares(
     """
     error: Exception | None = None
     places, parts, copies = list[int](), list[Tensor](), list[int]()
-    gradients = dict[int, Tensor]()
+    gradients, norm_of = dict[int, Tensor](), dict[int, int]()
+    first = _matrices(source)
     for number, member in [*enumerate(planned.muon), *((-1, member) for some in planned.adamw for member in some)]:
         if member is None or (half := half_of(groups[member.group])) not in measured:
             continue
@@ -298,13 +323,14 @@ def add_squares(
             continue
         try:
             gradient = whole_gradient(member.name, member.tensor, source)
+            half += 2 * _number(member.name, member.tensor, source)
         except (LayoutError, TypeError) as found:
             error = error or found
             continue
         if gradient is None:
             continue
         if matrices and number >= 0:
-            gradients[number] = gradient.contiguous()
+            gradients[number], norm_of[number] = gradient.contiguous(), half
             continue
         for part in member.storage.parts(gradient):
             places.append(half)
@@ -315,16 +341,35 @@ def add_squares(
             member = planned.muon[assignment.parameter]
             assert member is not None
             for piece in pieces:
-                places.append(MATRICES + place)
+                places.append(first + place)
                 parts.append(view_of(gradients[assignment.parameter], piece))
                 copies.append(member.storage.copies)
     if parts:
         index = upload(places, dtype=torch.int64, device=sums.device)
         shares = upload(copies, dtype=torch.float64, device=sums.device)
         sums.index_add_(0, index, sums_of_squares(parts) / shares)
-    if matrices:
-        sums[INVARIANT] += sums[MATRICES:].sum()
+    # Of a matrix that is not held here nothing has been added, so it may count anywhere.
+    halves = [norm_of.get(assignment.parameter, INVARIANT) for assignment in planned.plan.assignments]
+    for half in dict.fromkeys(halves) if matrices else ():
+        which = [first + place for place, its in enumerate(halves) if its == half]
+        sums[half] += sums[upload(which, dtype=torch.int64, device=sums.device)].sum()
     return error
+
+
+def _number(name: str, parameter: Tensor, source: GradientSource) -> int:
+    """Return 0 for the usual norms, else the number of what a gradient is measured by, from 1.
+
+    Raises:
+        LayoutError: the source names a norm that it does not list, so that other ranks may not know of it.
+    """
+    apart = source.norm_apart(parameter)
+    if apart is None:
+        return 0
+    if apart not in source.norms_apart:
+        found, needed = f"a norm of its own, {apart!r}", f"one of {', '.join(source.norms_apart) or 'none'}"
+        write = "Correct norm_apart() of the GradientSource, or its norms_apart"
+        raise LayoutError(explain_error(name, found, needed, write))
+    return 1 + list(source.norms_apart).index(apart)
 
 
 def keep_running_norms(clip: Clip, state: Mapping[Tensor, Mapping[str, Any]], stop: Tensor | None) -> None:
@@ -349,13 +394,13 @@ def add_other_sets(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup) -
 def scale_groups(
     groups: Sequence[Mapping[str, Any]], source: GradientSource, coefficients: Mapping[int, Tensor]
 ) -> None:
-    """Multiply the gradients of each half by its coefficient, a 0-d fp64 tensor."""
-    for group in groups:
-        coefficient = coefficients.get(half_of(group))
-        if coefficient is None or _is_one(coefficient):
-            continue
+    """Multiply the gradients of each half by its coefficient, a 0-d fp64 tensor, by its place in the sums."""
+    coefficients = {place: coefficient for place, coefficient in coefficients.items() if not _is_one(coefficient)}
+    for group in groups if coefficients else ():
         for parameter in group["params"]:
-            scale_gradient(parameter, source, coefficient)
+            place = half_of(group) + 2 * _number(str(group.get("name")), parameter, source)
+            if place in coefficients:
+                scale_gradient(parameter, source, coefficients[place])
 
 
 def _limit_matrices(
