@@ -105,22 +105,25 @@ class Plan:
         numbers = self.buckets[bucket]
         if not self.scatters(bucket):
             return 0
-        if self.summed(numbers) or all(self._place(self.assignments[n], gather=False).copies() == 1 for n in numbers):
+        targets = {n: self.parameters[n].target for n in {self.assignments[number].parameter for number in numbers}}
+        copies = {n: target.copies() for n, target in targets.items()}
+        if self.summed(numbers) or all(count == 1 for count in copies.values()):
             return 1
         owned, sent, kept = Counter[int](), Counter[int](), Counter[int]()
-        stored = Counter[Sequence[int]]()
+        stored: dict[int, tuple[Sequence[int], int]] = {}  # by identity: to hash thousands of ranks takes long
         for number in numbers:
             assignment = self.assignments[number]
-            target, owner, size = self._place(assignment, gather=False), assignment.owner, assignment.matrix.numel
-            part = size * target.copies() // len(target.ranks)
-            stored[target.ranks] += part
+            owner, size, count = assignment.owner, assignment.matrix.numel, copies[assignment.parameter]
+            ranks = targets[assignment.parameter].ranks
+            part = size * count // len(ranks)
+            stored[id(ranks)] = ranks, stored.get(id(ranks), (ranks, 0))[1] + part
             owned[owner] += size
-            sent[owner] += size * target.copies() - part
+            sent[owner] += size * count - part
             kept[owner] += part
-        received = Counter[int]()
-        for ranks, part in stored.items():
+        received: dict[int, int] = {}
+        for ranks, part in stored.values():
             for rank in ranks:
-                received[rank] += part
+                received[rank] = received.get(rank, 0) + part
         at_most = max(self.bucket_elements, *owned.values())
         most = max(*sent.values(), *(received[rank] - kept[rank] for rank in received))
         return max(1, -(-most // at_most))
