@@ -174,6 +174,7 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
         (torch.float32, {"shard_state": True}),
         (torch.float32, {"exchange": "gram"}),
         (torch.float32, {"state_dtype": "int8"}),
+        (torch.bfloat16, {"state_device": "cpu", "rule": "adamuon", "master_dtype": torch.float32}),
     ],
     ids=str,
 )
@@ -203,6 +204,49 @@ def test_a_wait_is_an_error(wait: Callable[[Tensor], object]) -> None:
 
     with pytest.raises(HostSync):
         dry_run(bag((8, 8)), matrices_only, step=step)
+
+
+# ------------------------------------------------------------------ state on the host
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("one", marks=pytest.mark.soak)])
+def test_state_on_the_host_is_on_the_device_for_a_bucket(layout: str) -> None:
+    """It is copied there and back once a step, and what is there at once is the state of a few buckets.
+
+    bf16 weights have masters, so each element of a matrix has 8 bytes of state, of AdamW's embedding 12.
+    """
+    ranks, count = LAYOUTS[layout].get("world", 1), 32
+
+    def run(**settings: Any) -> DryRun:
+        with torch.device("meta"):
+            matrices = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(count))
+            model = nn.ModuleDict({"matrices": matrices, "embedding": nn.Embedding(256, 64)}).bfloat16()
+        masters = {"master_dtype": torch.float32, "bucket_cap_mb": 2.0}  # one matrix for each owner
+        return dry_run(model, lambda model: mm.from_model(model, **masters, **settings), **LAYOUTS[layout])
+
+    away, stays = run(state_device="cpu"), run()
+    bucket = 8 * MIB  # in each layout: the state of one matrix, or of a part of as many as there are ranks
+    state = count * bucket // ranks + 256 * 64 * 12 // ranks
+    assert state <= stays.state_bytes
+    assert away.state_bytes < 1000  # running norms and counts of steps
+    assert state <= away.bytes_to_host <= state + 1000
+    assert state <= away.bytes_to_device <= state + 1000
+    assert max(stays.bytes_to_host, stays.bytes_to_device) < 1000
+    assert away.peak_bytes <= min(stays.peak_bytes, 18.1 * MIB) + 4 * bucket
+
+
+def test_state_on_the_host_stays_there_when_it_is_loaded_compared_and_measured() -> None:
+    """By `load_state_dict`; replicas compare it then, and `metrics` reads it; the host waits for none of that."""
+
+    def step(optimizer: mm.Muon) -> None:
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.clip_grad_norm_(1.0, policy="per_matrix")
+        optimizer.step()
+        optimizer.metrics()
+
+    made = lambda model: mm.from_model(model, state_device="cpu", process_group="world")  # noqa: E731
+    run = dry_run(Model(), made, step=step, world=4)
+    assert run.state_bytes < 1000
 
 
 # ------------------------------------------------------------------ the dry run itself
