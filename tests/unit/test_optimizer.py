@@ -680,3 +680,31 @@ def test_a_skipped_step_says_so() -> None:
         optimizer.step()
         found.append(optimizer.skipped)
     assert found == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"state_dtype": "int8"},
+        {"rule": "normuon", "state_dtype": torch.bfloat16},
+        {"rule": "adamuon", "master_dtype": torch.float32},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_explain_tells_the_bytes_of_state_that_a_step_leaves(settings: dict[str, Any]) -> None:
+    """Before there is any: codes and scales of int8, masters, what a rule keeps by row, AdamW's moments and counts."""
+    model = nn.Sequential(nn.Embedding(30, 300), nn.Linear(300, 520), nn.Linear(520, 7), nn.Linear(7, 3)).bfloat16()
+    optimizer = mm.from_model(model, compute_dtype=torch.float32, **settings)
+    told = optimizer.explain()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = {
+        name: sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[parameter].values())
+        for name, parameter in model.named_parameters()
+    }
+    assert {row.parameter: row.state for row in told.rows} == kept
+    assert told.state_bytes == sum(kept.values())
+    assert f"keeps {told.state_bytes / 1e6:.3g} MB of state" in str(told)
