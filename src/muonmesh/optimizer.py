@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -33,7 +32,7 @@ from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.comm.work import Left
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
@@ -399,7 +398,7 @@ class Muon(torch.optim.Optimizer):
             kept.rest = Rest(*awaited, lambda: self._finish(lefts))
         kept.lacking = lacking_of(planned, rules, work.lacking)
         if kept.lacking is not None and kept.lacking.arrived is None:
-            kept.lacking.warn(kept.lack, stacklevel=3)
+            kept.lacking.warn(kept.lack)
             kept.lacking = None
         return loss
 
@@ -411,10 +410,10 @@ class Muon(torch.optim.Optimizer):
             pending.raise_errors()
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:
-            rounding.warn(stacklevel=4)
+            rounding.warn()
         lacking, kept.lacking = kept.lacking, None
         if lacking is not None:
-            lacking.warn(kept.lack, stacklevel=4)
+            lacking.warn(kept.lack)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -516,10 +515,9 @@ class Muon(torch.optim.Optimizer):
             for found in scaler._found_inf_per_device(self).values():
                 found.copy_(flags.overflow)
         elif flags.overflow.device.type == "cpu" and bool(flags.overflow) and not bool(found_inf):
-            warnings.warn(
+            warn(
                 "GradScaler: found an overflow on another rank only; all ranks skip, but their loss scales differ from "
-                "now on. Write scaler.step(optimizer, scaler=scaler)",
-                stacklevel=4,
+                "now on. Write scaler.step(optimizer, scaler=scaler)"
             )
 
     @_disable_dynamo
@@ -545,7 +543,7 @@ class Muon(torch.optim.Optimizer):
                 ``torch.nn.utils.clip_grad_norm_``. "separate": each half by its own norm. "per_matrix": AdamW's half
                 as in "adamw_only", and the gradient of each of Muon's matrices is limited to ``max_norm`` times its
                 own running norm, a mean over about twenty gradients that is kept in the state; the first ten
-                gradients of a matrix are only measured (see `muonmesh.clip`).
+                gradients of a matrix are only measured (see `muonmesh.clip.running`).
             skip_above: The next step changes nothing, on any rank, if a norm by which the policy clips is above this,
                 or if anything measured is not finite. The host need not wait for that: weights, momentum and step
                 counters stay as they are bit for bit.

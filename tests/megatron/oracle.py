@@ -21,6 +21,8 @@ MATRICES: dict[str, Any] = {
     "linear_kv_up_proj.weight": ("interleaved", (8, 8), 0),
     "in_proj.weight": ("rows", 16, 16, 32, 32, 4, 4),
     "out_proj.weight": "whole",
+    ".weight1": ("transposed", ("rows", 24, 24)),  # of one expert of a GroupedMLP: stored in × out, gate and up
+    ".weight2": ("transposed", "whole"),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from muonmesh.layout import Parameter, Plan
+from muonmesh.layout.balance import imbalance
 from muonmesh.layout.carried import Carried
 from muonmesh.layout.gram import sums_of
 from muonmesh.numerics.rules import rule_of
@@ -81,9 +82,8 @@ class Explanation:
 
     @property
     def imbalance(self) -> float:
-        """Largest share of FLOPs of a rank over the mean; 1 is perfect."""
-        total = sum(self.flops.values())
-        return max(self.flops.values()) * len(self.flops) / total if total else 1.0
+        """FLOPs of the busiest rank over the mean; 1 is perfect."""
+        return imbalance(self.flops)
 
     def __str__(self) -> str:
         """Return a table and a summary."""
@@ -119,11 +119,14 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
         table.insert(1, "  ".join("─" * width for width in widths))
-        total = sum(self.flops.values())
+        owned = sum(row.owners.get(self.rank, 0) for row in self.rows)  # each by one rank, so they add up to all
+        helped = self.orthogonalizations - owned
         table.append(
-            f"rank {self.rank} of {len(self.flops)}: {self.orthogonalizations} of "
+            f"rank {self.rank} of {len(self.flops)}: {owned} of "
             f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalisations, "
-            f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {total / 1e9:.3g} GFLOP (imbalance {self.imbalance:.2f}), "
+            + (f"parts of {helped} more with their owners, " if helped else "")
+            + f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {sum(self.flops.values()) / 1e9:.3g} GFLOP "
+            f"(imbalance {self.imbalance:.2f}), "
             f"{self.collectives} collectives, {self.bytes_sent / 1e6:.3g} MB sent, "
             f"{self.bytes_received / 1e6:.3g} MB received a step"
         )

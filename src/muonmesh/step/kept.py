@@ -29,7 +29,7 @@ class Clip(NamedTuple):
 
     Attributes:
         skip: 0-d bool tensor, whether that step changes nothing; None for no.
-        running: For each tensor its running norms after that step, fp32 (2, matrices): see `muonmesh.clip`.
+        running: For each tensor its running norms after that step, fp32 (2, matrices): see `muonmesh.clip.running`.
         error: What this rank found wrong, where the host has not waited for the others to say so.
     """
 

@@ -74,7 +74,7 @@ class Shard(NamedTuple):
 
 
 class FlatMainGrad(GradientSource):
-    """Gradients of flat tensors: each is an interval of a parameter's ``main_grad``, flattened, of which it is a view.
+    """Gradients of intervals of flattened parameters: the same intervals of ``main_grad``, of which they are views.
 
     Args:
         shards: For each tensor that is stepped what it is of which parameter; others are parameters themselves.
@@ -85,12 +85,12 @@ class FlatMainGrad(GradientSource):
         self._whole = MainGrad()
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the interval of ``main_grad``."""
+        """Return the interval of ``main_grad``, in the shape of what is stepped."""
         shard = self._shards.get(parameter)
         if shard is None:
             return self._whole.gradient(parameter)
         whole = self._whole.gradient(shard.parameter)
-        return None if whole is None else whole.view(-1)[shard.low : shard.high]
+        return None if whole is None else whole.view(-1)[shard.low : shard.high].view(parameter.shape)
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Copy a gradient into the interval; None makes it zero."""
