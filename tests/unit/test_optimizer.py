@@ -601,6 +601,8 @@ def weight() -> nn.Parameter:
         (lambda: mm.Muon([weight()], extra_scale_factor=0.0), ValueError, "extra_scale_factor"),
         (lambda: mm.Muon([weight()], compute_dtype=torch.int8), ValueError, "compute_dtype"),
         (lambda: mm.Muon([weight()], state_dtype="fp32"), ValueError, "state_dtype"),
+        (lambda: mm.Muon([weight()], state_device="cuda"), ValueError, "state_device"),
+        (lambda: mm.Muon([weight()], state_device="cpu", state_dtype="int8"), ValueError, "on the device at once"),
         (lambda: mm.Muon([weight()], bucket_cap_mb=0), ValueError, "bucket_cap_mb"),
         (lambda: mm.Muon([weight()], process_group="all"), ValueError, "process_group"),
         (lambda: mm.Muon([]), ValueError, "empty"),
