@@ -296,7 +296,7 @@ class Muon(torch.optim.Optimizer):
 
     def refuse_if_torn(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        self.finish()
+        self._finish_rest()
         if self._kept.torn is not None:
             found = f"a step that was interrupted while it wrote ({self._kept.torn}), so some weights and their state "
             found += "are a step ahead of others"
@@ -348,7 +348,7 @@ class Muon(torch.optim.Optimizer):
         """
         kept, groups = self._kept, self.param_groups
         missed = None if kept.rest is None else kept.rest.missed()
-        self.finish()
+        self._finish_rest()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -421,9 +421,16 @@ class Muon(torch.optim.Optimizer):
         """Finish a step that was taken with ``wait=False``: wait for the last results and write them.
 
         Modules that are about to run, ``state_dict`` and the methods here that read weights or state do that by
-        themselves. Whoever reads weights otherwise calls this before. It starts no collective, so a single rank may
-        call it.
+        themselves. Whoever reads weights otherwise calls this before, and whoever reads the state of
+        ``state_device="cpu"``: the host waits until it has been copied back. It starts no collective, so a single rank
+        may call it.
         """
+        self._finish_rest()
+        if self._kept.brought_back is not None:
+            self._kept.brought_back.synchronize()
+
+    def _finish_rest(self) -> None:
+        """The same, but for the host that does not read state, which is in the order of the device by itself."""
         if self._kept.rest is not None:
             self._kept.rest.finish()
 
@@ -557,7 +564,7 @@ class Muon(torch.optim.Optimizer):
             PlanError: on the other ranks then.
         """
         check_process_group(process_group, ("world", "local"))
-        self.finish()
+        self._finish_rest()
         kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
@@ -717,7 +724,7 @@ class Muon(torch.optim.Optimizer):
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
         stores something itself; they are NaN if another rank could not follow, and the next step ends in an error.
         """
-        self.finish()
+        self._finish_rest()
         kept, groups = self._kept, self.param_groups
         while True:
             error = check_groups(groups).error

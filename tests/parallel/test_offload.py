@@ -1,7 +1,7 @@
 """`state_device="cpu"`: state that lies on the host is worked on in copies, and has the bits of state that stays.
 
-No device is needed to show it: told to work in copies, a CPU brings them and gives them back by the same code, bucket by
-bucket. `tests/device/test_dry_run.py` shows what of that a device would hold and copy.
+No device is needed to show it: told to work in copies, a CPU brings them and gives them back by the same code, bucket
+by bucket. `tests/device/test_dry_run.py` shows what of that a device would hold and copy.
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ SHARED: dict[str, Any] = {**BF16, "shard_state": True, "decay_mode": "cautious"}
 def test_state_in_copies_is_bit_for_bit_state_that_stays(workers, device: bool, settings: dict[str, Any]) -> None:
     layouts = ["local", "ddp", "fsdp", "hsdp", "rows-cols"]
     for found in workers(4).run(in_every_layout, device, layouts, **settings):
-        assert found == dict.fromkeys(layouts, [])
+        assert found == {layout: [] for layout in layouts}

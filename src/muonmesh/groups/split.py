@@ -314,9 +314,9 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
     said = False
     for group in shared.values():
         roles = [role(site, outputs) for site in group]
-        if heads and any(_says_matrices(overrides, site) for site in group):
+        if any(_says_matrices(overrides, site) for site in group):
             said = True
-        elif heads:
+        else:
             found = [by_heads(site, own, heads) for site, own in zip(group, roles, strict=True)]
             roles = [own for own, _ in found]
             cut.update(part for _, some in found for part in some)

@@ -21,11 +21,11 @@ def fresh_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     return torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
-def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
-    """Return a contiguous copy in another dtype, where `fresh_zeros` would lie. The host waits if it is moved."""
+def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision, *, wait: bool = False) -> Tensor:
+    """Return a contiguous copy in another dtype, where `fresh_zeros` would lie; with ``wait`` the host may read it."""
     if not precision.leaves(local.device):
         return local.detach().to(dtype).contiguous()
-    return fresh_zeros(local.shape, dtype, local.device, precision).copy_(local.detach())
+    return fresh_zeros(local.shape, dtype, local.device, precision).copy_(local.detach(), non_blocking=not wait)
 
 
 @dataclass
