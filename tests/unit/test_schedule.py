@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from muonmesh.comm.schedule import Back, Round, Schedule, There, Way
+from muonmesh.comm.schedule import Schedule
+from muonmesh.comm.stages import Compute, Gather, Scatter, Swap
 from muonmesh.layout import (
     FlatShards,
     MeshLayout,
@@ -59,19 +60,19 @@ def schedules(plan: Plan) -> list[Schedule]:
     return [Schedule(plan, rank, plan.ranks, torch.float64, CPU) for rank in plan.ranks]
 
 
-def stages_of(schedule: Schedule) -> list[tuple[There, Back]]:
-    there = [schedule.there(number) for number in range(schedule.stages)]
-    return [(stage, schedule.back(number, stage.matrices)) for number, stage in enumerate(there)]
+def stages_of(schedule: Schedule) -> list[tuple[Gather, Compute]]:
+    there = [schedule.gather(number) for number in range(schedule.stages)]
+    return [(stage, schedule.compute(number, stage.matrices)) for number, stage in enumerate(there)]
 
 
-def rounds_of(schedule: Schedule, number: int, back: Back) -> list[Round]:
-    found: list[Round] = []
+def rounds_of(schedule: Schedule, number: int, back: Compute) -> list[Scatter]:
+    found: list[Scatter] = []
     for index in range(back.rounds.count):
-        found.append(schedule.round(number, index, back.results, found[-1] if found else None))
+        found.append(schedule.scatter(number, index, back.results, found[-1] if found else None))
     return found
 
 
-def travel(ways: list[Way | None]) -> None:
+def travel(ways: list[Swap | None]) -> None:
     """Move what an all-to-all moves."""
     if ways[0] is None:
         assert ways == [None] * len(ways)
@@ -127,7 +128,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
         for rank, (there, _) in enumerate(stages):
             for leg, into in there.reads:
                 into.copy_(elements(leg, held[leg.parameter, rank]))
-        travel([there.way for there, _ in stages])
+        travel([there.swap for there, _ in stages])
         for rank, (there, rest) in enumerate(stages):
             for to, of in there.arriving:
                 to.copy_(of)
@@ -147,7 +148,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
             for one in of_all:
                 for to, of in one.leaving:
                     to.copy_(of)
-            travel([one.way for one in of_all])
+            travel([one.swap for one in of_all])
             for rank, one in enumerate(of_all):
                 for leg, of in one.arrived:
                     elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
@@ -163,7 +164,7 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
         for i, layout in enumerate(layouts)
     ]
     ((there, back),) = stages_of(Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU))
-    assert (there.way, back.rounds.count, there.reads, back.batches) == (None, 0, (), ())
+    assert (there.swap, back.rounds.count, there.reads, back.batches) == (None, 0, (), ())
     shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in back.local]
     assert sorted(map(len, back.local)) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
@@ -203,7 +204,7 @@ def test_results_for_many_replicas_travel_in_rounds() -> None:
         schedule = Schedule(plan, 3, plan.ranks, torch.float32, CPU)
         ((_, back),) = stages_of(schedule)
         rounds = rounds_of(schedule, 0, back)
-        assert all(max(len(one.way.send), len(one.way.receive)) <= 64 * 96 for one in rounds)
+        assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in rounds)
         assert sum(memory.numel() for memory in schedule.memory.values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
         arrived = [leg.assignment for one in rounds for leg, _ in one.arrived]
@@ -215,11 +216,11 @@ def test_a_device_keeps_no_memory_and_a_cpu_keeps_its_views() -> None:
     on_device = Schedule(plan, 1, plan.ranks, torch.float64, torch.device("meta"))
     on_cpu = Schedule(plan, 1, plan.ranks, torch.float64, CPU)
     assert on_device.memory == {}
-    assert on_device.there(0) is not on_device.there(0)
-    assert on_cpu.there(0) is on_cpu.there(0)
+    assert on_device.gather(0) is not on_device.gather(0)
+    assert on_cpu.gather(0) is on_cpu.gather(0)
     for number in range(on_cpu.stages):
-        mine, other = on_cpu.there(number), on_device.there(number)
+        mine, other = on_cpu.gather(number), on_device.gather(number)
         assert [(leg, view.shape) for leg, view in mine.reads] == [(leg, view.shape) for leg, view in other.reads]
-        there, back = on_cpu.back(number, mine.matrices), on_device.back(number, other.matrices)
+        there, back = on_cpu.compute(number, mine.matrices), on_device.compute(number, other.matrices)
         for kept, given in zip(rounds_of(on_cpu, number, there), rounds_of(on_device, number, back), strict=True):
             assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]

@@ -9,7 +9,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from muonmesh.comm.schedule import Back, Copies, Round, Schedule, There, Way
+from muonmesh.comm.schedule import Schedule
+from muonmesh.comm.stages import Compute, Copies, Gather, Scatter, Swap
 from muonmesh.comm.team import Team
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
@@ -52,10 +53,10 @@ class OwnerExchange:
         self._device = device
         self._plan = plan
         self._arguments = plan, rank, peers, dtype, device
-        self._there: dict[int, There] = {}
-        self._back: dict[int, Back] = {}
+        self._gathered: dict[int, Gather] = {}
+        self._computed: dict[int, Compute] = {}
         self._under_way: dict[int, Transfer | None] = {}
-        self._round: dict[int, Round] = {}
+        self._scattered: dict[int, Scatter] = {}
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -83,59 +84,63 @@ class OwnerExchange:
                 self._gather(number + 1, work)
             self._compute(number, work)
             self._scatter(number, 0)
-            work.local(self._back[number].local)
+            work.local(self._computed[number].local)
             if number:
                 self._receive(number - 1, work)
             self._scatter_the_rest(number, work)
         self._wire.counts.orthogonalized += self.schedule.local_count
         if not count:
             return None
-        if not self._back[count - 1].rounds.count or self._back[count - 1].summed:  # sums are collectives of their own
+        if (
+            not self._computed[count - 1].rounds.count or self._computed[count - 1].summed
+        ):  # sums are collectives of their own
             self._receive(count - 1, work)
             return None
-        ends = (*self._back[count - 1].staying, *self._round[count - 1].arrived)
+        ends = (*self._computed[count - 1].staying, *self._scattered[count - 1].arrived)
         return Left(frozenset(leg.parameter for leg, _ in ends), partial(self._receive, count - 1, work))
 
     def _gather(self, number: int, work: Work) -> None:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
         work.fetch(self.schedule.moving(number + 1))
-        stage = self._there[number] = self.schedule.there(number)
+        stage = self._gathered[number] = self.schedule.gather(number)
         work.prepare(stage.moving)
         work.read(stage.reads)
-        self._under_way[number] = self._start(stage.way)
+        self._under_way[number] = self._start(stage.swap)
 
     def _compute(self, number: int, work: Work) -> None:
         """Assemble this rank's matrices from what arrived and orthogonalise them."""
-        stage = self._there.pop(number)
+        stage = self._gathered.pop(number)
         self._finish(self._under_way.pop(number))
         self._copy(stage.arriving)
-        back = self.schedule.back(number, stage.matrices)
+        back = self.schedule.compute(number, stage.matrices)
         del stage  # and its wire buffers, where they are not kept
         for x, out, assignment in back.teamed:
             team = self._teams[self._plan.assignments[assignment].team]
             work.orthogonalize_together(x, out, assignment, team, owner=team.is_owner)
         work.orthogonalize(back.batches)
         self._wire.counts.orthogonalized += len(back.teamed) + sum(len(some) for _, _, some in back.batches)
-        self._back[number] = replace(back, batches=(), teamed=())  # what was orthogonalised is not needed any more
+        self._computed[number] = replace(back, batches=(), teamed=())  # what was orthogonalised is not needed any more
 
     def _scatter(self, number: int, index: int) -> None:
         """Start to move the results to every holder, or a part of them."""
-        stage = self._back[number]
+        stage = self._computed[number]
         if index < stage.rounds.count:
-            one = self._round[number] = self.schedule.round(number, index, stage.results, self._round.get(number))
+            one = self._scattered[number] = self.schedule.scatter(
+                number, index, stage.results, self._scattered.get(number)
+            )
             self._copy(one.leaving)
-            self._under_way[number] = self._start(one.way)
+            self._under_way[number] = self._start(one.swap)
 
     def _scatter_the_rest(self, number: int, work: Work) -> None:
         """Move the results' other parts; the last one is still on its way then.
 
         One part travels while the one before it is written, so there is memory for two of them.
         """
-        stage = self._back[number]
+        stage = self._computed[number]
         if stage.rounds.count and not stage.rounds.near:  # what sums are taken over is here
             self._sum(number, (), work)
         for index in range(1, stage.rounds.count):
-            before, transfer = self._round[number], self._under_way.pop(number)
+            before, transfer = self._scattered[number], self._under_way.pop(number)
             self._scatter(number, index)
             self._finish(transfer)
             self._sum(number, before.arrived, work)
@@ -143,30 +148,30 @@ class OwnerExchange:
 
     def _receive(self, number: int, work: Work) -> None:
         """Apply what stayed here while the rest travels, then what arrived."""
-        last, transfer = self._round.pop(number, None), self._under_way.pop(number, None)
+        last, transfer = self._scattered.pop(number, None), self._under_way.pop(number, None)
         arrived = () if last is None else last.arrived
-        if not self._back[number].summed:
-            work.write(self._back[number].staying)
+        if not self._computed[number].summed:
+            work.write(self._computed[number].staying)
         self._finish(transfer)
         self._sum(number, arrived, work)
         work.write(arrived)
-        del self._back[number]
+        del self._computed[number]
 
     def _sum(self, number: int, arrived: Ends, work: Work) -> None:
         """Take the sums over the matrices of a bucket, if there are any still to be taken, and write what stayed here.
 
         Nothing of these matrices is written before. What the sums are taken over has stayed here or has arrived.
         """
-        stage = self._back[number]
+        stage = self._computed[number]
         if stage.summed:
             self._totals.take(stage.summed, (*stage.staying, *arrived), work, what=f"bucket {number}")
             work.write(stage.staying)
-            self._back[number] = replace(stage, summed={}, staying=())
+            self._computed[number] = replace(stage, summed={}, staying=())
 
-    def _start(self, way: Way | None) -> Transfer | None:
-        if way is None:
+    def _start(self, swap: Swap | None) -> Transfer | None:
+        if swap is None:
             return None
-        return self._wire.swap(way.what, way.send, way.receive, sent=way.sent, received=way.received)
+        return self._wire.swap(swap.what, swap.send, swap.receive, sent=swap.sent, received=swap.received)
 
     def _finish(self, transfer: Transfer | None) -> None:
         if transfer is not None:

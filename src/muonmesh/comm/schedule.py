@@ -16,105 +16,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from muonmesh.comm.passage import Passage
+from muonmesh.comm.stages import Compute, Gather, Scatter
 from muonmesh.comm.views import memory_of, place
-from muonmesh.comm.work import Ends, Local
+from muonmesh.comm.work import Local
 from muonmesh.layout import Plan, Routes
-from muonmesh.layout.region import row_major
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, in_rounds
-
-Copies = tuple[tuple[Tensor, Tensor], ...]
-"""What is copied, (to, of), both of one shape."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """What moves for one bucket in one direction.
-
-    Attributes:
-        what: Names it in errors.
-        send: What is sent, a segment for each rank in the order of the group; this rank's own is empty.
-        receive: What is received, likewise.
-        sent: Elements of the segments of ``send``.
-        received: Of those of ``receive``.
-    """
-
-    what: str
-    send: Tensor
-    receive: Tensor
-    sent: list[int]
-    received: list[int]
-
-
-@dataclass(frozen=True)
-class There:
-    """One bucket on its way to the owners, as this rank sees it, in the order in which it happens.
-
-    Attributes:
-        moving: The assignments of the bucket of which something moves.
-        reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
-        way: What moves; None if nothing travels.
-        arriving: From the receive buffer into the matrices.
-        matrices: What this rank orthogonalises, equal ones together: (b, rows, cols) each.
-    """
-
-    moving: tuple[int, ...]
-    reads: Ends
-    way: Way | None
-    arriving: Copies
-    matrices: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Back:
-    """One bucket at its owners, as this rank sees it: what is computed, and what stays here of the results.
-
-    Attributes:
-        batches: What this rank orthogonalises alone: see `Work.orthogonalize`.
-        teamed: What it orthogonalises with others, in an order that is the same on all ranks: see
-            `Work.orthogonalize_together`.
-        local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
-            travel.
-        summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
-        staying: What is written straight from the results.
-        rounds: In which rounds the results travel.
-        results: Those of each batch, (b, rows, cols).
-    """
-
-    batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
-    teamed: tuple[tuple[Tensor, Tensor, int], ...]
-    local: tuple[tuple[Local, ...], ...]
-    summed: Mapping[int, int]
-    staying: Ends
-    rounds: Rounds
-    results: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Round:
-    """Results of one bucket on their way from the owners to those that hold it, or a part of them.
-
-    Attributes:
-        leaving: From the results into the send buffer.
-        way: What moves.
-        arrived: What is written from the receive buffer.
-    """
-
-    leaving: Copies
-    way: Way
-    arrived: Ends
 
 
 class Schedule:
     """What one rank does each step for the matrices that have owners.
 
-    There is a stage for each bucket of which something moves, the local matrices of other buckets among them; or one
+    Gather is a stage for each bucket of which something moves, the local matrices of other buckets among them; or one
     with local matrices alone.
 
     Args:
@@ -144,7 +64,7 @@ class Schedule:
                     name = f"{role}.{turn % 2}"
                     numels[name] = max(numel, numels.get(name, 0))
             self.memory = memory_of(numels, dtype, device)
-        self._kept: dict[tuple[int, ...], There | Back | Round] = {}
+        self._views: dict[tuple[int, ...], Gather | Compute | Scatter] = {}
 
     @property
     def local_count(self) -> int:
@@ -155,51 +75,51 @@ class Schedule:
         """Return the assignments of a stage that move; none if there is no such stage."""
         return self._drafts[number].moving if number < self.stages else ()
 
-    def there(self, number: int) -> There:
+    def gather(self, number: int) -> Gather:
         """Return a stage up to its matrices, with memory for it."""
-        found = self._kept.get((number,))
-        if not isinstance(found, There):
+        found = self._views.get((number,))
+        if not isinstance(found, Gather):
             draft = self._drafts[number]
-            found = draft.there(number, self._memory(draft.numels(THERE), number))
+            found = draft.gather(number, self._memory(draft.numels(GATHER), number))
             self._keep((number,), found)
         return found
 
-    def back(self, number: int, matrices: Sequence[Tensor]) -> Back:
-        """Return what is computed of a stage, with memory for it; ``matrices`` are those of `there`."""
-        found = self._kept.get((number, -1))
-        if not isinstance(found, Back):
+    def compute(self, number: int, matrices: Sequence[Tensor]) -> Compute:
+        """Return what is computed of a stage, with memory for it; ``matrices`` are those of `gather`."""
+        found = self._views.get((number, -1))
+        if not isinstance(found, Compute):
             draft = self._drafts[number]
-            found = draft.back(matrices, self._memory(draft.numels(RESULTS), number))
+            found = draft.compute(matrices, self._memory(draft.numels(COMPUTE), number))
             self._keep((number, -1), found)
         return found
 
-    def round(self, number: int, index: int, results: Sequence[Tensor], before: Round | None = None) -> Round:
+    def scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None = None) -> Scatter:
         """Return one round of a stage, with memory for it.
 
         Args:
             number: Of the stage.
             index: Of the round in it.
-            results: Those of `back`.
+            results: Those of `compute`.
             before: The round before in this stage. If both send the same, its send buffer serves again.
         """
-        found = self._kept.get((number, index))
-        if not isinstance(found, Round):
+        found = self._views.get((number, index))
+        if not isinstance(found, Scatter):
             draft = self._drafts[number]
             memory = dict(self._memory(draft.received(index), self._rounds_before[number] + index))
             filling = draft.filling[index]
             if before is not None and filling == draft.filling[index - 1]:
-                memory["scatter.send"] = before.way.send
-                found = replace(draft.round(number, index, results, memory), leaving=())
+                memory["scatter.send"] = before.swap.send
+                found = replace(draft.scatter(number, index, results, memory), leaving=())
             else:
                 memory |= self._memory(draft.sent(index), self._fillings_before[number] + filling)
-                found = draft.round(number, index, results, memory)
+                found = draft.scatter(number, index, results, memory)
             self._keep((number, index), found)
         return found
 
     def _turns(self) -> Iterator[tuple[int, dict[str, int]]]:
         """Yield what is needed at once by role, with the turn of these roles: two take the same memory in turns."""
         for number, draft in enumerate(self._drafts):
-            yield number, draft.numels((*THERE, *RESULTS))
+            yield number, draft.numels((*GATHER, *COMPUTE))
             for index in range(draft.rounds.count):
                 yield self._rounds_before[number] + index, draft.received(index)
                 yield self._fillings_before[number] + draft.filling[index], draft.sent(index)
@@ -209,28 +129,18 @@ class Schedule:
             return {role: self.memory[f"{role}.{turn % 2}"] for role in numels}
         return memory_of(numels, self._dtype, self._device)
 
-    def _keep(self, key: tuple[int, ...], found: There | Back | Round) -> None:
+    def _keep(self, key: tuple[int, ...], found: Gather | Compute | Scatter) -> None:
         if self._device.type == "cpu":
-            self._kept[key] = found
+            self._views[key] = found
 
 
-THERE = ("matrices", "gather.send", "gather.receive")
-RESULTS = ("results",)
-"""What the two halves of a stage need memory for; what travels back needs "scatter.send" and "scatter.receive"."""
+GATHER = ("matrices", "gather.send", "gather.receive")
+COMPUTE = ("results",)
+"""The roles of the memory that a `Gather` and a `Compute` work in; a `Scatter` has "scatter.send" and
+"scatter.receive"."""
 
 
 # ------------------------------------------------------------------ how it is worked out
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One strided copy between an assembled matrix and a wire buffer."""
-
-    shape: tuple[int, ...]
-    matrix_start: int
-    matrix_strides: tuple[int, ...]
-    wire_start: int
-    wire_strides: tuple[int, ...]
 
 
 class _Draft:
@@ -251,8 +161,8 @@ class _Draft:
         self.moving, self.local = moving, local
         gather, scatter = ways
         self._gathers, self.rounds = gathers, rounds
-        self._gather = _Passage("gather", gather.held, gather.assembled, rank, peers)
-        self._kept_back = scatter.held.get(rank, ())
+        self._gather = Passage("gather", gather.held, gather.assembled, rank, peers)
+        self._staying = scatter.held.get(rank, ())
 
         def by_round(legs: Sequence[Leg], holder: int) -> list[tuple[Leg, ...]]:
             return in_rounds(legs, rounds.count, lambda leg: rounds.of(plan.distance(leg.assignment, holder)))
@@ -260,7 +170,7 @@ class _Draft:
         held = {peer: by_round(legs, rank) for peer, legs in scatter.held.items()}
         assembled = {peer: by_round(legs, peer) for peer, legs in scatter.assembled.items()}
         self._scatter = [
-            _Passage("scatter", _of_round(number, held), _of_round(number, assembled), rank, peers)
+            Passage("scatter", _of_round(number, held), _of_round(number, assembled), rank, peers)
             for number in range(rounds.count)
         ]
         self._summed = plan.summed(moving)
@@ -273,7 +183,7 @@ class _Draft:
         self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
 
     def numels(self, roles: Sequence[str]) -> dict[str, int]:
-        """Return how much memory the stage needs for some of its roles, those of `round` left out."""
+        """Return how much memory the stage needs for some of its roles, those of `scatter` left out."""
         matrices = sum(len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True))
         needed = {"matrices": matrices, "results": matrices}
         if self._gathers:
@@ -296,34 +206,34 @@ class _Draft:
             found.append(found[-1] + (not one.sends_as(other)))
         return found
 
-    def there(self, number: int, memory: Mapping[str, Tensor]) -> There:
-        """Return the way to the owners, with its views of the memory."""
+    def gather(self, number: int, memory: Mapping[str, Tensor]) -> Gather:
+        """Return what travels to the owners, with its views of the memory."""
         matrices = self._assembled(memory["matrices"])
         of = _by_assignment(self._batches, matrices)
         reads = [(leg, place(leg.piece, of[leg.assignment])) for leg in self._gather.held.get(self._rank, ())]
         if not self._gathers:
-            return There(self.moving, tuple(reads), None, (), tuple(matrices))
-        way = self._gather.way(f"the gather of bucket {number}", memory)
-        reads += self._gather.on_wire(way.send)
-        return There(self.moving, tuple(reads), way, self._gather.copies(of, way.receive), tuple(matrices))
+            return Gather(self.moving, tuple(reads), None, (), tuple(matrices))
+        swap = self._gather.swap(f"the gather of bucket {number}", memory)
+        reads += self._gather.on_wire(swap.send)
+        return Gather(self.moving, tuple(reads), swap, self._gather.copies(of, swap.receive), tuple(matrices))
 
-    def back(self, matrices: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Back:
+    def compute(self, matrices: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Compute:
         """Return what is computed, with its views of the memory."""
         results = tuple(self._assembled(memory["results"]))
         of = _by_assignment(self._batches, results)
-        staying = tuple((leg, place(leg.piece, of[leg.assignment])) for leg in self._kept_back)
+        staying = tuple((leg, place(leg.piece, of[leg.assignment])) for leg in self._staying)
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
         teamed = tuple((x, out, number) for x, out, (number,) in batches[: self._teamed])
-        return Back(batches[self._teamed :], teamed, self.local, self._summed, staying, self.rounds, results)
+        return Compute(batches[self._teamed :], teamed, self.local, self._summed, staying, self.rounds, results)
 
-    def round(self, number: int, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Round:
-        """Return a round of the way back, with its views of the memory."""
+    def scatter(self, number: int, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Scatter:
+        """Return one round of the results that travel back, with its views of the memory."""
         passage = self._scatter[index]
         told = f", round {index + 1} of {self.rounds.count}" if self.rounds.count > 1 else ""
-        way = passage.way(f"the scatter of bucket {number}{told}", memory)
-        copies = passage.copies(_by_assignment(self._batches, results), way.send)
+        swap = passage.swap(f"the scatter of bucket {number}{told}", memory)
+        copies = passage.copies(_by_assignment(self._batches, results), swap.send)
         leaving = tuple((wire, matrix) for matrix, wire in copies)
-        return Round(leaving, way, tuple(passage.on_wire(way.receive)))
+        return Scatter(leaving, swap, tuple(passage.on_wire(swap.receive)))
 
     def _assembled(self, memory: Tensor) -> list[Tensor]:
         """Return the batches, each (b, rows, cols), one after the other in memory."""
@@ -332,135 +242,9 @@ class _Draft:
         return [part.view(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
-class _Passage:
-    """What travels at once between this rank and its peers, in one direction.
-
-    Args:
-        name: "gather" or "scatter": which end is the sender.
-        held: Legs whose storage is on this rank, by the peer that has their matrix.
-        assembled: Legs whose matrix is, by the peer that stores them.
-        rank: This one.
-        peers: All ranks, in the order of their process group.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        held: Mapping[int, Sequence[Leg]],
-        assembled: Mapping[int, Sequence[Leg]],
-        rank: int,
-        peers: Sequence[int],
-    ) -> None:
-        self._name, self.held, self._assembled, self._rank, self._peers = name, held, assembled, rank, peers
-        in_storage, in_matrices = self._sizes(held), self._sizes(assembled)
-        self._sent, self._received = (in_storage, in_matrices) if name == "gather" else (in_matrices, in_storage)
-        self._starts_held = dict(zip(peers, itertools.accumulate(in_storage, initial=0), strict=False))
-        self._starts_assembled = dict(zip(peers, itertools.accumulate(in_matrices, initial=0), strict=False))
-
-    def _sizes(self, legs: Mapping[int, Sequence[Leg]]) -> list[int]:
-        """Return the elements of each rank's segment of a wire buffer."""
-        return [
-            0 if peer == self._rank or not legs.get(peer) else legs[peer][-1].start + legs[peer][-1].piece.numel
-            for peer in self._peers
-        ]
-
-    @property
-    def numels(self) -> dict[str, int]:
-        """How much memory is needed by role."""
-        return {f"{self._name}.send": sum(self._sent), f"{self._name}.receive": sum(self._received)}
-
-    def sends_as(self, other: _Passage) -> bool:
-        """Whether the same elements of this rank's matrices leave in the same order."""
-        return self._copies == other._copies
-
-    def way(self, what: str, memory: Mapping[str, Tensor]) -> Way:
-        """Return what moves, with its views of the memory."""
-        send = memory[f"{self._name}.send"][: sum(self._sent)]
-        receive = memory[f"{self._name}.receive"][: sum(self._received)]
-        return Way(what, send, receive, self._sent, self._received)
-
-    def on_wire(self, buffer: Tensor) -> list[tuple[Leg, Tensor]]:
-        """Return the legs that leave or reach this rank's storage, with their elements in a wire buffer."""
-        starts, first = self._starts_held, buffer.storage_offset()
-        return [
-            (leg, buffer.as_strided(leg.piece.shape, row_major(leg.piece.shape), first + starts[peer] + leg.start))
-            for peer, some in self.held.items()
-            if peer != self._rank
-            for leg in some
-        ]
-
-    def copies(self, matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
-        """Return the elements of this rank's matrices that travel, each time in the matrix and in a wire buffer."""
-        return _views(self._copies, matrices, buffer)
-
-    @cached_property
-    def _copies(self) -> list[tuple[int, _Copy]]:
-        found: dict[int, list[_Copy]] = {}
-        for peer in self._peers:
-            for leg in self._assembled.get(peer, ()) if peer != self._rank else ():
-                piece = leg.piece
-                copy = _Copy(
-                    piece.shape,
-                    piece.matrix_start,
-                    piece.matrix_strides,
-                    self._starts_assembled[peer] + leg.start,
-                    row_major(piece.shape),
-                )
-                found.setdefault(leg.assignment, []).append(copy)
-        return [(number, copy) for number, some in found.items() for copy in _joined(some)]
-
-
 def _of_round(number: int, legs: Mapping[int, Sequence[tuple[Leg, ...]]]) -> dict[int, tuple[Leg, ...]]:
     """Return the legs of one round, by peer."""
     return {peer: some[number] for peer, some in legs.items() if some[number]}
-
-
-def _views(copies: Sequence[tuple[int, _Copy]], matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
-    """Return for each copy its elements of the matrix and of a wire buffer."""
-    pairs, first = [], buffer.storage_offset()
-    for number, copy in copies:
-        matrix = matrices[number]
-        start = matrix.storage_offset() + copy.matrix_start
-        on_wire = buffer.as_strided(copy.shape, copy.wire_strides, first + copy.wire_start)
-        pairs.append((matrix.as_strided(copy.shape, copy.matrix_strides, start), on_wire))
-    return tuple(pairs)
-
-
-def _joined(copies: Sequence[_Copy]) -> list[_Copy]:
-    """Return the same copies as fewer: equal ones at even distances in both memories are one with another dim.
-
-    So the rows that all ranks of FSDP hold of a matrix arrive in one copy and not in one for each rank; and what the
-    ranks of each replica are sent leaves in one copy and not in one for each replica.
-    """
-    fewer = _joined_once(copies)
-    return fewer if len(fewer) == len(copies) else _joined(fewer)
-
-
-def _joined_once(copies: Sequence[_Copy]) -> list[_Copy]:
-    joined: list[_Copy] = []
-    first = 0
-    while first < len(copies):
-        one, end = copies[first], first + 1
-        if end < len(copies):
-            matrix_step = copies[end].matrix_start - one.matrix_start
-            wire_step = copies[end].wire_start - one.wire_start
-            while (
-                end < len(copies)
-                and (copies[end].shape, copies[end].matrix_strides) == (one.shape, one.matrix_strides)
-                and copies[end].wire_strides == one.wire_strides
-                and copies[end].matrix_start == one.matrix_start + (end - first) * matrix_step
-                and copies[end].wire_start == one.wire_start + (end - first) * wire_step
-                and matrix_step >= 0  # 0 where each replica is sent the same; as_strided knows no steps back
-            ):
-                end += 1
-        if end == first + 1:
-            joined.append(one)
-        else:
-            shape = (end - first, *one.shape)
-            strides = (matrix_step, *one.matrix_strides), (wire_step, *one.wire_strides)
-            joined.append(_Copy(shape, one.matrix_start, strides[0], one.wire_start, strides[1]))
-        first = end
-    return joined
 
 
 def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> list[_Draft]:

@@ -1,0 +1,92 @@
+"""Stages: what one rank does for one bucket, in the three parts in which it happens: gather, compute, scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from muonmesh.comm.work import Ends, Local
+from muonmesh.layout.rounds import Rounds
+
+Copies = tuple[tuple[Tensor, Tensor], ...]
+"""What is copied, (to, of), both of one shape."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One collective: what moves between all ranks for one bucket in one direction.
+
+    Attributes:
+        what: Names it in errors.
+        send: What is sent, a segment for each rank in the order of the group; this rank's own is empty.
+        receive: What is received, likewise.
+        sent: Elements of the segments of ``send``.
+        received: Of those of ``receive``.
+    """
+
+    what: str
+    send: Tensor
+    receive: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The pieces of one bucket on their way to the owners, as this rank sees them, in the order in which it happens.
+
+    Attributes:
+        moving: The assignments of the bucket of which something moves.
+        reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
+        swap: What travels; None if nothing does.
+        arriving: From the receive buffer into the matrices.
+        matrices: What this rank orthogonalises, equal ones together: (b, rows, cols) each.
+    """
+
+    moving: tuple[int, ...]
+    reads: Ends
+    swap: Swap | None
+    arriving: Copies
+    matrices: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One bucket at its owners, as this rank sees it: what it computes, and which results stay here.
+
+    Attributes:
+        batches: What this rank orthogonalises alone: see `Work.orthogonalize`.
+        teamed: What it orthogonalises with others, in an order that is the same on all ranks: see
+            `Work.orthogonalize_together`.
+        local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
+            travel.
+        summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
+        staying: What is written straight from the results.
+        rounds: In which rounds the results travel.
+        results: Those of each batch, (b, rows, cols).
+    """
+
+    batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
+    teamed: tuple[tuple[Tensor, Tensor, int], ...]
+    local: tuple[tuple[Local, ...], ...]
+    summed: Mapping[int, int]
+    staying: Ends
+    rounds: Rounds
+    results: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Results of one bucket on their swap from the owners to those that hold it, or a part of them.
+
+    Attributes:
+        leaving: From the results into the send buffer.
+        swap: What travels.
+        arrived: What is written from the receive buffer.
+    """
+
+    leaving: Copies
+    swap: Swap
+    arrived: Ends
