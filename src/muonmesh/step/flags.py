@@ -24,8 +24,8 @@ class Flags:
     """What all ranks agreed on before anything was written.
 
     Attributes:
-        nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans, or where the host
-            does not wait for them (CUDA) 0-d bool tensors.
+        nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans. Where the host does not wait
+            for them (CUDA), 0-d bool tensors, which are false too if ``stop`` is true.
         active: The same as one bool tensor (n,), where the host does not wait.
         present: For each Muon parameter whether any rank has a gradient. Where the host does not wait it knows of this
             rank alone, so there it is whether this rank has one.

@@ -35,7 +35,7 @@ the number of threads and the kernels say how many (`MuonStep._at_once`)."""
 
 
 class _Held(NamedTuple):
-    """What this rank stores of one parameter in one step. Each tensor is local and contiguous, as pieces index it.
+    """A `Slot` made ready for the pieces of its matrices: each tensor is local and contiguous, as pieces index it.
 
     Attributes:
         slot: Where it comes from.
@@ -536,7 +536,7 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     first = local.storage_offset()  # of a gradient that is a view into a bucket of DDP's or FSDP2's
     for target in _layout(place).blocks(rank):
         for block in _layout(storage).blocks(rank):
-            shared = overlap(block, target)  # of two storages: the momentum's stands where a matrix stands elsewhere
+            shared = overlap(block, target)  # ``matrix_*`` of this Piece are places in the momentum
             if shared is not None:
                 part = local.as_strided(shared.shape, shared.storage_strides, first + shared.storage_start)
                 kept.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
