@@ -20,12 +20,12 @@ from muonmesh.integrations.megatron.groups import Found, find_groups
 from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.pieces import Cut, Piece, cut_of, pieces_of
-from muonmesh.integrations.megatron.refusals import refuse, refuse_int8
+from muonmesh.integrations.megatron.refusals import refuse, refuse_state
 from muonmesh.integrations.megatron.stages import tell
 from muonmesh.layout import Replicate
 from muonmesh.optimizer import Muon
 
-_SHARED = ("compute_dtype", "state_dtype", "exchange", "bucket_cap_mb", "shard_state")
+_SHARED = ("compute_dtype", "state_dtype", "state_device", "exchange", "bucket_cap_mb", "shard_state")
 """Settings of the optimizer as a whole, which may stand in ``muon=``."""
 
 
@@ -75,7 +75,7 @@ def get_megatron_optimizer(
         axes = Axes.of(pg_collection)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
-        refuse_int8(shared)
+        refuse_state(shared)
         found = find_groups(
             config,
             model_chunks,
