@@ -60,7 +60,7 @@ from muonmesh.step.connection import changed, check_members, connect, forget, pl
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
 from muonmesh.step.lacking import lacking_of
-from muonmesh.step.members import Member, group_for
+from muonmesh.step.members import Member, group_for, keep_gradients_of_views
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Planned
@@ -282,6 +282,8 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(explain_error(where, "a parameter twice", "each once", "Remove one of them"))
         if not any(isinstance(entry, tuple) for entry in pairs):
             group.setdefault("param_names", [f"{group['name']}.{i}" for i in range(len(seen))])
+        names = [e[0] for e in pairs] if any(isinstance(e, tuple) for e in pairs) else group["param_names"]
+        keep_gradients_of_views(list(zip(names, seen, strict=False)), self._kept.layouts)
         super().add_param_group(group)
         try:
             check_members(self.param_groups[-1], self.param_groups, self._kept)

@@ -28,6 +28,8 @@ CUTS: dict[str, tuple[int, int | tuple[int, ...]]] = {
     "mixer.in_proj.weight": (0, (64, 64, 8, 8, 8)),
     "mixer.conv1d.weight": (0, (64, 8, 8)),
     "mixer.conv1d.bias": (0, (64, 8, 8)),
+    "mixer.conv1d_weight": (0, (64, 8, 8)),  # as versions after 0.16.1 call it
+    "mixer.conv1d_bias": (0, (64, 8, 8)),
     "mixer.norm.weight": (0, 1),
     "mixer.D": (0, 1),
     "in_proj.weight": (0, (16, 16, 32, 32, 4, 4)),

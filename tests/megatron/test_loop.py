@@ -217,6 +217,31 @@ def test_what_would_be_ignored_is_refused(workers, config: Any, arguments: Any, 
         assert re.search(message, outcome.message)
 
 
+def refused_chunks(what: str) -> None:
+    """What is set in the wrapper or the model, or what OptimizerConfig takes with Transformer Engine only."""
+    shape = Shape()
+    host.begin(shape)
+    chunks, config = host.chunks_of(shape), host.optimizer_config(shape)
+    if what == "use_megatron_fsdp":
+        chunks[0].ddp_config.use_megatron_fsdp = True
+    elif what == "gtp_weight_remat_size":  # a field that versions after 0.16.1 have
+        chunks[0].config.gtp_weight_remat_size = 2
+    elif what == "use_precision_aware_optimizer":
+        config.use_precision_aware_optimizer = True
+    else:
+        chunks = [chunks[0].module]
+    get_megatron_optimizer(config, chunks)
+
+
+@pytest.mark.parametrize(
+    "what", ["use_megatron_fsdp", "gtp_weight_remat_size", "use_precision_aware_optimizer", "a GPTModel"]
+)
+def test_wrappers_that_hold_parameters_otherwise_are_refused(workers, what: str) -> None:
+    for outcome in workers(2).run_expecting_errors(refused_chunks, what):
+        assert outcome.error is ValueError
+        assert f"found {what}" in outcome.message
+
+
 def unreduced() -> bool:
     """Whether Megatron leaves other gradients on ranks that hold the same experts."""
     shape = Shape(tp=2, etp=1, model=MOE + SEQUENCE + ONE_LAYER)

@@ -21,7 +21,7 @@ from muonmesh.comm.storage import (
     world_size,
 )
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import FlatParameter
+from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
 from muonmesh.step.homes import Home, Stored, homes_of
@@ -114,6 +114,18 @@ def members_of(
         needed = "names of parameters in the groups"
         error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
+
+
+def keep_gradients_of_views(named: Sequence[tuple[object, object]], layouts: Mapping[str, Declared]) -> None:
+    """Let torch take flat shards that are views of parameters, as Megatron lists fp32 weights.
+
+    Of tensors that are no leaves of autograd it takes those alone of which autograd keeps the gradient.
+    """
+    for name, tensor in named:
+        if isinstance(tensor, Tensor) and isinstance(name, str) and isinstance(layouts.get(name), FlatShards):
+            base = tensor._base
+            if not tensor.is_leaf and base is not None and base.is_leaf:
+                tensor.retain_grad()
 
 
 def likely_sets(
