@@ -79,8 +79,8 @@ class Bytes(TorchDispatchMode):
         tensors = [t for t in (*args, *(kwargs or {}).values(), result) if isinstance(t, Tensor)]
         if "transpose" not in str(func):
             self.moved += sum(t.nbytes for number, t in enumerate(tensors) if t not in Identity(tensors[:number]))
-            if "out" in (kwargs or {}) and kwargs["out"] in Identity(args):
-                self.moved += kwargs["out"].nbytes  # read and written
+            if result in Identity(args):
+                self.moved += result.nbytes  # read and written
         return result
 
 
@@ -105,9 +105,9 @@ def bytes_an_element(*, a: bool, s: bool) -> float:
 
 
 def test_what_the_one_rounding_costs_in_bytes() -> None:
-    """Triton's kernel moves 6 bytes in each case; before, torch moved 6, 10, 10 and 14, and rounded two or three times.
+    """Triton's kernel moves 6 bytes in each case; with a and s multiplied in fp32, torch moved 6, 14, 22 and 22.
 
     X is read as a factor and as a summand, which counts once where both are one argument.
     """
     found = {(a, s): round(bytes_an_element(a=a, s=s)) for a in (False, True) for s in (False, True)}
-    assert found == {(False, False): 4, (True, False): 14, (False, True): 22, (True, True): 22}
+    assert found == {(False, False): 4, (True, False): 8, (False, True): 8, (True, True): 8}
