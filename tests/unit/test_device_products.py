@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonmesh.numerics import newton_schulz
-from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
@@ -65,6 +65,22 @@ def test_gram_is_as_accurate_with_what_devices_round(table: str, decades: int, m
         return float((orthogonalize(x, method=method).double() - expected).norm() / expected.norm())
 
     assert error("gram") < (0.9 if decades == 2 else 0.6) * error("standard")
+
+
+@pytest.mark.parametrize("name", get_args(CoefficientName))
+def test_what_is_left_to_the_last_product_is_multiplied_there(name: CoefficientName, monkeypatch: Any) -> None:
+    """Numbers from the data pile up until then: after Gram steps, steps of degree 9 and rational ones."""
+    x = (
+        torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(1))
+        * torch.tensor([1.0, 1e-20, 0.0])[:, None, None]
+    )
+    methods: tuple[Method, ...] = ("standard",) if name == "qdwh" else ("standard", "gram")
+    expected = orthogonalize(x, coefficients=name, dtype=torch.float64)
+    monkeypatch.setattr(newton_schulz, "select", lambda *_, **__: torch_products(at_once=3))
+    for method in methods:
+        found = orthogonalize(x, coefficients=name, dtype=torch.float32, method=method)
+        assert (found - expected).norm() < 2e-5 * expected.norm()
+        assert not found[2].any()
 
 
 class Bytes(TorchDispatchMode):
