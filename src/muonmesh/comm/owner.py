@@ -75,6 +75,7 @@ class OwnerExchange:
         """
         count = self.schedule.stages
         if count:
+            work.fetch(self.schedule.moving(0))
             self._gather(0, work)
         meanwhile()
         for number in range(count):
@@ -97,6 +98,7 @@ class OwnerExchange:
 
     def _gather(self, number: int, work: Work) -> None:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
+        work.fetch(self.schedule.moving(number + 1))
         stage = self._there[number] = self.schedule.there(number)
         work.prepare(stage.moving)
         work.read(stage.reads)

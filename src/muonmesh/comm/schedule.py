@@ -151,6 +151,10 @@ class Schedule:
         """How many matrices are this rank's alone."""
         return sum(len(alike) for draft in self._drafts for alike in draft.local)
 
+    def moving(self, number: int) -> tuple[int, ...]:
+        """Return the assignments of a stage that move; none if there is no such stage."""
+        return self._drafts[number].moving if number < self.stages else ()
+
     def there(self, number: int) -> There:
         """Return a stage up to its matrices, with memory for it."""
         found = self._kept.get((number,))
@@ -244,7 +248,7 @@ class _Draft:
         rounds: Rounds,
     ) -> None:
         self._rank, self._peers = rank, peers
-        self._moving, self.local = moving, local
+        self.moving, self.local = moving, local
         gather, scatter = ways
         self._gathers, self.rounds = gathers, rounds
         self._gather = _Passage("gather", gather.held, gather.assembled, rank, peers)
@@ -298,10 +302,10 @@ class _Draft:
         of = _by_assignment(self._batches, matrices)
         reads = [(leg, place(leg.piece, of[leg.assignment])) for leg in self._gather.held.get(self._rank, ())]
         if not self._gathers:
-            return There(self._moving, tuple(reads), None, (), tuple(matrices))
+            return There(self.moving, tuple(reads), None, (), tuple(matrices))
         way = self._gather.way(f"the gather of bucket {number}", memory)
         reads += self._gather.on_wire(way.send)
-        return There(self._moving, tuple(reads), way, self._gather.copies(of, way.receive), tuple(matrices))
+        return There(self.moving, tuple(reads), way, self._gather.copies(of, way.receive), tuple(matrices))
 
     def back(self, matrices: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Back:
         """Return what is computed, with its views of the memory."""

@@ -106,10 +106,11 @@ class Plan:
         if not self.scatters(bucket):
             return Rounds()
         owned = Counter[int]()
-        targets = set[Layout]()
         for number in numbers:
             owned[self.assignments[number].owner] += self.assignments[number].matrix.numel
-            targets.add(self._place(self.assignments[number], gather=False))
+        # Looked at once a parameter: a bucket has thousands of matrices of the same one.
+        parameters = {self.assignments[number].parameter for number in numbers}
+        targets = [self.parameters[parameter].target for parameter in parameters]
         return Rounds.over(
             max(target.copies() for target in targets),
             max(1, self.bucket_elements // max(owned.values())),
