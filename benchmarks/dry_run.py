@@ -3,11 +3,12 @@
     python benchmarks/dry_run.py
     python benchmarks/dry_run.py --cases gpt2 llama-fsdp64 --json dry_run.json
 
-The real step runs on fake tensors and torch's ``fake`` process group (`muonmesh.testing.dry_run`), beside that of
-torch.optim's Muon where one process holds all. Nothing is measured: launches, bytes and memory are counted, and the
-milliseconds are a model of one H100 from the rates of `muonmesh.testing.Rates`. Launches count a multi-tensor operation
-as often as its kernel is started; "calls" counts it once. Bytes per element are those of all but matrix products.
-Memory is what a step takes beside parameters, gradients and state, at most, and what it keeps until the next one.
+The real step runs on fake tensors and torch's ``fake`` process group (`muonmesh.testing.dry_run`), beside those
+of torch.optim's Muon and of its AdamW (foreach) where one process holds all. Nothing is measured: launches, bytes and
+memory are counted, and the milliseconds are a model of one H100 from the rates of `muonmesh.testing.Rates`. Launches
+count a multi-tensor operation as often as its kernel is started; "calls" counts it once. Bytes per element are those of
+all but matrix products. Memory is what a step takes beside parameters, gradients and state, at most, and what it keeps
+until the next one.
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ def theirs(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon(list(model.parameters()), lr=0.02)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """torch.optim's AdamW, by multi-tensor operations."""
+    return torch.optim.AdamW(list(model.parameters()), lr=0.02, foreach=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="Default: all.")
@@ -106,7 +112,7 @@ def main() -> None:
     rows, figures = list[list[str]](), list[dict[str, Any]]()
     for name in arguments.cases:
         case = CASES[name]
-        contenders = {"muonmesh": ours} | ({} if case.mesh else {"torch": theirs})
+        contenders = {"muonmesh": ours} | ({} if case.mesh else {"torch": theirs, "adamw": adamw})
         for title, optimizer in contenders.items():
             run = case.run(optimizer, steps=1)
             counts = [f"{count:,}" for count in (run.launches, run.operations, run.collectives)]

@@ -304,16 +304,15 @@ class _Iteration:
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
             self._norm_is(load(matrices, self.x, together=together))
-        self._scale: float | Tensor = 1.0
+        self._last = False
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
         if prepared.rational is not None:
             self.rational_step(prepared.rational)
         for number, segment in enumerate(segments, 1):
-            if number == len(segments):
-                self._scale = self._inverse
+            self._last = number == len(segments)
             if len(segment) == 2:
-                self.gram_steps(*segment, last=number == len(segments))
+                self.gram_steps(*segment, last=self._last)
             else:
                 self.step(*segment)
         if self.x is not out:
@@ -402,7 +401,7 @@ class _Iteration:
                 *matmuls.join(z, w, p0, q0, self._square("a") if last else self._square("e"), symmetric=not last)
             )
             return
-        if last:
+        if last and not matmuls.sparing:
             factor = matmuls.full(w, z, z, 0.0, self._square("a"))
             factor = add_scaled(factor, z, q0, w, p0, self._square("e"))
         else:
@@ -422,9 +421,20 @@ class _Iteration:
         return self._matmuls.gram(self.x, self._inverse_square, self._square("a"))
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
-        """X ← a·X + B X, in the last segment divided by ν."""
-        self._matmuls.apply(self.x, b, a, self._scale, self._next)
+        """X ← a·X + B X, in the last segment divided by ν.
+
+        Where a is from the data and the products can only add what the host multiplies, it is X + B/a X, and ν takes a:
+        the sum is rounded once, and B, which is smaller than X, instead of X an element more.
+        """
+        if isinstance(a, Tensor) and self._matmuls.sparing:
+            b, a = b.div_(a), self._defer(a)
+        self._matmuls.apply(self.x, b, a, self._inverse if self._last else 1.0, self._next)
         self.x, self._next = self._next, self.x
+
+    def _defer(self, a: Tensor) -> float:
+        """Leave a factor of X to the products that divide by ν, and return the one that is left."""
+        self._norm_is(self._norm / a)
+        return 1.0
 
     def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:
         """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""

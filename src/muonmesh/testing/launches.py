@@ -183,12 +183,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self.launches.values())
 
     def _number(self, tensor: Tensor) -> Any:
-        """Return what a fake tensor on the host says; there is none to ask."""
+        """Return what a fake tensor on the host says, for which there is nobody to ask: a step count of 1, for one."""
         if tensor.is_cuda:
             raise HostSync("a number is read from the device")
         if tensor.dtype == torch.bool:
             return False
-        return 0.0 if tensor.is_floating_point() else 0
+        return 1.0 if tensor.is_floating_point() else 0
 
     def _look_at_copy(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]

@@ -1,8 +1,9 @@
-"""Plain torch on a device: one batched product per entry, summed and multiplied by numbers in fp32, rounded once.
+"""Plain torch on a device: one batched product per entry, added up in fp32 and rounded once.
 
 cuBLAS adds β·C in fp32 before it rounds, but only for a β that the host knows. What follows from the data, a after a
-pair of Gram steps and s = 1/ν, never is: such a product is left in fp32, multiplied and added there. Rounded to bf16
-before, it would cost up to 1.7 times the error (docs/internals/kernels.md).
+pair of Gram steps and s = 1/ν, never is. So a is divided out of B, and a·s multiplies the rounded result, which costs a
+rounding of B and one of the result, where nothing amplifies them. Gram matrices are left in fp32 and multiplied there:
+rounded to bf16 before, they would cost up to 1.7 times the error (docs/internals/kernels.md).
 """
 
 from __future__ import annotations
@@ -30,16 +31,11 @@ def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tens
 
 def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
     """s·(a·X + B X)."""
-    if not isinstance(a, Tensor) and not isinstance(s, Tensor):
-        return torch.baddbmm(x, b, x, beta=a * s, alpha=s, out=out)
-    exact = _exact_product(b, x)
-    scaled = isinstance(s, Tensor) or s != 1
-    target = exact if scaled else out
     if isinstance(a, Tensor):
-        torch.addcmul(exact, x, a, out=target)
-    else:
-        torch.add(exact, x, alpha=a, out=target)
-    return torch.mul(exact, s, out=out) if scaled else out
+        return apply(x, (b / a).to(b.dtype), 1.0, a * s, out)
+    if isinstance(s, Tensor):
+        return torch.baddbmm(x, b, x, beta=a, out=out).mul_(s)
+    return torch.baddbmm(x, b, x, beta=a * s, alpha=s, out=out)
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
@@ -54,5 +50,12 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
 def torch_products(*, at_once: int) -> Matmuls:
     """The table for batches of at most `at_once` matrices."""
     return Matmuls(
-        gram=gram, polynomial=polynomial, product=product, full=product, apply=apply, at_once=at_once, together=True
+        gram=gram,
+        polynomial=polynomial,
+        product=product,
+        full=product,
+        apply=apply,
+        at_once=at_once,
+        together=True,
+        sparing=True,
     )

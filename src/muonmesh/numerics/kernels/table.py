@@ -42,6 +42,8 @@ class Matmuls:
         normalize: `normalize(X)`: multiplies each matrix in place by a power of two, if that is needed to multiply it
             safely, and returns 1/ν and 1/ν² of what it is then, fp32 (batch, 1, 1) each; ν counts as 1 for a matrix of
             zeros, and as NaN where an entry is not finite. None: likewise.
+        sparing: Whether memory traffic is what elementwise operations cost, as on a device. Then a number that follows
+            from the data is divided out of B instead of multiplied by X, and left to the last product.
     """
 
     gram: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -53,3 +55,4 @@ class Matmuls:
     together: bool
     join: Join | None = None
     normalize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    sparing: bool = False
