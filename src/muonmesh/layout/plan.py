@@ -15,6 +15,7 @@ from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import assign_teams
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
 from muonmesh.layout.rates import Teams
+from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, extend, pieces, pieces_by_holder
 
 
@@ -94,39 +95,39 @@ class Plan:
         """Whether any rank of the bucket needs what another rank owns."""
         return any(self._moves(number, gather=False) for number in self.buckets[bucket])
 
-    def rounds(self, bucket: int) -> int:
-        """Return in how many rounds the results of a bucket travel, the same on every rank; 0 if none does.
+    def rounds(self, bucket: int) -> Rounds:
+        """Return in which rounds the results of a bucket travel, the same on every rank.
 
         An owner sends one copy of its result to each replica, and a rank receives its shards of all results. With many
-        replicas both are many times what an owner computes. So they are cut until in no round a rank sends or receives
-        more than the owner with the most in the bucket computes, or ``bucket_elements``. Where rules ask for sums over
-        the matrices there is one round, since nothing is written before all has arrived.
+        replicas both are many times what an owner computes. So in no round a rank sends or receives more than the owner
+        with the most in the bucket computes, or ``bucket_elements``.
         """
         numbers = self.buckets[bucket]
         if not self.scatters(bucket):
-            return 0
-        targets = {n: self.parameters[n].target for n in {self.assignments[number].parameter for number in numbers}}
-        copies = {n: target.copies() for n, target in targets.items()}
-        if self.summed(numbers) or all(count == 1 for count in copies.values()):
-            return 1
-        owned, sent, kept = Counter[int](), Counter[int](), Counter[int]()
-        stored: dict[int, tuple[Sequence[int], int]] = {}  # by identity: to hash thousands of ranks takes long
+            return Rounds()
+        owned = Counter[int]()
         for number in numbers:
-            assignment = self.assignments[number]
-            owner, size, count = assignment.owner, assignment.matrix.numel, copies[assignment.parameter]
-            ranks = targets[assignment.parameter].ranks
-            part = size * count // len(ranks)
-            stored[id(ranks)] = ranks, stored.get(id(ranks), (ranks, 0))[1] + part
-            owned[owner] += size
-            sent[owner] += size * count - part
-            kept[owner] += part
-        received: dict[int, int] = {}
-        for ranks, part in stored.values():
-            for rank in ranks:
-                received[rank] = received.get(rank, 0) + part
-        at_most = max(self.bucket_elements, *owned.values())
-        most = max(*sent.values(), *(received[rank] - kept[rank] for rank in received))
-        return max(1, -(-most // at_most))
+            owned[self.assignments[number].owner] += self.assignments[number].matrix.numel
+        # Looked at once a parameter: a bucket has thousands of matrices of the same one.
+        parameters = {self.assignments[number].parameter for number in numbers}
+        targets = [self.parameters[parameter].target for parameter in parameters]
+        return Rounds.over(
+            max(target.copies() for target in targets),
+            max(1, self.bucket_elements // max(owned.values())),
+            near=any(len(target.ranks) > target.copies() for target in targets),
+            sums=bool(self.summed(numbers)),
+        )
+
+    def distance(self, assignment: int, holder: int) -> int:
+        """Return how many replicas a rank that holds some of a matrix comes after the owner's, in a circle."""
+        some = self.assignments[assignment]
+        target = self._place(some, gather=False)
+        return (target.replica_number(holder) - target.replica_number(some.owner)) % target.copies()
+
+    def counts(self, assignment: int, rank: int) -> bool:
+        """Return whether what a rank holds of a matrix counts in sums over it: what the owner's own replica holds."""
+        target = self._place(self.assignments[assignment], gather=False)
+        return rank in target.ranks and self.distance(assignment, rank) == 0
 
     def moves(self, number: int) -> bool:
         """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""

@@ -33,7 +33,7 @@ from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
-_ENGINES = ("process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "gradients")
+_ENGINES = ("process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients")
 _OURS = frozenset(inspect.signature(Muon).parameters) - {"params", *_ENGINES}
 _SHARED = ("compute_dtype", "exchange", "bucket_cap_mb")
 
