@@ -86,6 +86,25 @@ def test_a_trainer_of_trl_is_a_plain_loop_and_resumes(tmp_path: Path, make: Any)
         assert different(weights(again.model), watch.weights[-1]) == []
 
 
+def on_a_rank(folder: Path) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    wrapped, ends = [], []
+    for make in (sft, dpo):
+        with launched():
+            trainer, watch = make(folder / make.__name__)
+            trainer.train()
+            check(trainer, watch.given, watch.weights)
+            wrapped.append(type(trainer.model_wrapped).__name__)
+            ends.append(watch.weights[-1])
+    return wrapped, *ends
+
+
+def test_two_ranks_are_a_plain_loop_too(workers: Any, tmp_path: Path) -> None:
+    first, second = workers(2).run(on_a_rank, tmp_path, timeout=300.0)
+    for wrapped, after_sft, after_dpo in (first, second):
+        assert wrapped == ["DistributedDataParallel"] * 2
+        assert different(after_sft, first[1]) == different(after_dpo, first[2]) == []
+
+
 def test_adapters_by_muon(tmp_path: Path) -> None:
     with launched():
         trainer, watch = sft(tmp_path, peft_config=LORA, muon={"overrides": {"lora_[AB]": "muon"}})

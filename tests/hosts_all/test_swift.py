@@ -1,4 +1,4 @@
-"""`swift sft` itself, on a tiny model in a folder: that its steps are Muon's, in one process and under DDP.
+"""`swift sft` itself, on a tiny model in a folder: that its steps are Muon's, in one process and on two ranks.
 
 A step of an orthogonalised matrix says so itself: divided by learning rate and the scale of the whole matrix, its
 largest singular value is near 1, for all fourteen matrices. Of a shard, a clipped or a raw gradient it is anything.
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def sft(folder: Path, name: str, *more: str, ranks: int = 1) -> dict[str, Tensor]:
+SHIM = str(Path(__file__).with_name("swift_cpu.py"))
+
+
+def sft(folder: Path, name: str, *more: str, ranks: int = 1, shim: str = "") -> dict[str, Tensor]:
     """Run one step of `swift sft`; returns the weights of the checkpoint."""
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"}
@@ -60,7 +64,7 @@ def sft(folder: Path, name: str, *more: str, ranks: int = 1) -> dict[str, Tensor
     asked = [sys.executable, "-m", "muonmesh.integrations.swift"]
     plugin = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout.strip()
     command = f"swift sft --model model --model_type qwen2 --template qwen --dataset data.jsonl --tuner_type full \
-        --external_plugins {plugin} --optimizer muonmesh --optim_args weight_decay=0.0,momentum=0.9 \
+        --external_plugins {plugin} {shim} --optimizer muonmesh --optim_args weight_decay=0.0,momentum=0.9 \
         --output_dir {name} --add_version false --max_steps 1 --save_steps 1 --learning_rate {RATE} \
         --lr_scheduler_type constant --warmup_ratio 0 --per_device_train_batch_size {4 // ranks} \
         --gradient_accumulation_steps 1 --torch_dtype float32 --check_model false --report_to none \
@@ -69,19 +73,31 @@ def sft(folder: Path, name: str, *more: str, ranks: int = 1) -> dict[str, Tensor
         [*command, *more], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=900
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return load_file(folder / name / "checkpoint-1" / "model.safetensors")
+    saved = folder / name / "checkpoint-1"
+    if not (saved / "model.safetensors").exists():  # FSDP2's preset saves in shards
+        dcp_to_torch_save(saved / "pytorch_model_fsdp_0", saved / "model.pt")
+        weights: dict[str, Tensor] = torch.load(saved / "model.pt", weights_only=True)["model"]
+        return weights
+    return load_file(saved / "model.safetensors")
 
 
 # Without the first two, transformers sees no distributed run on a CPU, and each rank would train a model of its own.
 GLOO = ("--use_cpu", "true", "--ddp_backend", "gloo")
-WAYS: dict[str, tuple[int, tuple[str, ...]]] = {"one": (1, ()), "ddp": (2, GLOO)}
+FP32 = ("--fp16", "false", "--bf16", "false")
+WAYS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "ddp": GLOO,
+    "zero2": ("--deepspeed", "zero2", *FP32),
+    "zero3": ("--deepspeed", "zero3", *FP32),
+    "fsdp2": ("--fsdp", "fsdp2", *FP32),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_hidden_matrix_takes_an_orthogonal_step(folder: Path, way: str) -> None:
-    ranks, more = WAYS[way]
+    shim = SHIM if way in ("zero2", "zero3", "fsdp2") else ""
     before = load_file(folder / "model" / "model.safetensors")
-    after = sft(folder, way, *more, ranks=ranks)
+    after = sft(folder, way, *WAYS[way], ranks=1 if way == "one" else 2, shim=shim)
     hidden = [name for name, weight in before.items() if weight.ndim == 2 and ".layers." in name]
     assert len(hidden) == 14
     for name in hidden:
