@@ -204,7 +204,7 @@ def test_what_is_repeated_for_the_arithmetic_are_the_calls_that_touch_elements(
 @pytest.mark.soak
 @pytest.mark.parametrize("faster", [1.0, 100.0])
 def test_the_guard_fails_where_a_ratio_is_worse_than_the_recorded_one(tmp_path: Path, faster: float) -> None:
-    """It records a run, makes ours look that much `faster` in it, and runs again, with much patience with the machine."""
+    """It records a run, makes ours look that much `faster` in it, and runs again; the machine may be busy."""
     file = tmp_path / "recorded.json"
     step = ["benchmarks/step.py", "--shapes", "8x16", "--layers", "4", "--layouts", "one", "--json", str(file)]
     guard = ["benchmarks/guard.py", "--recorded", str(file), "--rounds", "5", "--tolerance", "0.9"]
