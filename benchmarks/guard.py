@@ -8,8 +8,7 @@ torch.optim.Muon in turns, and the median over the rounds of its time over ours 
 A ratio is worse if it is below the recorded one by more than the tolerance; a layout in which one is worse is measured
 a second time, and the better run counts. Milliseconds are not compared: they are another machine's, or another day's.
 
-It ends with 1 if a ratio is worse, and with 2 if there is nothing to compare with, or a run that was recorded on another
-processor.
+It ends with 1 if a ratio is worse, and with 2 if there is nothing to compare with, or only a run of another processor.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from workload import LAYOUTS, parse_shapes
 
 RECORDED = Path(__file__).parent / "results" / "guard.json"
 TOLERANCE = 0.2
-"""Of a ratio; runs of one commit for `benchmarks/README.md` differed by up to 15 % on a machine with little else to do."""
+"""Of a ratio. Runs of a commit differed by up to 15 % on a machine with little else to do (`benchmarks/README.md`)."""
 
 Times = Mapping[str, Sequence[float]]
 """Milliseconds of each round, by contender."""
