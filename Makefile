@@ -6,7 +6,7 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-megatron test-hosts test-hosts-all soak check fuzz test-gpu bench package docs clean
+.PHONY: help setup train test test-megatron test-hosts test-hosts-all soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU and no other framework"
@@ -20,6 +20,7 @@ help:
 	@echo "make package     builds wheel and sdist, checks them and installs them in a clean environment"
 	@echo "make docs        builds the site of the documentation into site/ and checks its links"
 	@echo "make bench       one optimizer step against its peers"
+	@echo "make guard       fails if a step has become slower against its peers than a recorded run"
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -105,6 +106,10 @@ test-gpu: setup
 
 bench: setup
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+# Outside `make test`: ratios on a machine that does something else too are no test.
+guard: setup
+	$(BIN)/python benchmarks/guard.py $(ARGS)
 
 # What would be uploaded, in an environment that has neither torch nor the project. Nothing is uploaded.
 PACKAGE := .venv-package

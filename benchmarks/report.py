@@ -120,7 +120,7 @@ def write_json(path: str, script: str, entries: Entries, tables: Mapping[str, An
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "commit": _commit(Path(__file__).parent),
         "peers": {name: _commit(Path(path)) for name, path in entries.peers.items()},
@@ -151,7 +151,8 @@ def _commit(checkout: Path) -> str:
     return result.stdout.strip() or "unknown"
 
 
-def _cpu() -> str:
+def cpu() -> str:
+    """The processor of this machine, and the instructions that torch uses of it."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

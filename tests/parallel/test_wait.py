@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
+from muonmesh.layout import FlatShards, Interval, MeshLayout
+from tests.meshes import mesh_of
 
 WIDTH, STEPS = 8, 3
-KINDS = ("plain", "ddp", "fsdp", "fsdp prefetch", "fsdp root", "tp")
+KINDS = ("plain", "ddp", "fsdp", "fsdp prefetch", "fsdp root", "hsdp", "tp")
 
 
 class Block(nn.Module):
@@ -50,10 +52,10 @@ def held(kind: str) -> tuple[nn.Module, nn.Module]:
     """The model whose forward is run, and the one whose parameters are trained."""
     torch.manual_seed(1)
     model = Stack()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2, 2), names=("replicate", "shard")) if kind == "hsdp" else mesh_of((2,))
     if kind == "ddp":
         return DistributedDataParallel(model), model
-    if kind.startswith("fsdp"):
+    if kind.startswith("fsdp") or kind == "hsdp":
         if kind != "fsdp root":
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
@@ -102,7 +104,64 @@ def both(kind: str) -> list[bool]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_forward_and_state_dict_see_what_step_without_waiting_left(workers, kind) -> None:
-    assert workers(2).run(both, kind) == [[True] * STEPS] * 2
+    ranks = 4 if kind == "hsdp" else 2
+    assert workers(ranks).run(both, kind) == [[True] * STEPS] * ranks
+
+
+class Flat(nn.Module):
+    """A linear layer of whose weight each rank holds half of the elements in a flat buffer, as ZeRO does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2))
+        self.part = nn.Parameter(whole.flatten().chunk(2)[dist.get_rank()].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(self.part) for _ in range(2)]
+        dist.all_gather(parts, self.part.detach())
+        return x @ torch.cat(parts).view(WIDTH, WIDTH)
+
+
+def flat(wait: bool, scaled: bool) -> tuple[list[Tensor], list[bool]]:
+    """What a forward makes of flat halves after each step, and whether the steps left something.
+
+    With ``scaled`` a GradScaler calls the steps, and the second one finds an overflow on one rank.
+    """
+    model, half = Flat(), WIDTH * WIDTH // 2
+    held = tuple((Interval(rank * half, half, 0),) for rank in range(2))
+    layout = FlatShards(MeshLayout.replicated((WIDTH, WIDTH), (0, 1)), held, (half, half))
+    group = {"params": [("part", model.part)], "algorithm": "muon"}
+    optimizer = mm.Muon([group], lr=0.1, layouts={"part": layout}, compute_dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+    scaler.scale(torch.ones(()))
+    outputs, left = [], []
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        model.part.grad = torch.randn(half, generator=generator) * scaler.get_scale()
+        if scaled and number == 1 and dist.get_rank() == 1:
+            model.part.grad[0] = torch.inf
+        if scaled:
+            scaler.step(optimizer, scaler=scaler, wait=wait)
+            scaler.update()
+        else:
+            optimizer.step(wait=wait)
+        left.append(optimizer._kept.rest is not None)
+        outputs.append(model(torch.ones(1, WIDTH)))
+    return outputs, left
+
+
+def flat_both(scaled: bool) -> list[bool]:
+    outputs, left = flat(False, scaled)
+    needed, none = flat(True, scaled)
+    assert all(torch.equal(found, other) for found, other in zip(outputs, needed, strict=True))
+    assert torch.equal(outputs[0], outputs[1]) == scaled
+    assert not any(none)
+    return left
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
+def test_flat_shards_and_a_scaler_that_skips_see_what_was_left(workers, scaled: bool) -> None:
+    assert workers(2).run(flat_both, scaled) == [[True, not scaled, True]] * 2
 
 
 def saved_and_loaded(folder: Path) -> tuple[bool, bool]:

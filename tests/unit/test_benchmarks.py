@@ -199,3 +199,40 @@ def test_what_is_repeated_for_the_arithmetic_are_the_calls_that_touch_elements(
     before = x.clone()
     recorder.repeat()
     assert x[0].tolist() == [(before[0, 0] * 2), *((before[0, 1:3] + 20) * 2), before[0, 3] * 2]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("faster", [1.0, 100.0])
+def test_the_guard_fails_where_a_ratio_is_worse_than_the_recorded_one(tmp_path: Path, faster: float) -> None:
+    """It records a run, makes ours look that much `faster` in it, and runs again; the machine may be busy."""
+    file = tmp_path / "recorded.json"
+    step = ["benchmarks/step.py", "--shapes", "8x16", "--layers", "4", "--layouts", "one", "--json", str(file)]
+    guard = ["benchmarks/guard.py", "--recorded", str(file), "--rounds", "5", "--tolerance", "0.9"]
+    subprocess.run([sys.executable, *step], cwd=REPOSITORY, check=True, timeout=300)
+    written = json.loads(file.read_text())
+    ours = written["tables"]["one"]["contenders"]["muonmesh"]
+    ours["milliseconds"] = [time / faster for time in ours["milliseconds"]]
+    file.write_text(json.dumps(written))
+    run = subprocess.run([sys.executable, *guard], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert run.returncode == (faster > 1), run.stdout + run.stderr
+    assert ("slower than recorded" in run.stderr) == (faster > 1)
+
+
+def test_the_guard_compares_rounds_and_refuses_another_processor(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    guard = script("guard")
+    before = {"muonmesh": [1.0, 10.0, 2.0], "torch.optim.Muon": [2.0, 20.0, 5.0], "dion": [3.0, 3.0, 3.0]}
+    now = {"muonmesh": [2.0, 1.0, 1.0], "torch.optim.Muon": [3.0, 1.6, 1.0], "muonmesh fp32": [1.0, 1.0, 1.0]}
+    (verdict,) = guard.compare("one", before, now)
+    assert (verdict.opponent, verdict.recorded, verdict.fresh) == ("torch.optim.Muon", 2.0, 1.5)
+    assert verdict.is_worse(0.2)
+    assert not verdict.is_worse(0.3)
+
+    file = tmp_path / "recorded.json"
+    file.write_text(json.dumps({"cpu": "another", "command": "python benchmarks/step.py"}))
+    monkeypatch.setattr(sys, "argv", ["guard.py", "--recorded", str(file)])
+    with pytest.raises(SystemExit) as left:
+        guard.main()
+    assert left.value.code == 2
+    assert "found figures of 'another'" in capsys.readouterr().err
