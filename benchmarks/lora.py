@@ -5,21 +5,21 @@
 A Llama of `muonmesh train` learns Python's standard library. Then its weights are frozen, and adapters of rank 8 on
 all of its linear layers learn another text: the C++ headers that come with torch, cut into the same tokens. Every way
 to train the adapters is tried at the same learning rates with the first seed, the best of them with all seeds. The
-scale of Muon's updates is "match_rms_adamw", so that one rate means the same size of step to both halves.
+scale of Muon's updates is "match_rms_adamw", so that one rate means the same size of step to both halves. Trainings
+that are in the JSON already are not repeated, and the weights of the first model are kept beside the tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import statistics
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.trainings import Trainings
 from benchmarks.variants import BATCH, HELD_OUT, LENGTH, VOCAB, final, loss, rate_at
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -71,7 +71,7 @@ def adapt(base: nn.Module, way: str, lr: float, seed: int, corpus: Corpus, steps
             if "lora_A" in name:
                 parameter.requires_grad_(False)
     optimizer = mm.from_model(model, lr=lr, weight_decay=0.0, overrides=WAYS[way], **SETTINGS)
-    return {"way": way, "lr": lr, "seed": seed, "validation": train(model, optimizer, corpus, seed, steps)}
+    return {"validation": train(model, optimizer, corpus, seed, steps)}
 
 
 def best(runs: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
@@ -96,24 +96,33 @@ def main() -> None:
     other = prepare_corpus((headers,), vocab=VOCAB, cache=given.cache, tokenizer=corpus.directory)
     torch.manual_seed(0)
     model = build_model(model_config(given.model, vocab=corpus.vocab, seq=LENGTH))
-    before = train(model, mm.from_model(model, lr=6e-3, **SETTINGS), corpus, 0, given.first)
+    weights = given.cache / f"lora-{given.model}-{given.first}.pt"
+    if weights.is_file():
+        model.load_state_dict(torch.load(weights, weights_only=True))
+    else:
+        before = train(model, mm.from_model(model, lr=6e-3, **SETTINGS), corpus, 0, given.first)
+        print(f"trained first: {before[-1][1]:.4f} on its own text", flush=True)
+        torch.save(model.state_dict(), weights)
     held_out = torch.from_numpy(Windows(other.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
     with torch.no_grad():
         start = float(loss(model, held_out))
-    print(f"before: {before[-1][1]:.4f} on the first text, {start:.4f} on the other", flush=True)
-    runs: list[dict[str, Any]] = []
+    print(f"before its adapters: {start:.4f} on the other text", flush=True)
+    options = {"model": given.model, "first": given.first, "steps": given.steps, "rank": RANK, "start": start}
+    trainings = Trainings(given.json, options)
+    runs = trainings.runs
+
+    def one(way: str, lr: float, seed: int) -> dict[str, Any]:
+        key = {"way": way, "lr": lr, "seed": seed}
+        return trainings.one(lambda: adapt(model, way, lr, seed, other, given.steps), **key)
+
     for way in WAYS:
         for rate in given.rates:
-            runs.append(adapt(model, way, rate, 0, other, given.steps))
-            print(f"{way:24s} {rate:7g} {final(runs[-1]):.4f}", flush=True)
+            print(f"{way:24s} {rate:7g} {final(one(way, rate, 0)):.4f}", flush=True)
         rate = best(runs, way)[0]["lr"]
-        runs += [adapt(model, way, rate, seed, other, given.steps) for seed in range(1, given.seeds)]
+        for seed in range(1, given.seeds):
+            one(way, rate, seed)
         losses = [final(run) for run in best(runs, way)]
         print(f"{way:24s} {rate:7g} {statistics.mean(losses):.4f} ± {max(losses) - min(losses):.4f}", flush=True)
-    if given.json is not None:
-        options = {"model": given.model, "first": given.first, "steps": given.steps, "rank": RANK, "start": start}
-        told = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__, "options": options}
-        given.json.write_text(json.dumps({**told, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

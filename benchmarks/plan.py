@@ -225,7 +225,7 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
         len(plan.assignments),
         len(plan.assignments) / len(plan.ranks),
         len(plan.buckets),
-        imbalance(plan),
+        imbalance(plan.loads),
         least_imbalance(plan),
         at_home(plan),
         balance,

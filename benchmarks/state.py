@@ -1,21 +1,20 @@
 """Momentum in fp32, bf16 and int8: losses of the main job with each, and the bytes that are kept.
 
-    python -m benchmarks.state --json benchmarks/results/state.json    # nano, 200 steps, three seeds: minutes
+    python -m benchmarks.state --json benchmarks/results/state.json    # nano, 300 steps, three seeds: minutes
 
 The job, the text and the schedule are those of `benchmarks/variants.py`, at one learning rate, so that nothing but the
-dtype differs. Trainings with one seed see the same batches.
+dtype differs. Trainings with one seed see the same batches. Trainings that are in the JSON already are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.trainings import Trainings
 from benchmarks.variants import BATCH, HELD_OUT, LENGTH, VOCAB, loss, rate_at
 
 import muonmesh as mm
@@ -56,24 +55,26 @@ def train(name: str, seed: int, corpus: Corpus, model_name: str, steps: int) -> 
         if key.startswith("momentum_buffer")
     ]
     size = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-    found = {"dtype": name, "seed": seed, "validation": validation}
-    return {**found, "bytes_an_element": size / sum(parameter.numel() for parameter in matrices)}
+    return {"validation": validation, "bytes_an_element": size / sum(parameter.numel() for parameter in matrices)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="nano", help="a preset of `muonmesh train`")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where the tokens are kept")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     corpus = prepare_corpus((), vocab=VOCAB, cache=given.cache)
-    runs = []
+    trainings = Trainings(given.json, {"model": given.model, "steps": given.steps, "lr": LR})
     for seed in range(given.seeds):
         for name in DTYPES:
-            runs.append(train(name, seed, corpus, given.model, given.steps))
-            print(f"{name} seed {seed}: {runs[-1]['validation'][-1][1]:.4f}", flush=True)
+            run = trainings.one(
+                lambda n=name, s=seed: train(n, s, corpus, given.model, given.steps), dtype=name, seed=seed
+            )
+            print(f"{name} seed {seed}: {run['validation'][-1][1]:.4f}", flush=True)
+    runs = trainings.runs
     print(
         "| momentum | bytes an element | final loss | spread | above fp32, each seed |\n| --- | --: | --: | --: | --- |"
     )
@@ -83,10 +84,6 @@ def main() -> None:
         size = next(run["bytes_an_element"] for run in runs if run["dtype"] == name)
         more = ", ".join(f"{last[name, seed] - last['fp32', seed]:+.4f}" for seed in range(given.seeds))
         print(f"| {name} | {size:.3f} | {statistics.mean(losses):.4f} | {max(losses) - min(losses):.4f} | {more} |")
-    if given.json is not None:
-        options = {"model": given.model, "steps": given.steps, "lr": LR}
-        told = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__, "options": options}
-        given.json.write_text(json.dumps({**told, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,29 @@
 """The rules that come with muonmesh, against Muon and AdamW, each with learning rates swept alike.
 
-    python benchmarks/variants.py                                          # small, 300 steps, three seeds: hours
-    python benchmarks/variants.py --rules muon normuon --model nano --steps 40 --seeds 1 --rates 1    # minutes
-    python benchmarks/variants.py --json benchmarks/results/variants.json --picture docs/images/variants.png
+    python -m benchmarks.variants                                          # small, 300 steps, three seeds: hours
+    python -m benchmarks.variants --rules muon normuon --model nano --steps 40 --seeds 1 --rates 1    # minutes
+    python -m benchmarks.variants --json benchmarks/results/variants.json --picture docs/images/variants.png
 
 The model and the text are those of `muonmesh train`: a Llama, and Python's own standard library. Every rule is tried at
 the same multiples of one learning rate with the first seed; the best of them is trained with all seeds. A rule is
 measured by the steps that it needs to Muon's final validation loss, by its own final loss with the spread over seeds,
-and by what a step of the optimizer costs. Trainings that are in the JSON already are not repeated: a sweep can be cut
-short, and goes on where it was.
+and by what a step of the optimizer costs: processor time, since other programs may run beside this one, of steps that
+the rules take in turns on gradients of one batch. Trainings that are in the JSON already are not repeated: a sweep can
+be cut short, and goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.trainings import Trainings
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +36,7 @@ from muonmesh.cli.model import build_model
 
 VOCAB, LENGTH, BATCH, HELD_OUT = 2048, 128, 8, 32
 WARMUP = 0.1  # of the steps; then to a tenth along a cosine
+WARM_STEPS, COST_STEPS = 3, 15
 RULES: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 3e-3, "overrides": {"": "adamw"}},
     "muon": {"lr": 6e-3},
@@ -50,26 +51,30 @@ RULES: dict[str, dict[str, Any]] = {
 }
 """What `from_model` is told, with the learning rate that the multiples are of. AdamW's half has that of the rule, but
 Hyperball's, whose rate is a length relative to the weights'."""
-RATES = (0.5, 1.0, 2.0)
+RATES = (0.5, 1.0, 2.0, 4.0)
 
 
-def train(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str, steps: int) -> dict[str, Any]:
-    """One training: validation losses by step, and the median of the optimizer's steps."""
+def build(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str) -> tuple[nn.Module, mm.Muon]:
+    """A fresh model and the optimizer of a rule."""
     torch.manual_seed(seed)
     model = build_model(model_config(model_name, vocab=corpus.vocab, seq=LENGTH))
     settings = {key: value for key, value in RULES[rule].items() if key != "lr"}
+    lr = RULES[rule]["lr"]
     if "muon" in settings:
         settings["muon"] = {**settings["muon"], "lr": settings["muon"]["lr"] * multiple}
-        multiple_of_the_rest = 1.0
     else:
-        multiple_of_the_rest = multiple
-    optimizer = mm.from_model(model, lr=RULES[rule]["lr"] * multiple_of_the_rest, process_group="local", **settings)
+        lr *= multiple
+    return model, mm.from_model(model, lr=lr, process_group="local", **settings)
+
+
+def train(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str, steps: int) -> dict[str, Any]:
+    """One training: validation losses by step."""
+    model, optimizer = build(rule, multiple, seed, corpus, model_name)
     peaks = [group["lr"] for group in optimizer.param_groups]
     windows = Windows(corpus.train(), length=LENGTH, seed=seed)
     held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
     every = max(1, steps // 30)
     validation: list[tuple[int, float]] = []
-    seconds: list[float] = []
     for step in range(steps):
         factor = rate_at(step, steps)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -77,9 +82,7 @@ def train(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str
         batch = torch.from_numpy(windows.shuffled(range(step * BATCH, (step + 1) * BATCH)))
         loss(model, batch).backward()
         optimizer.clip_grad_norm_(1.0)
-        started = time.perf_counter()
         optimizer.step()
-        seconds.append(time.perf_counter() - started)
         optimizer.zero_grad()
         if (step + 1) % every == 0 or step + 1 == steps:
             model.eval()
@@ -88,8 +91,24 @@ def train(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str
             model.train()
             if not math.isfinite(validation[-1][1]):
                 break
-    found = {"rule": rule, "multiple": multiple, "seed": seed, "validation": validation}
-    return {**found, "step_ms": 1000 * statistics.median(seconds)}
+    return {"validation": validation}
+
+
+def costs(rules: Sequence[str], corpus: Corpus, model_name: str) -> dict[str, float]:
+    """Processor milliseconds of one step of each rule's optimizer, medians of steps that they take in turns."""
+    batch = torch.from_numpy(Windows(corpus.train(), length=LENGTH, seed=0).shuffled(range(BATCH)))
+    optimizers: dict[str, mm.Muon] = {}
+    for rule in rules:
+        model, optimizers[rule] = build(rule, 1.0, 0, corpus, model_name)
+        loss(model, batch).backward()
+    seconds: dict[str, list[float]] = {rule: [] for rule in rules}
+    for number in range(WARM_STEPS + COST_STEPS):
+        for rule, optimizer in optimizers.items():
+            started = time.process_time()
+            optimizer.step()
+            if number >= WARM_STEPS:
+                seconds[rule].append(time.process_time() - started)
+    return {rule: 1000 * statistics.median(some) for rule, some in seconds.items()}
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -130,10 +149,9 @@ def best(runs: Sequence[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
     return [run for run in own if run["multiple"] == chosen]
 
 
-def table(runs: Sequence[dict[str, Any]]) -> Table:
+def table(runs: Sequence[dict[str, Any]], milliseconds: Mapping[str, float]) -> Table:
     rules = list(dict.fromkeys(run["rule"] for run in runs))
     target = statistics.mean(final(run) for run in best(runs, "muon"))
-    muon_ms = statistics.median(run["step_ms"] for run in best(runs, "muon"))
     result = Table(box=MARKDOWN)
     columns = ("rule", "rate", "final loss", "spread", "steps to Muon's", "of the steps", "cost of a step / Muon's")
     for column in columns:
@@ -150,7 +168,7 @@ def table(runs: Sequence[dict[str, Any]]) -> Table:
             f"{max(losses) - min(losses):.4f}",
             f"{steps:.0f}" if math.isfinite(steps) else "never",
             f"{steps / last:.0%}" if math.isfinite(steps) else "–",
-            f"{statistics.median(run['step_ms'] for run in own) / muon_ms:.2f}",
+            f"{milliseconds[rule] / milliseconds['muon']:.2f}",
         )
     return result
 
@@ -187,33 +205,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
-    options = {"model": arguments.model, "steps": arguments.steps}
-    runs: list[dict[str, Any]] = []
-    if arguments.json is not None and arguments.json.is_file():
-        earlier = json.loads(arguments.json.read_text())
-        if earlier["options"] != options:
-            parser.error(f"{arguments.json} was made with {earlier['options']}; give another --json")
-        runs = earlier["runs"]
+    trainings = Trainings(arguments.json, {"model": arguments.model, "steps": arguments.steps})
     corpus = prepare_corpus((), vocab=VOCAB, cache=arguments.cache)
     wanted = list(dict.fromkeys(["muon", *arguments.rules]))
 
     def one(rule: str, multiple: float, seed: int) -> None:
-        if any((run["rule"], run["multiple"], run["seed"]) == (rule, multiple, seed) for run in runs):
-            return
-        runs.append(train(rule, multiple, seed, corpus, arguments.model, arguments.steps))
-        print(f"{rule} × {multiple:g}, seed {seed}: {final(runs[-1]):.4f}", flush=True)
-        if arguments.json is not None:
-            about = {"date": datetime.now(UTC).date().isoformat(), "torch": torch.__version__, "options": options}
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+        key = {"rule": rule, "multiple": multiple, "seed": seed}
+        run = trainings.one(lambda: train(rule, multiple, seed, corpus, arguments.model, arguments.steps), **key)
+        print(f"{rule} × {multiple:g}, seed {seed}: {final(run):.4f}", flush=True)
 
     for rule in wanted:
         for multiple in arguments.rates:
             one(rule, multiple, 0)
-        chosen = best(runs, rule)[0]["multiple"]
+        chosen = best(trainings.runs, rule)[0]["multiple"]
         for seed in range(1, arguments.seeds):
             one(rule, chosen, seed)
-    Console(width=140).print(table(runs))
+    runs = [run for run in trainings.runs if run["rule"] in wanted]
+    Console(width=140).print(table(runs, costs(wanted, corpus, arguments.model)))
     if arguments.picture is not None:
         draw(runs, arguments.picture)
 

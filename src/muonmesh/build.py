@@ -21,7 +21,7 @@ from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.optimizer import Muon
-from muonmesh.settings import ExchangeMode, ProcessGroup, StateDtype
+from muonmesh.settings import ExchangeMode, ProcessGroup, StateDevice, StateDtype
 
 
 @functools.wraps(split_locally)
@@ -63,6 +63,7 @@ def from_model(
     adamw_eps: float = 1e-8,
     compute_dtype: torch.dtype = torch.bfloat16,
     state_dtype: StateDtype = torch.float32,
+    state_device: StateDevice = None,
     master_dtype: torch.dtype | None = None,
     process_group: ProcessGroup = None,
     layouts: Mapping[str, Declared] | None = None,
@@ -94,6 +95,7 @@ def from_model(
         adamw_eps: AdamW's ε.
         compute_dtype: Dtype of orthogonalisation and wire.
         state_dtype: Dtype of the momentum.
+        state_device: "cpu" keeps state on the host.
         master_dtype: Of masters of lower-precision parameters.
         process_group: Who holds plain matrices: "world", "local", "auto" or a ProcessGroup; None: those of the
             DistributedDataParallel that ``model`` is, if it is one.
@@ -139,6 +141,7 @@ def from_model(
         adamw_eps=adamw_eps,
         compute_dtype=compute_dtype,
         state_dtype=state_dtype,
+        state_device=state_device,
         master_dtype=master_dtype,
         process_group=process_group,
         layouts=layouts,

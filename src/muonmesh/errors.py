@@ -1,6 +1,12 @@
-"""The errors a user can meet. Each message has four parts: parameter, what was found, what is needed, what to write."""
+"""The errors and warnings a user can meet.
+
+Each error has four parts: parameter, what was found, what is needed, what to write.
+"""
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 
 class MuonMeshError(Exception):
@@ -42,3 +48,15 @@ def explain_error(parameter: str, found: str, needed: str, write: str | None = N
 def about(where: str, error: Exception | str) -> str:
     """Say first what a message, which has its four parts already, is about."""
     return f"{where}: {error}"
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's program from which this package was called.
+
+    Torch wraps `step`, and schedulers wrap it once more. So nobody knows how many calls lie between, and all of torch's
+    and of ours are passed over.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("muonmesh", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

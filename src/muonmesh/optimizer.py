@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -33,7 +32,7 @@ from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.comm.work import Left
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
@@ -47,6 +46,7 @@ from muonmesh.settings import (
     Precision,
     ProcessGroup,
     SettingsFound,
+    StateDevice,
     StateDtype,
     algorithm_of,
     check_group,
@@ -109,6 +109,10 @@ class Muon(torch.optim.Optimizer):
         compute_dtype: Dtype of orthogonalisation and wire.
         state_dtype: Dtype of the momentum, kept through ``load_state_dict``. "int8": in blocks of 256 elements with an
             fp32 scale each, 1.02 bytes an element; saved in fp32, so any checkpoint can be loaded into any other.
+        state_device: "cpu" keeps what has a number for each element on the host, pinned: momentum, what rules and AdamW
+            keep, masters. It is on the device only while a bucket needs it, and comes and goes while others are
+            computed. The host then reads it after `finish`, or by ``state_dict()``. None: it is where the parameters
+            are.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
             every rank trains a copy of its own. Required when several ranks run and a Muon group holds one. "auto":
@@ -155,6 +159,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         compute_dtype: torch.dtype = torch.bfloat16,
         state_dtype: StateDtype = torch.float32,
+        state_device: StateDevice = None,
         master_dtype: torch.dtype | None = None,
         process_group: ProcessGroup = None,
         layouts: Mapping[str, Declared] | None = None,
@@ -167,6 +172,7 @@ class Muon(torch.optim.Optimizer):
             check_optimizer(
                 compute_dtype=compute_dtype,
                 state_dtype=state_dtype,
+                state_device=state_device,
                 master_dtype=master_dtype,
                 process_group=process_group,
                 layouts=layouts,
@@ -200,7 +206,7 @@ class Muon(torch.optim.Optimizer):
             while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
                 frame = frame.f_back
             refuse_partitioner(frame.f_locals.get("self"))
-            precision = Precision.of(compute_dtype, state_dtype, master_dtype)
+            precision = Precision.of(compute_dtype, state_dtype, master_dtype, state_device)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
@@ -290,7 +296,7 @@ class Muon(torch.optim.Optimizer):
 
     def refuse_if_torn(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        self.finish()
+        self._finish_rest()
         if self._kept.torn is not None:
             found = f"a step that was interrupted while it wrote ({self._kept.torn}), so some weights and their state "
             found += "are a step ahead of others"
@@ -342,7 +348,7 @@ class Muon(torch.optim.Optimizer):
         """
         kept, groups = self._kept, self.param_groups
         missed = None if kept.rest is None else kept.rest.missed()
-        self.finish()
+        self._finish_rest()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -361,6 +367,7 @@ class Muon(torch.optim.Optimizer):
             return loss
         if kept.sums is not None:
             kept.sums = Sums()
+        offload = kept.offload_of(planned)
         half = MuonStepTogether if kept.works_together(planned) else MuonStep
         rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         work = half(
@@ -371,9 +378,10 @@ class Muon(torch.optim.Optimizer):
             flags,
             kept.precision,
             device=planned.device,
-            step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.sums),
+            step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.sums, offload),
             sums=kept.sums,
             blocks=planned.blocks if kept.precision.int8 else None,
+            offload=offload,
         )
         kept.torn = f"step {exchange.steps} of this plan"
         lefts = exchange.run(work)
@@ -382,6 +390,7 @@ class Muon(torch.optim.Optimizer):
             for left in lefts:
                 left.finish()
         work.finish()
+        kept.brought_back = None if offload is None else offload.last
         keep_running_norms(clip, self.state, flags.stop)
         if awaited is None:
             kept.torn = None
@@ -389,7 +398,7 @@ class Muon(torch.optim.Optimizer):
             kept.rest = Rest(*awaited, lambda: self._finish(lefts))
         kept.lacking = lacking_of(planned, rules, work.lacking)
         if kept.lacking is not None and kept.lacking.arrived is None:
-            kept.lacking.warn(kept.lack, stacklevel=3)
+            kept.lacking.warn(kept.lack)
             kept.lacking = None
         return loss
 
@@ -401,10 +410,10 @@ class Muon(torch.optim.Optimizer):
             pending.raise_errors()
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:
-            rounding.warn(stacklevel=4)
+            rounding.warn()
         lacking, kept.lacking = kept.lacking, None
         if lacking is not None:
-            lacking.warn(kept.lack, stacklevel=4)
+            lacking.warn(kept.lack)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -412,9 +421,16 @@ class Muon(torch.optim.Optimizer):
         """Finish a step that was taken with ``wait=False``: wait for the last results and write them.
 
         Modules that are about to run, ``state_dict`` and the methods here that read weights or state do that by
-        themselves. Whoever reads weights otherwise calls this before. It starts no collective, so a single rank may
-        call it.
+        themselves. Whoever reads weights otherwise calls this before, and whoever reads the state of
+        ``state_device="cpu"``: the host waits until it has been copied back. It starts no collective, so a single rank
+        may call it.
         """
+        self._finish_rest()
+        if self._kept.brought_back is not None:
+            self._kept.brought_back.synchronize()
+
+    def _finish_rest(self) -> None:
+        """The same, but for the host that does not read state, which is in the order of the device by itself."""
         if self._kept.rest is not None:
             self._kept.rest.finish()
 
@@ -469,7 +485,9 @@ class Muon(torch.optim.Optimizer):
         kept = self._kept
         planned, exchange = connect(self.param_groups, kept)
         exchange.counts = Counts()
-        slots = collect(planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None))
+        slots = collect(
+            planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None), kept.precision
+        )
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
         look = kept.loaded or kept.compared is not planned
@@ -497,10 +515,9 @@ class Muon(torch.optim.Optimizer):
             for found in scaler._found_inf_per_device(self).values():
                 found.copy_(flags.overflow)
         elif flags.overflow.device.type == "cpu" and bool(flags.overflow) and not bool(found_inf):
-            warnings.warn(
+            warn(
                 "GradScaler: found an overflow on another rank only; all ranks skip, but their loss scales differ from "
-                "now on. Write scaler.step(optimizer, scaler=scaler)",
-                stacklevel=4,
+                "now on. Write scaler.step(optimizer, scaler=scaler)"
             )
 
     @_disable_dynamo
@@ -526,7 +543,7 @@ class Muon(torch.optim.Optimizer):
                 ``torch.nn.utils.clip_grad_norm_``. "separate": each half by its own norm. "per_matrix": AdamW's half
                 as in "adamw_only", and the gradient of each of Muon's matrices is limited to ``max_norm`` times its
                 own running norm, a mean over about twenty gradients that is kept in the state; the first ten
-                gradients of a matrix are only measured (see `muonmesh.clip`).
+                gradients of a matrix are only measured (see `muonmesh.clip.running`).
             skip_above: The next step changes nothing, on any rank, if a norm by which the policy clips is above this,
                 or if anything measured is not finite. The host need not wait for that: weights, momentum and step
                 counters stay as they are bit for bit.
@@ -547,13 +564,13 @@ class Muon(torch.optim.Optimizer):
             PlanError: on the other ranks then.
         """
         check_process_group(process_group, ("world", "local"))
-        self.finish()
+        self._finish_rest()
         kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
         if (before := changed(groups, kept, error)) is not None:
             waits = kept.host_waits(before[0])
-            told = stand_aside_from_sums(*before, error, limits, process_group=ranks, waits=waits)
+            told = stand_aside_from_sums(*before, error, limits, source=kept.source, process_group=ranks, waits=waits)
             if told is not None:
                 return told
             forget(kept)
@@ -707,7 +724,7 @@ class Muon(torch.optim.Optimizer):
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
         stores something itself; they are NaN if another rank could not follow, and the next step ends in an error.
         """
-        self.finish()
+        self._finish_rest()
         kept, groups = self._kept, self.param_groups
         while True:
             error = check_groups(groups).error

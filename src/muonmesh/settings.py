@@ -41,6 +41,9 @@ matrices; or, of owner and Gram matrices, what takes less time."""
 StateDtype = torch.dtype | Literal["int8"]
 """What momentum is kept in; "int8" has a scale for each block of 256 elements."""
 
+StateDevice = Literal["cpu"] | None
+"""Where what has a number for each element of a parameter is kept; None: with the parameter."""
+
 ProcessGroup = Literal["world", "local", "auto"] | dist.ProcessGroup | None
 
 LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
@@ -114,19 +117,31 @@ class Precision:
         state: Of what rules keep for each element: fp32 where momentum is kept in int8.
         master: Of masters; None for none.
         int8: Whether momentum is kept in int8, with a scale for each block (`muonmesh.step.blocks`).
+        on_host: Whether what has a number for each element is kept on the host (`muonmesh.step.offload`).
     """
 
     compute: torch.dtype
     state: torch.dtype
     master: torch.dtype | None
     int8: bool = False
+    on_host: bool = False
 
     @staticmethod
-    def of(compute: torch.dtype, state: StateDtype, master: torch.dtype | None) -> Precision:
+    def of(
+        compute: torch.dtype, state: StateDtype, master: torch.dtype | None, device: StateDevice = None
+    ) -> Precision:
         """Return what the arguments of `Muon` say."""
         if isinstance(state, str):
             return Precision(compute, torch.float32, master, int8=True)
-        return Precision(compute, state, master)
+        return Precision(compute, state, master, on_host=device is not None)
+
+    def leaves(self, device: torch.device) -> bool:
+        """Whether what has a number for each element is kept elsewhere than its parameter on ``device``."""
+        return self.on_host and device.type != "cpu"
+
+    def kept_on(self, device: torch.device) -> torch.device:
+        """Return where what has a number for each element of a parameter on ``device`` is kept."""
+        return torch.device("cpu") if self.leaves(device) else device
 
     @property
     def carried(self) -> torch.dtype:
@@ -165,6 +180,7 @@ def check_optimizer(
     *,
     compute_dtype: object,
     state_dtype: object,
+    state_device: object,
     master_dtype: object,
     process_group: object,
     layouts: object,
@@ -189,6 +205,12 @@ def check_optimizer(
     _check(found in COMPUTE_DTYPES, "compute_dtype", found, needed)
     found, needed = state_dtype, f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
     _check(found in (*HELD_DTYPES, "int8"), "state_dtype", found, needed)
+    known = state_device is None or state_device == "cpu"
+    _check(known, "state_device", state_device, '"cpu", or None for where the parameters are')
+    if state_device is not None and state_dtype == "int8":
+        found, needed = 'state_device="cpu" with state_dtype="int8"', "momentum in floating point: ranks agree on the "
+        needed += "blocks of all int8 momentum before the first bucket, so all of it would be on the device at once"
+        raise ValueError(explain_error("Muon", found, needed, "Write state_dtype=torch.bfloat16, or no state_device"))
     found, needed = master_dtype, f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
     _check(found is None or found in HELD_DTYPES, "master_dtype", found, needed)
     check_process_group(process_group)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import muonmesh as mm
+from muonmesh.checkpoint.state import Place, _restored
+from muonmesh.step.slots import RUNNING
 from muonmesh.testing import DryRun, HostSync, Rates, dry_run
 from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
 from tests.samples import one_in
@@ -100,6 +102,26 @@ def test_layers_of_llama_8b_on_many_ranks(
     assert run.kept_bytes == 0
 
 
+@pytest.mark.parametrize("rule", ["adamuon", pytest.param("hyperball", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ({"replicate": 64}, (Replicate(),)),
+        pytest.param({"replicate": 8, "shard": 8}, (Replicate(), Shard(0)), marks=pytest.mark.soak),
+    ],
+    ids=["ddp-64", "hsdp-8x8"],
+)
+def test_sums_over_matrices_do_not_make_replicas_cost_memory(
+    mesh: dict[str, int], placements: tuple[Placement, ...], rule: str
+) -> None:
+    """The replica of the owner adds up; what goes to the others travels in rounds, as without sums."""
+    ruled = lambda model: mm.Muon([{"params": list(model.parameters()), "algorithm": rule}])  # noqa: E731
+    model, one = bag(*[(4096, 4096)] * 4), 4096 * 4096
+    run = dry_run(model, ruled, world=64, mesh=mesh, placements=on(*placements), steps=1)
+    assert run.peak_bytes <= 5 * 2 * one + 9 * 8 * one  # the second: what computes the summands in fp64
+    assert run.kept_bytes == 0
+
+
 def test_sums_over_a_large_matrix_take_parts_of_it_at_a_time() -> None:
     """Several fp64 copies of a matrix beside each other would be ten times what it takes in bf16."""
     adamuon = lambda model: mm.Muon([{"params": list(model.parameters()), "algorithm": "adamuon"}])  # noqa: E731
@@ -174,6 +196,7 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
         (torch.float32, {"shard_state": True}),
         (torch.float32, {"exchange": "gram"}),
         (torch.float32, {"state_dtype": "int8"}),
+        (torch.bfloat16, {"state_device": "cpu", "rule": "adamuon", "master_dtype": torch.float32}),
     ],
     ids=str,
 )
@@ -203,6 +226,59 @@ def test_a_wait_is_an_error(wait: Callable[[Tensor], object]) -> None:
 
     with pytest.raises(HostSync):
         dry_run(bag((8, 8)), matrices_only, step=step)
+
+
+# ------------------------------------------------------------------ state on the host
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("one", marks=pytest.mark.soak)])
+def test_state_on_the_host_is_on_the_device_for_a_bucket(layout: str) -> None:
+    """It is copied there and back once a step, and what is there at once is the state of a few buckets.
+
+    bf16 weights have masters, so each element of a matrix has 8 bytes of state, of AdamW's embedding 12.
+    """
+    ranks, count = LAYOUTS[layout].get("world", 1), 32
+
+    def run(**settings: Any) -> DryRun:
+        with torch.device("meta"):
+            matrices = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(count))
+            model = nn.ModuleDict({"matrices": matrices, "embedding": nn.Embedding(256, 64)}).bfloat16()
+        masters = {"master_dtype": torch.float32, "bucket_cap_mb": 2.0}  # one matrix for each owner
+        return dry_run(model, lambda model: mm.from_model(model, **masters, **settings), **LAYOUTS[layout])
+
+    away, stays = run(state_device="cpu"), run()
+    bucket = 8 * MIB  # in each layout: the state of one matrix, or of a part of as many as there are ranks
+    state = count * bucket // ranks + 256 * 64 * 12 // ranks
+    assert state <= stays.state_bytes
+    assert away.state_bytes < 1000  # running norms and counts of steps
+    assert state <= away.bytes_to_host <= state + 1000
+    assert state <= away.bytes_to_device <= state + 1000
+    assert max(stays.bytes_to_host, stays.bytes_to_device) < 1000
+    assert away.peak_bytes <= min(stays.peak_bytes, 18.1 * MIB) + 4 * bucket
+
+
+def test_state_on_the_host_stays_there_when_it_is_compared_measured_and_loaded() -> None:
+    """Replicas compare it, `metrics` reads it, and the host waits for neither. What is loaded is put there."""
+    devices = set[str]()
+
+    def step(optimizer: mm.Muon) -> None:
+        optimizer._kept.loaded = True
+        optimizer.clip_grad_norm_(1.0, policy="per_matrix")
+        optimizer.step()
+        optimizer.metrics()
+        planned = optimizer._kept.planned
+        assert planned is not None
+        for member in planned.members:  # fake numbers pass no check of `load_state_dict`, so what it does after that
+            for key, value in optimizer.state[member.tensor].items():
+                if key not in ("step", *RUNNING):
+                    place = Place.of(member, planned)
+                    loaded = _restored(key, value, member.tensor, place, optimizer._kept.precision)
+                    devices.add(f"{member.tensor.device.type}: {loaded.device.type}")
+
+    made = lambda model: mm.from_model(model, state_device="cpu", process_group="world")  # noqa: E731
+    run = dry_run(Model(), made, step=step, world=4)
+    assert run.state_bytes < 1000
+    assert devices == {"cuda: cpu"}
 
 
 # ------------------------------------------------------------------ the dry run itself

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +25,18 @@ CUTS: dict[str, tuple[int, int | tuple[int, ...]]] = {
     "linear_kv_down_proj.weight": (0, 1),
     "linear_q_up_proj.weight": (0, 1),
     "linear_kv_up_proj.weight": (0, 1),
+    "mixer.in_proj.weight": (0, (64, 64, 8, 8, 8)),
+    "mixer.conv1d.weight": (0, (64, 8, 8)),
+    "mixer.conv1d.bias": (0, (64, 8, 8)),
+    "mixer.norm.weight": (0, 1),
+    "mixer.D": (0, 1),
     "in_proj.weight": (0, (16, 16, 32, 32, 4, 4)),
     "out_proj.weight": (1, 1),
     "conv1d.weight": (0, (16, 16, 32)),
     "A_log": (0, 1),
     "dt_bias": (0, 1),
+    "weight1": (1, 2),
+    "weight2": (0, 1),
 }
 
 Held = dict[str, tuple[int, Tensor]]
@@ -56,8 +64,23 @@ def named(chunks: Sequence[Any]) -> dict[str, Any]:
                 name = f"{before}.local_experts.{first + int(number)}.{rest}"
             while name.startswith("module."):
                 name = name.removeprefix("module.")
+            if re.search(r"\.experts\.weight[12]$", name):  # a GroupedMLP's, of all experts of this rank
+                parameter.of_experts = experts_of(chunk)
             found[name] = parameter
     return found
+
+
+def apart(name: str, parameter: Any, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter by its name, but a GroupedMLP's expert by expert, in the shapes in which that multiplies by them."""
+    experts = getattr(parameter, "of_experts", None)
+    if experts is None:
+        yield name, value
+        return
+    before, _, key = name.rpartition(".")
+    sizes = (len(value), -1) if key == "weight1" else (-1, value.shape[1])
+    first = parallel_state.get_expert_model_parallel_rank() * experts
+    for number, weight in enumerate(value.view(experts, *sizes), first):
+        yield f"{before}.{number}.{key}", weight
 
 
 def experts_of(chunk: Any) -> int:
@@ -67,7 +90,7 @@ def experts_of(chunk: Any) -> int:
 
 def place(name: str) -> int:
     """This rank's place among those that cut a parameter."""
-    if ".local_experts." in name:
+    if re.search(r"experts\.\d", name):
         return int(parallel_state.get_expert_tensor_parallel_rank())
     return int(parallel_state.get_tensor_model_parallel_rank())
 
@@ -94,10 +117,11 @@ def gradients(chunks: Sequence[Any]) -> dict[Any, Tensor]:
 
 def held(parameters: Mapping[str, Any], values: Mapping[Any, Tensor] | None = None) -> Held:
     """What to hand to `gather`: parameters, or a value for each."""
-    return {
-        name: (place(name), (parameter if values is None else values[parameter]).detach().clone())
-        for name, parameter in parameters.items()
-    }
+    found = {}
+    for name, parameter in parameters.items():
+        for each, part in apart(name, parameter, parameter if values is None else values[parameter]):
+            found[each] = place(each), part.detach().clone()
+    return found
 
 
 def gather(mine: Held) -> dict[str, Tensor]:

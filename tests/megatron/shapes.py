@@ -14,6 +14,7 @@ MOE: Settings = (
     ("moe_token_dispatcher_type", "alltoall"),
     ("moe_shared_expert_intermediate_size", 16),
 )
+GROUPED: Settings = (*(each for each in MOE if each[0] != "moe_grouped_gemm"), ("moe_grouped_gemm", True))
 LATENT: Settings = (
     ("num_query_groups", 4),
     ("q_lora_rank", 16),
@@ -38,3 +39,4 @@ DELTA_NET: Settings = (
     ("linear_conv_kernel_dim", 2),
     ("deterministic_mode", True),
 )
+MAMBA: Settings = (("mamba_state_dim", 4), ("mamba_head_dim", 8), ("mamba_num_groups", 2))

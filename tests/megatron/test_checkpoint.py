@@ -15,7 +15,7 @@ from torch import Tensor
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
-from tests.megatron.shapes import MOE, ONE_LAYER
+from tests.megatron.shapes import GROUPED, MOE, ONE_LAYER, SEQUENCE
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -102,7 +102,17 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
         [Shape(tied=True, flat=True, dtype=FP16)],
         {"shard_state": True},
     ),
-    "experts": (Shape(ep=2, model=MOE + ONE_LAYER), [Shape(ep=2, flat=True, model=MOE + ONE_LAYER)], {}),
+    # Without expert parallelism experts are in the groups of the dense weights.
+    "experts": (
+        Shape(ep=2, model=MOE + ONE_LAYER),
+        [Shape(ep=2, flat=True, model=MOE + ONE_LAYER), Shape(model=MOE + ONE_LAYER)],
+        {},
+    ),
+    "GroupedMLP": (
+        Shape(ep=2, dtype=BF16, model=GROUPED + ONE_LAYER),
+        [Shape(tp=2, flat=True, dtype=BF16, model=GROUPED + SEQUENCE + ONE_LAYER)],
+        {},
+    ),
 }
 
 

@@ -15,7 +15,17 @@ from muonmesh.integrations.megatron import get_megatron_optimizer
 from muonmesh.integrations.megatron.names import whole_name
 from tests.megatron import host
 from tests.megatron.host import Shape
-from tests.megatron.shapes import DELTA_NET, GATED_ATTENTION, LATENT, MOE, NOT_GATED, ONE_LAYER, SEQUENCE
+from tests.megatron.shapes import (
+    DELTA_NET,
+    GATED_ATTENTION,
+    GROUPED,
+    LATENT,
+    MAMBA,
+    MOE,
+    NOT_GATED,
+    ONE_LAYER,
+    SEQUENCE,
+)
 
 Roles = dict[str, tuple[str, Any, tuple[int, ...]]]
 """For each parameter its group, its matrices and its whole shape."""
@@ -55,10 +65,10 @@ BLOCK: dict[str, tuple[str, Any]] = {
     "decoder.final_layernorm.weight": VECTOR,
     "output_layer.weight": ("adamw.head", None),
 }
-GROUPED = {f"{LAYER}self_attention.linear_qkv.weight": ("muon", ("interleaved", (16, 8, 8), 0))}
+QKV = {f"{LAYER}self_attention.linear_qkv.weight": ("muon", ("interleaved", (16, 8, 8), 0))}
 MLP = {f"{LAYER}mlp.linear_fc1.weight": ("muon", HALVES), f"{LAYER}mlp.linear_fc2.weight": ("muon", "whole")}
 CASES: dict[str, tuple[Any, dict[str, tuple[str, Any]], list[Shape]]] = {
-    "GQA, gated MLP": ((), BLOCK | GROUPED | MLP, [Shape(), Shape(tp=2)]),
+    "GQA, gated MLP": ((), BLOCK | QKV | MLP, [Shape(), Shape(tp=2)]),
     "multi-head, plain MLP with biases": (
         (*NOT_GATED, ("num_query_groups", None)),
         BLOCK
@@ -104,16 +114,47 @@ CASES: dict[str, tuple[Any, dict[str, tuple[str, Any]], list[Shape]]] = {
         },
         [Shape(), Shape(tp=2)],
     ),
+    "Mamba": (
+        (*MAMBA, ("num_layers", 2)),
+        {
+            "embedding.word_embeddings.weight": ("adamw.embeddings", None),
+            f"{LAYER}norm.weight": VECTOR,
+            f"{LAYER}mixer.in_proj.weight": ("muon", ("rows", 64, 64, 8, 8, 8)),
+            f"{LAYER}mixer.out_proj.weight": ("muon", "whole"),
+            f"{LAYER}mixer.conv1d.weight": ("adamw.matrices", None),
+            f"{LAYER}mixer.conv1d.bias": VECTOR,
+            f"{LAYER}mixer.A_log": VECTOR,
+            f"{LAYER}mixer.D": VECTOR,
+            f"{LAYER}mixer.dt_bias": VECTOR,
+            f"{LAYER}mixer.norm.weight": VECTOR,
+            "decoder.layers.1.pre_mlp_layernorm.weight": VECTOR,
+            "decoder.layers.1.mlp.linear_fc1.weight": ("muon", HALVES),
+            "decoder.layers.1.mlp.linear_fc2.weight": ("muon", "whole"),
+            "output_layer.weight": ("adamw.head", None),
+        },
+        [Shape(), Shape(tp=2)],
+    ),
     "experts": (
         MOE,
         BLOCK
-        | GROUPED
+        | QKV
         | {f"{LAYER}mlp.router.weight": ("adamw.matrices", None)}
         | {f"{LAYER}mlp.shared_experts.linear_fc1.weight": ("muon", HALVES)}
         | {f"{LAYER}mlp.shared_experts.linear_fc2.weight": ("muon", "whole")}
         | {f"{LAYER}mlp.experts.local_experts.{i}.linear_fc1.weight": ("muon", HALVES) for i in range(4)}
         | {f"{LAYER}mlp.experts.local_experts.{i}.linear_fc2.weight": ("muon", "whole") for i in range(4)},
         [Shape(), Shape(ep=2), Shape(tp=2, ep=2, etp=1, model=SEQUENCE)],
+    ),
+    "experts of a GroupedMLP": (
+        GROUPED,
+        BLOCK
+        | QKV
+        | {f"{LAYER}mlp.router.weight": ("adamw.matrices", None)}
+        | {f"{LAYER}mlp.shared_experts.linear_fc1.weight": ("muon", HALVES)}
+        | {f"{LAYER}mlp.shared_experts.linear_fc2.weight": ("muon", "whole")}
+        | {f"{LAYER}mlp.experts.{i}.weight1": ("muon", ("transposed", HALVES)) for i in range(4)}
+        | {f"{LAYER}mlp.experts.{i}.weight2": ("muon", ("transposed", "whole")) for i in range(4)},
+        [Shape(), Shape(ep=2), Shape(tp=2, model=SEQUENCE), Shape(tp=2, ep=2, etp=1, model=SEQUENCE)],
     ),
 }
 
@@ -124,7 +165,7 @@ def test_roles_by_megatrons_own_classes(workers, case: str) -> None:
     settings, expected, shapes = CASES[case]
     first: Roles = {}
     for shape in shapes:
-        found = table(workers(2), shape.but(model=(*settings, *ONE_LAYER, *shape.model)))
+        found = table(workers(2), shape.but(model=(*ONE_LAYER, *settings, *shape.model)))
         assert {name: (group, matrices) for name, (group, matrices, _) in found.items()} == expected
         assert found == (first := first or found)
 
@@ -196,8 +237,9 @@ def flattened() -> None:
     split_params(without_constructor(kinds.GroupedMLP, host.config_of(shape), **weights))
 
 
-def test_experts_in_one_flat_weight_are_refused(workers) -> None:
+def test_experts_in_one_flat_weight_are_refused_by_split_params(workers) -> None:
     """Their shape, hidden × (experts · ffn), is not how their memory is read: one wrong matrix for all experts."""
     for outcome in workers(2).run_expecting_errors(flattened):
         assert outcome.error is ValueError
         assert "weight1: found weight1 of GroupedMLP" in outcome.message
+        assert "Use get_megatron_optimizer" in outcome.message

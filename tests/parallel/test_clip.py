@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
-from muonmesh import clip
-from muonmesh.clip import DECAY, SPIKE, WARM_UP
+from muonmesh.clip import running as running_norms
+from muonmesh.clip.running import DECAY, SPIKE, WARM_UP
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule
 from tests import layouts, problem
@@ -132,7 +132,7 @@ def test_norms_are_those_of_the_whole_gradients_by_one_collective(workers, ranks
 def all_policies(way: str) -> list[Any]:
     """Two steps of each, four of "per_matrix" with a warm-up of two and a spike in the third."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip, "WARM_UP", 2)
+        patch.setattr(running_norms, "WARM_UP", 2)
         return [
             trained(way, policy, 4, functools.partial(spiky, spike=2))
             if policy == "per_matrix"

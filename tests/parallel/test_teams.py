@@ -46,7 +46,8 @@ def test_explain_shows_teams(workers) -> None:
     for rank, (text, count, flops, owners) in enumerate(workers(2).run(explained, asked)):
         assert "rank 0: 1, rank 1: 1, ranks 1+0: 1" in text
         assert "ranks 1+0  " in text
-        assert f"rank {rank} of 2: 3 of 4 orthogonalisations" in text
+        own = ("1 of 4 orthogonalisations, parts of 2 more with their owners", "3 of 4 orthogonalisations")[rank]
+        assert f"rank {rank} of 2: {own}, " in text, "those of all ranks add up to 4"
         assert count == 3  # it takes part in both teams, and has one matrix to itself
         assert flops[0] == flops[1]
         assert owners == [{1: 2, 0: 1}, {1: 1}]

@@ -143,7 +143,7 @@ def test_readme() -> None:
 def test_the_page_about_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     states = {"get_model_state_dict": get_model_state_dict, "get_optimizer_state_dict": get_optimizer_state_dict}
-    *_, names = run("docs/optimizer.md", {"torch": torch, "model": Net(), "n": 10}, {}, {}, states, {})
+    *_, names = run("docs/optimizer.md", {"torch": torch, "model": Net(), "n": 10}, {}, {}, {}, states, {})
     assert isinstance(names["optimizer"], mm.Muon)
     for checkpoint in ("1000", "of-torch"):
         assert (tmp_path / "checkpoint" / checkpoint / ".metadata").exists()

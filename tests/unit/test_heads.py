@@ -125,3 +125,21 @@ def test_what_is_asked_for_in_vain_is_refused() -> None:
     for wrong in ("q", ("x",), (), 1):
         with pytest.raises(ValueError, match=r"per_head=.*; needed True, which means"):
             mm.split_params(model("llama"), per_head=wrong)  # type: ignore[arg-type]
+
+
+def test_deepspeeds_tag_is_honoured_whoever_steps() -> None:
+    """`muon_num_heads` on a parameter, of modules that are not known too; half heads and fused weights are refused."""
+    tagged = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False), nn.Linear(24, 5))
+    tagged[0].weight.muon_num_heads = 6  # type: ignore[assignment]
+    for settings in ({}, {"overrides": {"1.weight": {"algorithm": "muon", "matrices": ("heads", 2, 0)}}}):
+        assert matrices(tagged, **settings)["0.weight"] == ("heads", 6, 0)
+    said = {"0.weight": {"algorithm": "muon", "matrices": "whole"}}
+    assert matrices(tagged, overrides=said)["0.weight"] == "whole"
+    for wrong in (5, 0, True, "6"):
+        tagged[0].weight.muon_num_heads = wrong  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=rf"^0\.weight: found muon_num_heads={wrong!r} .* needed whole heads"):
+            mm.split_params(tagged)
+    fused = model("phi3")
+    fused.get_parameter("model.layers.0.self_attn.qkv_proj.weight").muon_num_heads = 6  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight: found muon_num_heads=6 .*'rows', 24, 8, 8"):
+        mm.split_params(fused)

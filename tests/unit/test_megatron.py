@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from muonmesh.errors import LayoutError
 from muonmesh.integrations.megatron import declared_layouts
-from muonmesh.integrations.megatron.refusals import refuse_int8
+from muonmesh.integrations.megatron.refusals import refuse_state
 
 
 @pytest.fixture
@@ -37,9 +37,11 @@ COLUMN = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride":
 
 
 def test_momentum_in_int8_is_refused_since_megatrons_checkpoints_would_lose_its_scales() -> None:
-    refuse_int8({"state_dtype": torch.bfloat16})
+    refuse_state({"state_dtype": torch.bfloat16})
     with pytest.raises(ValueError, match=r"found 'int8'; needed a floating-point dtype"):
-        refuse_int8({"state_dtype": "int8"})
+        refuse_state({"state_dtype": "int8"})
+    with pytest.raises(ValueError, match=r"found 'cpu'; needed None"):
+        refuse_state({"state_device": "cpu"})
 
 
 def test_one_process_declares_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,22 @@ def test_a_message_is_four_parts_without_a_full_stop() -> None:
     assert explain_error("w", "1", "2", "Write 2") == "w: found 1; needed 2. Write 2"
     assert explain_error("w", "1", "2") == "w: found 1; needed 2"
     assert about("rank 3", explain_error("w", "1", "2")) == "rank 3: w: found 1; needed 2"
+
+
+def test_warnings_point_at_the_line_that_the_user_wrote() -> None:
+    """Not at torch's wrappers of `step`, of which a scheduler adds one, and not at a file of ours."""
+    model = nn.ModuleDict({"hidden": nn.Linear(8, 8), "unused": nn.Linear(8, 8)}).to(torch.bfloat16)
+    model.unused.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        mm.split_params(nn.LayerNorm(8))  # no matrix
+        mm.from_model(nn.LayerNorm(8))
+        optimizer = mm.from_model(model, lr=1e-6)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        model.unused.requires_grad_(True)
+        model.hidden.weight.grad = torch.ones_like(model.hidden.weight)
+        optimizer.step()  # rounding swallows it, and `unused` is in no group
+    texts = [str(warning.message) for warning in found]
+    assert [sum(part in text for text in texts) for part in ("0 matrices", "rounding", "unfrozen")] == [2, 1, 1], texts
+    assert {warning.filename for warning in found} == {__file__}
+    assert len({warning.lineno for warning in found}) == 3

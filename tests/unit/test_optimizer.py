@@ -601,6 +601,8 @@ def weight() -> nn.Parameter:
         (lambda: mm.Muon([weight()], extra_scale_factor=0.0), ValueError, "extra_scale_factor"),
         (lambda: mm.Muon([weight()], compute_dtype=torch.int8), ValueError, "compute_dtype"),
         (lambda: mm.Muon([weight()], state_dtype="fp32"), ValueError, "state_dtype"),
+        (lambda: mm.Muon([weight()], state_device="cuda"), ValueError, "state_device"),
+        (lambda: mm.Muon([weight()], state_device="cpu", state_dtype="int8"), ValueError, "on the device at once"),
         (lambda: mm.Muon([weight()], bucket_cap_mb=0), ValueError, "bucket_cap_mb"),
         (lambda: mm.Muon([weight()], process_group="all"), ValueError, "process_group"),
         (lambda: mm.Muon([]), ValueError, "empty"),
@@ -680,3 +682,31 @@ def test_a_skipped_step_says_so() -> None:
         optimizer.step()
         found.append(optimizer.skipped)
     assert found == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"state_dtype": "int8"},
+        {"rule": "normuon", "state_dtype": torch.bfloat16},
+        {"rule": "adamuon", "master_dtype": torch.float32},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_explain_tells_the_bytes_of_state_that_a_step_leaves(settings: dict[str, Any]) -> None:
+    """Before there is any: codes and scales of int8, masters, what a rule keeps by row, AdamW's moments and counts."""
+    model = nn.Sequential(nn.Embedding(30, 300), nn.Linear(300, 520), nn.Linear(520, 7), nn.Linear(7, 3)).bfloat16()
+    optimizer = mm.from_model(model, compute_dtype=torch.float32, **settings)
+    told = optimizer.explain()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = {
+        name: sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[parameter].values())
+        for name, parameter in model.named_parameters()
+    }
+    assert {row.parameter: row.state for row in told.rows} == kept
+    assert told.state_bytes == sum(kept.values())
+    assert f"keeps {told.state_bytes / 1e6:.3g} MB of state" in str(told)

@@ -47,8 +47,8 @@ def planned(bench: ModuleType, case: Any) -> Plan:
 
 def check_balance(bench: ModuleType, plan: Plan) -> None:
     """5 % with at least 8 matrices a rank; else, or where one matrix is too large for that, 1 % of the best."""
-    enough = len(plan.assignments) >= 8 * len(plan.ranks) and imbalance(plan) <= 1.05
-    assert enough or imbalance(plan) <= 1.01 * least_imbalance(plan)
+    enough = len(plan.assignments) >= 8 * len(plan.ranks) and imbalance(plan.loads) <= 1.05
+    assert enough or imbalance(plan.loads) <= 1.01 * least_imbalance(plan)
 
 
 def check_cover(plan: Plan) -> None:

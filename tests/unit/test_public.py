@@ -85,6 +85,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "adamw_eps": 1e-5,
         "compute_dtype": torch.float64,
         "state_dtype": torch.float64,
+        "state_device": "cpu",
         "master_dtype": torch.float64,
         "process_group": "local",
         "layouts": {"0.weight": "somewhere"},
@@ -103,6 +104,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "gradients": optimizer.gradients,
         "compute_dtype": optimizer._kept.precision.compute,
         "state_dtype": optimizer._kept.precision.state,
+        "state_device": "cpu" if optimizer._kept.precision.on_host else None,
         "master_dtype": optimizer._kept.precision.master,
     }
     assert {name: kept[name] for name in given} == given

@@ -17,12 +17,16 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Layout, split_matrices
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
+from muonmesh.step.offload import fresh_copy, fresh_zeros
 from muonmesh.step.planning import Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
 MODEL = "model"
 STATE = "optimizer.state"
 """What the names of weights and of state begin with: the names under which torch saves a model and an optimizer."""
+
+IN_PLACE = Precision(torch.float32, torch.float32, None)
+"""What an engine that places its state itself has."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Record:
         group: The param group, whose settings are written too.
         spec: How it splits into matrices.
         master: Dtype of the master that the optimizer keeps beside weights of a lower precision; None without.
+        precision: Says where what has a number for each element is kept.
     """
 
     name: str
@@ -83,6 +88,7 @@ class Record:
     group: dict[str, Any]
     spec: Any = None
     master: torch.dtype | None = None
+    precision: Precision = IN_PLACE
 
     @property
     def state(self) -> dict[str, Any]:
@@ -132,8 +138,8 @@ class Record:
         if self.master is not None and self.master != self.tensor.dtype:
             state = self.states[self.tensor]
             if "master" not in state:
-                local = local_of(self.tensor).detach().to(self.master).contiguous()
-                state["master"] = self.storage.wrap(local)
+                copy = fresh_copy(local_of(self.tensor), self.master, self.precision, wait=True)  # the host writes it
+                state["master"] = self.storage.wrap(copy)
             fill(local_of(state["master"]), self.storage.layout, share)
 
     def take_state(self, part: Part, share: Share | None) -> None:
@@ -142,7 +148,10 @@ class Record:
         if share is None and held is None:
             return
         if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.local:
-            fresh = torch.zeros(part.local, dtype=part.dtype, device=part.device)
+            if part.side == "element":
+                fresh = fresh_zeros(part.local, part.dtype, local_of(self.tensor).device, self.precision)
+            else:
+                fresh = torch.zeros(part.local, dtype=part.dtype, device=part.device)
             held = fresh if part.storage is None else part.storage.wrap(fresh)
             self.states[self.tensor][part.stored] = held
         local = local_of(held)
@@ -232,7 +241,7 @@ def records_of(
                     home.storage,
                     tuple(local.shape) if same else local_shape(home.storage),
                     home.dtype(precision),
-                    local.device,
+                    precision.kept_on(local.device) if home.companion is None else local.device,
                     "element" if home.companion is None else home.companion.side,
                 )
             )
@@ -244,13 +253,16 @@ def records_of(
             columns = slice(begin, begin + count)
             parts += running_parts(count, every, columns, local.device)
         else:
-            parts += adamw_parts(member.storage, tuple(local.shape), master or local.dtype, local.device)
+            kept_on = precision.kept_on(local.device)
+            parts += adamw_parts(member.storage, tuple(local.shape), master or local.dtype, local.device, kept_on)
         known = {*(part.stored for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
             found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"
             raise StateError(explain_error(member.name, found, needed, "Remove it from the state"))
         records.append(
-            Record(member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, master)
+            Record(
+                member.name, member.tensor, member.storage, state, tuple(parts), group, member.spec, master, precision
+            )
         )
     return records
 
@@ -265,11 +277,13 @@ def running_parts(count: int, every: int, columns: slice, device: torch.device) 
     ]
 
 
-def adamw_parts(storage: Storage, local: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Part]:
-    """Return AdamW's state: torch keeps the count on the host, except for its fused kernel."""
+def adamw_parts(
+    storage: Storage, local: tuple[int, ...], dtype: torch.dtype, device: torch.device, kept_on: torch.device
+) -> list[Part]:
+    """Return AdamW's state: torch keeps the count on the host, except for its fused kernel; moments are ``kept_on``."""
     host = torch.device("cpu") if device.type != "cuda" else device
     shape = tuple(storage.shape)
     moments = [
-        Part(key, key, shape, storage.layout, storage, local, dtype, device) for key in ("exp_avg", "exp_avg_sq")
+        Part(key, key, shape, storage.layout, storage, local, dtype, kept_on) for key in ("exp_avg", "exp_avg_sq")
     ]
     return [Part("step", "step", (), None, None, (), torch.float32, host, "parameter"), *moments]

@@ -19,6 +19,7 @@ from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.homes import Home
 from muonmesh.step.members import Member
+from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.planning import Planned
 from muonmesh.step.slots import RUNNING, running_shape
 
@@ -179,9 +180,12 @@ def restore_state(
     given: dict[str, Any] = {}
     before = [dict(group) for group in optimizer.param_groups]
 
-    def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> None:
+    def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any] | None:
         given.update(seen)
         _check(before, seen, places, precision)
+        if not any(precision.leaves(parameter.device) for parameter in places):
+            return None
+        return {**seen, "state": {key: {} for key in seen["state"]}}  # or torch would bring all of it to the device
 
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):
@@ -191,7 +195,7 @@ def restore_state(
         for parameter, saved in _pairs(before, given):
             for key, value in saved.items():
                 optimizer.state[parameter][key] = _restored(
-                    key, _tensor(key, value), parameter, places[parameter].homes.get(key), precision
+                    key, _tensor(key, value), parameter, places[parameter], precision
                 )
 
     # Ours is the last hook before torch loads and the first after it, so users' hooks see what they expect.
@@ -216,8 +220,8 @@ def _pairs(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> list[
     return pairs
 
 
-def _restored(key: str, value: Tensor, parameter: Tensor, home: Home | None, precision: Precision) -> Tensor:
-    device = parameter.device
+def _restored(key: str, value: Tensor, parameter: Tensor, place: Place, precision: Precision) -> Tensor:
+    device, home = parameter.device, place.homes.get(key)
     if key == "step":
         return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
     if key in RUNNING:
@@ -228,6 +232,10 @@ def _restored(key: str, value: Tensor, parameter: Tensor, home: Home | None, pre
         dtype = precision.master or value.dtype
     else:
         dtype = precision.master or parameter.dtype
+    if precision.leaves(device) and key not in RUNNING and (home is None or home.companion is None):
+        storage = place.storage if home is None else home.storage
+        local = local_of(value.detach())
+        return storage.wrap(fresh_zeros(local.shape, dtype, device, precision).copy_(local))
     fresh = value.detach().to(device, dtype, copy=True)
     if local_of(fresh).is_contiguous():
         return fresh

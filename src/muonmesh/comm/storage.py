@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.errors import LayoutError, about, explain_error
@@ -89,6 +90,10 @@ class Storage:
         """Return a local tensor as what it is: a DTensor where there is a mesh, else itself."""
         if self.mesh is None:
             return local
+        if local.device.type != self.mesh.device_type:  # kept on the host; from_local would move it to the device
+            meta = TensorMeta(torch.Size(self.shape), self.stride, local.dtype)
+            spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+            return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )

@@ -55,6 +55,9 @@ class Work(Protocol):
         momentum is written: the tensor then has the maxima over all ranks.
         """
 
+    def fetch(self, assignments: Sequence[int]) -> None:
+        """Begin to bring what is kept elsewhere of matrices, which are prepared after those that are prepared next."""
+
     def prepare(self, assignments: Sequence[int]) -> None:
         """Get ready to read what this rank stores of these matrices.
 
@@ -104,7 +107,7 @@ class Work(Protocol):
 
         Args:
             leg: Whose matrix has sums (`Plan.summed`).
-            update: Contiguous and of the shape of its piece.
+            update: Of the shape of its piece; contiguous on a CPU.
             into: int64 (sums,); zeros before.
         """
 
@@ -139,6 +142,9 @@ class Idle:
 
     def blocks(self, into: Tensor) -> None:
         """Say that this rank has none of them."""
+
+    def fetch(self, assignments: Sequence[int]) -> None:
+        """Nothing."""
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Nothing."""

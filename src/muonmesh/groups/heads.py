@@ -18,6 +18,9 @@ HeadPart: TypeAlias = Literal["q", "k", "v", "o"]
 
 DEFAULT: tuple[HeadPart, ...] = ("q", "k")
 
+TAG = "muon_num_heads"
+"""Attribute of a parameter by which DeepSpeed's own Muon is told how many heads its rows have."""
+
 # What attention modules call their projections; the key of a parameter that they hold themselves, without its ending.
 _PARTS: dict[str, tuple[str, ...]] = {
     r"q|query|q_b|wq|q_lin|to_q|query_proj|q_proj|q_b_proj|linear_q|linear_q_proj|linear_q_up_proj|q_proj_weight": (
@@ -50,6 +53,8 @@ def parts_of(per_head: object) -> tuple[HeadPart, ...]:
 def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role, tuple[HeadPart, ...]]:
     """Return the role of a parameter with its projections cut into heads, and which these are.
 
+    DeepSpeed's tag, ``parameter.muon_num_heads``, says it of any matrix by itself.
+
     Where q, k and v of one head follow each other in storage (NeoX, Megatron), each of them becomes a matrix for each
     head, also v: what lies between others cannot stay one matrix.
 
@@ -66,6 +71,8 @@ def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role,
     attribute, owner = place_of(site)
     named = named_parts(attribute)
     wanted = tuple(part for part in get_args(HeadPart) if part in named and part in parts)
+    if (tag := getattr(site.parameter, TAG, None)) is not None:
+        return _tagged(site, role, tag), wanted
     if not wanted or not any("Attention" in name for name in class_names(owner)):
         return role, ()
     form: Any = role.matrices
@@ -79,6 +86,17 @@ def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role,
         told = ", ".join(named)  # all of what lies head by head
     matrices: Any = ("transposed", cut) if transposed else cut
     return replace(role, matrices=matrices, reason=f"{role.reason}; one matrix for each head of {told}"), wanted
+
+
+def _tagged(site: Site, role: Role, tag: object) -> Role:
+    """Return the role of a parameter that is tagged with its number of heads, which are blocks of its rows."""
+    counts = isinstance(tag, int) and not isinstance(tag, bool) and tag > 0
+    if counts and role.matrices == "whole" and site.shape[0] % tag == 0:  # type: ignore[operator]
+        return replace(role, matrices=("heads", tag, 0), reason=f"{role.reason}; one matrix for each head: {TAG}={tag}")
+    found = f"{TAG}={tag!r} on {site.shape}, which splits as {role.matrices!r}"
+    needed = "whole heads that follow each other in the rows of one matrix"
+    write = f'del parameter.{TAG}, and overrides={{"{site.name}": {{"algorithm": "muon", "matrices": ...}}}}'
+    raise ValueError(explain_error(site.name, found, needed, f"Write {write}"))
 
 
 def refuse_none(model: nn.Module, missing: Collection[str]) -> None:

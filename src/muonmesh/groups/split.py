@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from muonmesh.errors import explain_error
+from muonmesh.errors import explain_error, warn
 from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
@@ -239,10 +238,9 @@ def split_params(
     filled = [group for group in groups.values() if group]
     further = {name: entry.name for entry in entries for name in entry.names[1:]}
     if not any(is_matrix_rule(group["algorithm"]) for group in filled) and not any(e.overridden_by for e in entries):
-        warnings.warn(
+        warn(
             f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
-            "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix",
-            stacklevel=2,
+            "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix"
         )
     left_out = {site.name: site.parameter for site in sites(model) if not site.parameter.requires_grad}
     return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, left_out=left_out)
@@ -260,7 +258,7 @@ def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
                 'else "adamw" there says that it is meant'
             )
             needed = "to know whether it is the whole model's output layer"
-            warnings.warn(explain_error(entry.name, found, needed, write), stacklevel=3)
+            warn(explain_error(entry.name, found, needed, write))
 
 
 def _order(group: dict[str, Any]) -> int:
@@ -316,9 +314,9 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
     said = False
     for group in shared.values():
         roles = [role(site, outputs) for site in group]
-        if heads and any(_says_matrices(overrides, site) for site in group):
+        if any(_says_matrices(overrides, site) for site in group):
             said = True
-        elif heads:
+        else:
             found = [by_heads(site, own, heads) for site, own in zip(group, roles, strict=True)]
             roles = [own for own, _ in found]
             cut.update(part for _, some in found for part in some)

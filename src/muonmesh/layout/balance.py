@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from muonmesh.layout.plan import Plan
 
 
-def imbalance(plan: Plan) -> float:
-    """Return the FLOPs of the busiest rank over the mean; 1 is perfect, and what a plan without work has."""
-    total = sum(plan.loads.values())
-    return max(plan.loads.values()) * len(plan.ranks) / total if total else 1.0
+def imbalance(loads: Mapping[int, int]) -> float:
+    """Return the load of the busiest rank over the mean; 1 is perfect, and what ranks without work have.
+
+    Args:
+        loads: FLOPs of each rank of a plan (`Plan.loads`).
+    """
+    total = sum(loads.values())
+    return max(loads.values()) * len(loads) / total if total else 1.0
 
 
 def least_imbalance(plan: Plan) -> float:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from muonmesh.layout import Parameter, Plan
+from muonmesh.layout.balance import imbalance
 from muonmesh.layout.carried import Carried
 from muonmesh.layout.gram import sums_of
 from muonmesh.numerics.rules import rule_of
+from muonmesh.report.memory import memory_of
 from muonmesh.report.traffic import moved, traffic
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
@@ -35,6 +37,7 @@ class Row:
         rms: Root mean square of one step.
         spectral: Spectral norm of one step; nan for AdamW.
         teams: How many matrices each team of several ranks orthogonalises together.
+        state: Bytes that this rank keeps of it from step to step, in the dtypes in which they are kept.
     """
 
     parameter: str
@@ -48,6 +51,7 @@ class Row:
     rms: float
     spectral: float
     teams: dict[tuple[int, ...], int] = field(default_factory=dict)
+    state: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Explanation:
         bytes_sent: Bytes this rank sends in a step; flags, and what teams gather between products, are not counted.
         bytes_received: Bytes it receives, likewise.
         flops: FLOPs of one step, by rank.
+        state_bytes: Bytes of state that this rank keeps from step to step.
+        host_bytes: Those of them that ``state_device="cpu"`` keeps away from the device.
     """
 
     rows: tuple[Row, ...]
@@ -71,12 +77,13 @@ class Explanation:
     bytes_sent: int
     bytes_received: int
     flops: dict[int, int]
+    state_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def imbalance(self) -> float:
-        """Largest share of FLOPs of a rank over the mean; 1 is perfect."""
-        total = sum(self.flops.values())
-        return max(self.flops.values()) * len(self.flops) / total if total else 1.0
+        """FLOPs of the busiest rank over the mean; 1 is perfect."""
+        return imbalance(self.flops)
 
     def __str__(self) -> str:
         """Return a table and a summary."""
@@ -112,14 +119,20 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
         table.insert(1, "  ".join("─" * width for width in widths))
-        total = sum(self.flops.values())
+        owned = sum(row.owners.get(self.rank, 0) for row in self.rows)  # each by one rank, so they add up to all
+        helped = self.orthogonalizations - owned
         table.append(
-            f"rank {self.rank} of {len(self.flops)}: {self.orthogonalizations} of "
+            f"rank {self.rank} of {len(self.flops)}: {owned} of "
             f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalisations, "
-            f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {total / 1e9:.3g} GFLOP (imbalance {self.imbalance:.2f}), "
+            + (f"parts of {helped} more with their owners, " if helped else "")
+            + f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {sum(self.flops.values()) / 1e9:.3g} GFLOP "
+            f"(imbalance {self.imbalance:.2f}), "
             f"{self.collectives} collectives, {self.bytes_sent / 1e6:.3g} MB sent, "
             f"{self.bytes_received / 1e6:.3g} MB received a step"
         )
+        if self.state_bytes:
+            host = f", {self.host_bytes / 1e6:.3g} MB of it on the host" if self.host_bytes else ""
+            table.append(f"rank {self.rank} keeps {self.state_bytes / 1e6:.3g} MB of state{host}")
         return "\n".join(table)
 
 
@@ -169,6 +182,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     reduced = sum(some.bytes(max(itemsize, 4)) for some in sums)  # in fp32 at least
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
+    kept = memory_of(planned, groups, precision)
     rows = []
     for group in groups:
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
@@ -176,10 +190,13 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
             shape = tuple(tensor.shape)
             if group["algorithm"] == "adamw":
                 rms = float(group["lr"])
-                rows.append(Row(name, "adamw", reason, "×".join(map(str, shape)), "", {}, 0, 0, rms, math.nan))
+                row = Row(name, "adamw", reason, "×".join(map(str, shape)), "", {}, 0, 0, rms, math.nan)
+                rows.append(replace(row, state=kept[name].total))
                 continue
             for number in numbers[id(tensor)]:
-                rows.append(_muon_row(group, plan, number, plan.parameters[number], reason, sent[number] * itemsize))
+                parameter = plan.parameters[number]
+                row = _muon_row(group, plan, number, parameter, reason, sent[number] * itemsize)
+                rows.append(replace(row, state=kept[parameter.name].total))
     return Explanation(
         tuple(rows),
         rank,
@@ -188,6 +205,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
         sum(sent.values()) * itemsize + reduced + carried[0],
         received * itemsize + reduced + carried[1],
         plan.loads,
+        sum(memory.total for memory in kept.values()),
+        sum(memory.host for memory in kept.values()),
     )
 
 

@@ -117,7 +117,7 @@ class Forecast:
     @property
     def imbalance(self) -> float:
         """FLOPs of the busiest rank over the mean."""
-        return imbalance(self.plan)
+        return imbalance(self.plan.loads)
 
     @property
     def collectives(self) -> int:

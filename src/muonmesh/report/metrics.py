@@ -128,6 +128,10 @@ def _add(
             if value is None:
                 continue
             known.add((places[member.group], _FIGURES[figure]))
+            if (
+                figure == 1 and local_of(value).device != totals.device
+            ):  # kept on the host: in turn with its copies back
+                value = local_of(value).to(totals.device, non_blocking=True)
             storage = member.momentum_storage if figure == 1 and "momentum_buffer" in held else member.storage
             for part in storage.parts(local_of(value.detach())):
                 cells.append(places[member.group] * len(_FIGURES) + figure)

@@ -14,8 +14,11 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import AdamWRule
 from muonmesh.settings import Precision
 from muonmesh.step.flags import Flags
+from muonmesh.step.offload import Offload, fresh_zeros
 from muonmesh.step.slots import Slot, create_master
 from muonmesh.step.sums import Sums
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def step_adamw(
@@ -24,15 +27,17 @@ def step_adamw(
     precision: Precision,
     flags: Flags,
     sums: Sums | None,
+    offload: Offload | None = None,
 ) -> None:
     """Step the AdamW groups.
 
     Args:
         groups: The param groups.
         slots_of: What this rank stores of the parameters of each AdamW group.
-        precision: Whether there are masters.
+        precision: Whether there are masters, and where state is kept.
         flags: What all ranks agreed on.
         sums: To which the squares of the updates, without decay, are added, if anybody asked for them.
+        offload: Brings the state, where it lies on the host.
     """
     for slots in slots_of:
         if not slots:
@@ -40,16 +45,43 @@ def step_adamw(
         rule: AdamWRule = AdamWRule.of(groups[slots[0].group])
         for slot in slots:
             create_master(slot, precision)
-        if rule.weight_decay and rule.decay_mode == "cautious":
-            for slot in slots:
-                _decay(slot, rule, flags)
-            rule = replace(rule, weight_decay=0.0)
-        before = [local_of(slot.tensor).double() for slot in slots] if sums is not None else []
-        _step(slots, rule, flags)
-        for slot, old in zip(slots, before, strict=False):
-            assert sums is not None
-            moved = local_of(slot.tensor).double() - old * (1 - rule.lr * rule.weight_decay)
-            sums.add(slot.group, moved.square().sum() / slot.storage.copies)
+            _create(slot, precision)
+        if offload is None:
+            _step_group(slots, rule, flags, sums)
+            continue
+        for some, states in offload.portions([slot.state for slot in slots], (*_MOMENTS, "master")):
+            lent = [replace(slot, state=state) for slot, state in zip(slots[some], states, strict=True)]
+            _step_group(lent, rule, flags, sums)
+
+
+def _create(slot: Slot, precision: Precision) -> None:
+    """Create moments in the dtype of the weights they move, the parameter's or the master's, where they are missing."""
+    if "step" in slot.state:
+        return
+    local = local_of(slot.tensor)
+    moved = local_of(slot.state.get("master", slot.tensor))
+    fused = local.device.type == "cuda"
+    slot.state["step"] = torch.zeros((), dtype=torch.float32, device=local.device if fused else "cpu")
+    for key in _MOMENTS:
+        if precision.leaves(local.device):
+            zeros = fresh_zeros(local.shape, moved.dtype, local.device, precision)
+        else:
+            zeros = torch.zeros_like(moved)
+        slot.state[key] = slot.storage.wrap(zeros)
+
+
+def _step_group(slots: Sequence[Slot], rule: AdamWRule, flags: Flags, sums: Sums | None) -> None:
+    """Step parameters of one group whose state is where they are."""
+    if rule.weight_decay and rule.decay_mode == "cautious":
+        for slot in slots:
+            _decay(slot, rule, flags)
+        rule = replace(rule, weight_decay=0.0)
+    before = [local_of(slot.tensor).double() for slot in slots] if sums is not None else []
+    _step(slots, rule, flags)
+    for slot, old in zip(slots, before, strict=False):
+        assert sums is not None
+        moved = local_of(slot.tensor).double() - old * (1 - rule.lr * rule.weight_decay)
+        sums.add(slot.group, moved.square().sum() / slot.storage.copies)
 
 
 def _decay(slot: Slot, rule: AdamWRule, flags: Flags) -> None:
@@ -58,9 +90,8 @@ def _decay(slot: Slot, rule: AdamWRule, flags: Flags) -> None:
         return
     weight = local_of(slot.state.get("master", slot.tensor))
     gradient = slot.gradient.to(weight.dtype)
-    mean = local_of(slot.state["exp_avg"]) if "exp_avg" in slot.state else torch.zeros_like(weight)
     fresh = weight.clone()
-    rule.decay(fresh, torch.lerp(mean, gradient, 1 - rule.betas[0]))
+    rule.decay(fresh, torch.lerp(local_of(slot.state["exp_avg"]), gradient, 1 - rule.betas[0]))
     weight.copy_(fresh if flags.stop is None else torch.where(flags.stop, weight, fresh))
     if "master" in slot.state and flags.stop is None:
         local_of(slot.tensor).copy_(weight)
@@ -75,11 +106,6 @@ def _step(slots: Sequence[Slot], rule: AdamWRule, flags: Flags) -> None:
     fused = slots[0].tensor.device.type == "cuda"
     for slot in slots:
         weight = slot.state.get("master", slot.tensor)
-        if "step" not in slot.state:
-            local = local_of(weight)
-            slot.state["step"] = torch.zeros((), dtype=torch.float32, device=local.device if fused else "cpu")
-            slot.state["exp_avg"] = slot.storage.wrap(torch.zeros_like(local))
-            slot.state["exp_avg_sq"] = slot.storage.wrap(torch.zeros_like(local))
         if slot.gradient is None:
             continue
         weights.append(local_of(weight))

@@ -84,7 +84,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         kept.warned = True
         kept.rounding = rounding_of(planned, groups, kept.precision)
         if kept.rounding is not None and kept.rounding.arrived is None:
-            kept.rounding.warn(stacklevel=4)
+            kept.rounding.warn()
             kept.rounding = None
     return planned, planned.exchange
 

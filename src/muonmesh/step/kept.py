@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,7 +16,8 @@ from muonmesh.comm.storage import Declared
 from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
 from muonmesh.step.lacking import Lacking
 from muonmesh.step.neglected import Neglected
-from muonmesh.step.planning import Planned
+from muonmesh.step.offload import Offload
+from muonmesh.step.planning import Planned, bucket_elements
 from muonmesh.step.preflight import Pending
 from muonmesh.step.rest import Rest
 from muonmesh.step.rounding import Rounding
@@ -27,7 +29,7 @@ class Clip(NamedTuple):
 
     Attributes:
         skip: 0-d bool tensor, whether that step changes nothing; None for no.
-        running: For each tensor its running norms after that step, fp32 (2, matrices): see `muonmesh.clip`.
+        running: For each tensor its running norms after that step, fp32 (2, matrices): see `muonmesh.clip.running`.
         error: What this rank found wrong, where the host has not waited for the others to say so.
     """
 
@@ -66,6 +68,8 @@ class Kept:
         neglected: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
+        offload: Whether state is worked on in copies of it; None: where it is kept elsewhere than the parameters.
+        brought_back: After it the host may read state that was copied back; None: it may now.
         stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
         rest: What the last step has left to do; None: it is over.
         modules: The plan for which it was looked up which modules hold what such a step leaves, and those modules;
@@ -95,6 +99,8 @@ class Kept:
     neglected: Neglected = field(default_factory=Neglected)
     waits: bool | None = None
     together: bool | None = None
+    offload: bool | None = None
+    brought_back: torch.cuda.Event | None = None
     stopped: bool | Tensor = False
     torn: str | None = None
     rest: Rest | None = None
@@ -114,3 +120,8 @@ class Kept:
     def host_waits(self, planned: Planned) -> bool:
         """Whether the host waits for what the ranks say to each other: on a CPU, where there is nothing else to do."""
         return planned.device.type == "cpu" if self.waits is None else self.waits
+
+    def offload_of(self, planned: Planned) -> Offload | None:
+        """Return what brings the state of this step to the device and back; None where it is there."""
+        needed = self.precision.leaves(planned.device) if self.offload is None else self.offload
+        return Offload(planned.device, elements=bucket_elements(self.bucket_cap_mb, self.precision)) if needed else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from muonmesh.errors import warn
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.rules import Rule
 from muonmesh.step.planning import Planned
@@ -28,14 +28,14 @@ class Lacking:
     found: Tensor
     arrived: torch.cuda.Event | None
 
-    def warn(self, told: set[str], *, stacklevel: int) -> None:
-        """Warn of each parameter that is not yet among the names told, from as many calls above the caller."""
+    def warn(self, told: set[str]) -> None:
+        """Warn of each parameter that is not yet among the names told, and add it to them."""
         if self.arrived is not None:
             self.arrived.synchronize()
         for (name, text), lacks in zip(self.texts, self.found.tolist(), strict=True):
             if lacks and name not in told:
                 told.add(name)
-                warnings.warn(f"{name}: found {text.format(name=name)}", stacklevel=stacklevel + 1)
+                warn(f"{name}: found {text.format(name=name)}")
 
 
 def lacking_of(planned: Planned, rules: Sequence[Rule | None], lacking: Mapping[int, Tensor]) -> Lacking | None:

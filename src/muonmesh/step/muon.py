@@ -23,6 +23,8 @@ from muonmesh.numerics.threads import run_all
 from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.flags import Flags
+from muonmesh.step.loans import Loans
+from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, create_state, view_of
 from muonmesh.step.sums import Sums
@@ -75,6 +77,7 @@ class MuonStep:
         step_adamw: AdamW's half, which the exchange calls while the first matrices travel.
         sums: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
         blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
+        offload: Brings state that lies on the host; None where it is with the parameters.
     """
 
     def __init__(
@@ -90,8 +93,11 @@ class MuonStep:
         step_adamw: Callable[[], None],
         sums: Sums | None,
         blocks: Blocks | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self._plan = plan
+        self._loans = None if offload is None else Loans(offload, plan, holdings, slots)
+        self._prepared: list[int] = []
         self._blocks = blocks
         self._agreed: Tensor | None = None
         self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters
@@ -112,28 +118,37 @@ class MuonStep:
         self._totals: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = {}
         self.lacking: dict[int, Tensor] = {}  # by assignment: whether the matrix lacks what its rule needs, 0-d bool
 
+    def fetch(self, assignments: Sequence[int]) -> None:
+        """Begin to bring the state of these matrices' parameters, where it lies on the host."""
+        if self._loans is not None:
+            self._take(assignments)
+
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state and fold the gradients into the momenta of these matrices."""
-        self._take(assignments)
+        self._get(assignments)
         here = [number for number in assignments if self._plan.assignments[number].parameter in self._held]
         run_all([functools.partial(self._fold, number) for number in here], device=self._device)
 
     def _take(self, assignments: Iterable[int]) -> None:
         """Collect in ``_held`` what this rank stores of the parameters of these matrices; each parameter once a step.
 
-        State that is missing is created here. A rank that stores nothing of a matrix may be asked all the same.
+        State that is missing is created here. A rank that stores nothing of a matrix may be asked all the same. State
+        that lies on the host may be on its way when this returns; `_get` waits for it.
         """
-        for assignment in assignments:
-            number = self._plan.assignments[assignment].parameter
-            slot = self._slots[number]
-            if slot is None or number in self._held:
-                continue
+        wanted = dict.fromkeys(self._plan.assignments[assignment].parameter for assignment in assignments)
+        fresh = {n: slot for n in wanted if (slot := self._slots[n]) is not None and n not in self._held}
+        for number, slot in fresh.items():
+            self._create(number, slot)
+        if self._loans is not None:
+            self._loans.take(fresh.values())
+        for number, slot in fresh.items():
             rule = self._rules[slot.group]
             assert rule is not None
-            if self._flags.present[number] or self._another_may_have(slot):
-                create_state(slot, self._precision)
-            gradient, master = slot.gradient, slot.state.get("master")
-            folded: Mapping[str, Tensor | Momentum] | None = slot.kept("momentum") if slot.created else None
+            here: Mapping[str, Tensor] = {} if self._loans is None else self._loans.values(slot)
+            gradient, master = slot.gradient, here.get("master", slot.state.get("master"))
+            folded: Mapping[str, Tensor | Momentum] | None = None
+            if slot.created:
+                folded = {key: here.get(key, kept) for key, kept in slot.kept("momentum").items()}
             if folded is not None and self._blocks is not None:
                 folded = {key: self._momentum(slot, key, self._blocks) for key in folded}
             if folded is not None:
@@ -145,7 +160,37 @@ class MuonStep:
             local = local_of(slot.tensor)
             weights = local if local.is_contiguous() else local.contiguous()
             master = None if master is None else local_of(master)
-            self._held[number] = _Held(slot, rule, weights, folded, slot.kept("weights"), gradient, master)
+            beside = {key: here.get(key, kept) for key, kept in slot.kept("weights").items()}
+            self._held[number] = _Held(slot, rule, weights, folded, beside, gradient, master)
+
+    def _create(self, number: int, slot: Slot) -> None:
+        """Create the state of a parameter that is missing, if it may have a gradient."""
+        if self._flags.present[number] or self._another_may_have(slot):
+            create_state(slot, self._precision)
+
+    def _get(self, assignments: Iterable[int]) -> None:
+        """`_take`, and let what is computed from now on wait for state that is on its way."""
+        numbers = list(assignments)
+        self._take(numbers)
+        if self._loans is not None:
+            self._loans.arrive(slot for slot in map(self._slot, numbers) if slot is not None)
+            self._prepared += numbers
+
+    def _slot(self, assignment: int) -> Slot | None:
+        return self._slots[self._plan.assignments[assignment].parameter]
+
+    def _have_read(self) -> None:
+        """Give the momentum back of what was prepared, where it lies on the host."""
+        if self._loans is not None:
+            for number in self._loans.have_read(self._prepared):
+                self._held[number] = self._held[number]._replace(folded={})
+            self._prepared = []
+
+    def _have_written(self, ends: Ends) -> None:
+        """Give the other state back of what is written, likewise."""
+        if self._loans is not None:
+            for number in self._loans.have_written(ends):
+                self._held[number] = self._held[number]._replace(beside={}, master=None)
 
     def _momentum(self, slot: Slot, key: str, blocks: Blocks) -> Momentum:
         """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
@@ -216,13 +261,14 @@ class MuonStep:
         """
         tasks: list[tuple[int, Callable[[], None]]] = []
         for some in alike:
-            self._take(matrix.assignment for matrix in some)
+            self._get(matrix.assignment for matrix in some)
             assignment = self._plan.assignments[some[0].assignment]
             size = self._at_once(len(some), assignment.matrix.shape)
             for start in range(0, len(some), size):
                 batch = some[start : start + size]
                 tasks.append((assignment.flops * len(batch), functools.partial(self._local, batch)))
         self._run(tasks)
+        self._have_read()
 
     def _local(self, batch: Sequence[Local]) -> None:
         matrix = self._plan.assignments[batch[0].assignment].matrix
@@ -246,6 +292,7 @@ class MuonStep:
     def read(self, ends: Ends) -> None:
         """Write the directions of legs' elements, after `prepare`."""
         run_all([functools.partial(self._read, leg, into) for leg, into in ends], device=self._device)
+        self._have_read()
 
     def _read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
         """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
@@ -263,8 +310,9 @@ class MuonStep:
 
     def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what a rule keeps by row, column or matrix; zeros if there is no state here."""
-        self._take([assignment])
-        slot = self._held[self._plan.assignments[assignment].parameter].slot
+        slot = self._slot(assignment)
+        assert slot is not None
+        self._create(self._plan.assignments[assignment].parameter, slot)  # and take no more than these numbers
         if slot.created:
             into.copy_(view_of(local_of(slot.state[key]), piece))
         else:
@@ -276,8 +324,8 @@ class MuonStep:
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep the numbers by row, column or matrix that `Rule.whole` has changed, unless the matrix is left alone."""
-        flag = self._nonzero[assignment]
-        slot = self._held[self._plan.assignments[assignment].parameter].slot
+        flag, slot = self._nonzero[assignment], self._slot(assignment)
+        assert slot is not None
         if flag is False or not slot.created:
             return
         kept = view_of(local_of(slot.state[key]), piece)
@@ -354,7 +402,7 @@ class MuonStep:
                 parts.change_whole(own, matrix, self._carried.get(assignment, {}), rows=size.rows, cols=size.cols)
 
     def _rule(self, assignment: int) -> Rule:
-        slot = self._slots[self._plan.assignments[assignment].parameter]
+        slot = self._slot(assignment)
         assert slot is not None
         rule = self._rules[slot.group]
         assert rule is not None
@@ -401,6 +449,7 @@ class MuonStep:
     def write(self, ends: Ends) -> None:
         """Decay and update legs' elements, unless their matrix is left alone."""
         run_all([functools.partial(self._write, leg, update) for leg, update in ends], device=self._device)
+        self._have_written(ends)
 
     def _write(self, leg: Leg, update: Tensor) -> None:
         if not self._changes(leg):
@@ -444,8 +493,10 @@ class MuonStep:
 
     @property
     def copied(self) -> bool:
-        """Whether a storage is worked on in a copy, which `finish` writes back."""
-        return any(held.weights is not local_of(held.slot.tensor) for held in self._held.values())
+        """Whether a storage or its state is worked on in a copy, which `finish` writes back."""
+        return self._loans is not None or any(
+            held.weights is not local_of(held.slot.tensor) for held in self._held.values()
+        )
 
     def finish(self) -> None:
         """Write back the storages that were worked on in a copy, and create the state of what was not worked on.
@@ -460,6 +511,8 @@ class MuonStep:
         for number, slot in enumerate(self._slots):
             if slot is not None and number not in self._held and self._flags.present[number]:
                 create_state(slot, self._precision)
+        if self._loans is not None:
+            self._loans.finish()
 
 
 def _layout(storage: Storage) -> Layout:

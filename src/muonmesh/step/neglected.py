@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from weakref import ReferenceType
 
 from torch import Tensor, nn
+
+from muonmesh.errors import warn
 
 PATIENCE = 100
 """Steps without a gradient after which a parameter is told of, and between two looks at frozen ones."""
@@ -42,22 +43,20 @@ class Neglected:
                     fixed.append(name)
         if not some and fixed and len(fixed) == len(idle):  # a host has frozen the model since, for adapters
             self._told.update(fixed)
-            warnings.warn(
+            warn(
                 f"{_listed(fixed)} are all that this optimizer holds, and they are frozen, so nothing is trained. "
                 "Make the optimizer after the model has its adapters: "
                 "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
-                '(muonmesh.integrations.transformers.MuonFactory, {"args": args})',
-                stacklevel=5,
+                '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
             )
         if late:
             self._told.update(late)
             it, does = ("it", "does") if len(late) == 1 else ("them", "do")
             others = "others had one" if some else "nothing else had one either"
             replaced = "" if some else "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
-            warnings.warn(
+            warn(
                 f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and {does} not "
-                f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups{replaced}",
-                stacklevel=5,
+                f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups{replaced}"
             )
         if self.frozen and self._steps % PATIENCE == 0:
             self._look_at_frozen()
@@ -68,12 +67,11 @@ class Neglected:
         fresh = [name for name in found if name not in self._told]
         if fresh:
             self._told.update(fresh)
-            warnings.warn(
+            warn(
                 f"{_listed(fresh)} {'was' if len(fresh) == 1 else 'were'} frozen when the optimizer was made and "
                 f"{'has' if len(fresh) == 1 else 'have'} been unfrozen since, but no optimizer trains "
                 f'{"it" if len(fresh) == 1 else "them"}. Write optimizer.add_param_group({{"params": [...], '
-                '"param_names": [...], "algorithm": "muon" or "adamw"})',
-                stacklevel=6,
+                '"param_names": [...], "algorithm": "muon" or "adamw"})'
             )
 
 

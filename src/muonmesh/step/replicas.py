@@ -38,8 +38,8 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
             continue
         if member.storage.copies == len(member.storage.layout.ranks) > 1:
             found[number] = {
-                "weights": _sum(member.storage, member.tensor),
-                **{key: _sum(storage, value) for key, value, storage in _state(member, state)},
+                "weights": _sum(member.storage, member.tensor, member.tensor.device),
+                **{key: _sum(storage, value, member.tensor.device) for key, value, storage in _state(member, state)},
             }
     return found
 
@@ -59,9 +59,12 @@ def text_of(fingerprint: Fingerprint) -> str:
     return ", ".join(f"{key} {int(number) % 2**64:x}" for key, number in fingerprint.items())
 
 
-def _sum(storage: Storage, tensor: Tensor) -> Tensor:
-    """Return the sum of all bits of a tensor, read as whole numbers: the same in whatever order ranks store it."""
-    local = local_of(tensor.detach())
+def _sum(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the sum of all bits of a tensor, read as whole numbers: the same in whatever order ranks store it.
+
+    On the device of the parameter, where state may have to be brought from the host for it.
+    """
+    local = local_of(tensor.detach()).to(device, non_blocking=True)
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for first, part in _placed(storage, local.reshape(-1)):

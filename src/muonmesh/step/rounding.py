@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.errors import warn
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.rules import rule_of
 from muonmesh.settings import Precision
@@ -36,15 +36,14 @@ class Rounding:
     kept: Tensor
     arrived: torch.cuda.Event | None
 
-    def warn(self, *, stacklevel: int) -> None:
-        """Warn of it, from as many calls above the caller."""
+    def warn(self) -> None:
+        """Warn of it."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        warnings.warn(
+        warn(
             f"{self.name} and perhaps others are {self.dtype} without masters: a typical step of RMS "
             f"{self.rms:.1e} leaves {float(self.kept):.0%} of its entries unchanged by rounding. Write "
-            "Muon(..., master_dtype=torch.float32) to keep fp32 copies in the optimizer state",
-            stacklevel=stacklevel + 1,
+            "Muon(..., master_dtype=torch.float32) to keep fp32 copies in the optimizer state"
         )
 
 

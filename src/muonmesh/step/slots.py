@@ -17,6 +17,7 @@ from muonmesh.numerics.rules import KeptAs, is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.homes import Home
 from muonmesh.step.members import Member
+from muonmesh.step.offload import fresh_copy, fresh_zeros
 from muonmesh.step.planning import Planned
 
 RUNNING = ("running_norm", "running_norm_steps")
@@ -91,6 +92,7 @@ def collect(
     state: Mapping[Tensor, dict[str, Any]],
     source: GradientSource,
     scale: Tensor | None,
+    precision: Precision,
 ) -> Collected:
     """Read every gradient and check the state beside it.
 
@@ -100,6 +102,7 @@ def collect(
         state: The optimizer's state.
         source: Where the gradients are.
         scale: The factor of a GradScaler, taken out of the gradients in fp32.
+        precision: Where state is kept.
     """
     error: Exception | None = None
     slots: dict[int, Slot] = {}
@@ -129,7 +132,7 @@ def collect(
             member.homes,
         )
         try:
-            check_state(slot, muon=is_matrix_rule(groups[member.group]["algorithm"]))
+            check_state(slot, precision, muon=is_matrix_rule(groups[member.group]["algorithm"]))
         except (LayoutError, StateError) as found:
             error = error or found
         return slot
@@ -149,7 +152,10 @@ def create_state(slot: Slot, precision: Precision) -> None:
     for key, home in slot.homes.items():
         if key not in slot.state:
             shape = local.shape if home.storage is slot.storage else local_shape(home.storage)
-            zeros = torch.zeros(shape, dtype=home.created(precision), device=local.device)
+            if home.companion is None:
+                zeros = fresh_zeros(shape, home.created(precision), local.device, precision)
+            else:
+                zeros = torch.zeros(shape, dtype=home.created(precision), device=local.device)
             slot.state[key] = home.storage.wrap(zeros)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in slot.state:
@@ -166,10 +172,10 @@ def create_master(slot: Slot, precision: Precision) -> None:
     """Create the master of a parameter where it is missing and asked for."""
     local = local_of(slot.tensor)
     if precision.master is not None and precision.master != local.dtype and "master" not in slot.state:
-        slot.state["master"] = slot.storage.wrap(local.detach().to(precision.master).contiguous())
+        slot.state["master"] = slot.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
-def check_state(slot: Slot, *, muon: bool) -> None:
+def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
     """Make sure that the state of a parameter is what a step may read as contiguous memory.
 
     Whoever wrote it, a checkpoint or the user: momentum and masters with other strides are made contiguous.
@@ -212,8 +218,11 @@ def check_state(slot: Slot, *, muon: bool) -> None:
                     "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
                 )
             )
-        if local.device != local_of(slot.tensor).device:
-            found, where = f"{key} on {local.device}", f"it on {local_of(slot.tensor).device}, with its parameter"
+        companion = key in slot.homes and slot.homes[key].companion is not None
+        device = held.device if companion else precision.kept_on(held.device)
+        if local.device != device:
+            found, where = f"{key} on {local.device}", f"it on {device}"
+            where += ", with its parameter" if device == held.device else ", as state_device says"
             raise StateError(explain_error(slot.name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
             slot.state[key] = place.wrap(local.contiguous())

@@ -40,7 +40,7 @@ class MuonStepTogether(MuonStep):
         if self._blocks is not None:
             super().prepare(assignments)
             return
-        self._take(assignments)
+        self._get(assignments)
         self._unfolded += [number for number in assignments if self._plan.assignments[number].parameter in self._held]
 
     def read(self, ends: Ends) -> None:
@@ -69,14 +69,21 @@ class MuonStepTogether(MuonStep):
         for group, pieces in by_group.items():
             pieces.sort(key=lambda piece: not piece.folds)  # what is only read has been folded then
             together.fold(pieces, self._factors_of(group))
+        self._have_read()
 
     def local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, a batch of equal ones at a time."""
+        batches: list[Sequence[Local]] = []
         for some in alike:
             shape = self._plan.assignments[some[0].assignment].matrix.shape
             size = self._at_once(len(some), shape)
-            for start in range(0, len(some), size):
-                self._local(some[start : start + size])
+            if self._loans is not None:
+                size = min(size, self._loans.at_once(shape[0] * shape[1]))
+            batches += [some[start : start + size] for start in range(0, len(some), size)]
+        for number, batch in enumerate(batches):
+            for after in batches[number + 1 : number + 2]:
+                self.fetch([local.assignment for local in after])
+            self._local(batch)
 
     def _local(self, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
@@ -108,6 +115,7 @@ class MuonStepTogether(MuonStep):
             squares = together.apply(pieces, self._factors_of(group), measured=self._sums is not None)
             if self._sums is not None and squares is not None:
                 self._sums.add(group, squares)
+        self._have_written(ends)
 
     def _factors_of(self, group: int) -> Factors:
         if group not in self._factors:

@@ -43,6 +43,9 @@ class DryRun:
         elements: That this rank stores of parameters.
         peak_bytes: Most memory at once beside parameters, gradients, state and what was kept.
         kept_bytes: Memory that is kept between steps beside these.
+        state_bytes: State that is on the device between steps.
+        bytes_to_device: Copied from the host: state that is kept there, and a few numbers.
+        bytes_to_host: Copied to the host, likewise.
         places: Launches by file and function, most first.
         rates: Of the model of time.
     """
@@ -56,6 +59,9 @@ class DryRun:
     elements: int
     peak_bytes: int
     kept_bytes: int
+    state_bytes: int
+    bytes_to_device: int
+    bytes_to_host: int
     places: tuple[tuple[tuple[str, str], int], ...]
     rates: DeviceRates
 
@@ -157,6 +163,9 @@ def dry_run(
         elements,
         count.peak,
         kept,
+        sum(local.numel() * local.element_size() for local in map(local_of, _tensors(made.state)) if local.is_cuda),
+        count.bytes_to_device,
+        count.bytes_to_host,
         tuple(count.places.most_common()),
         rates or DeviceRates(),
     )

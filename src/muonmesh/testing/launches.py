@@ -109,6 +109,8 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops: Of the products.
         collectives: By name.
         copies_to_device: From the host: those that it does not wait for.
+        bytes_to_device: What these move.
+        bytes_to_host: What copies to the host move.
         places: Where in ``within`` launches come from, as ``(file, function)``.
         peak: Most bytes at once of memory taken since the mode began.
         live: What is still there of it.
@@ -125,6 +127,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
         self.elementwise_bytes = self.product_bytes = self.flops = self.copies_to_device = 0
+        self.bytes_to_device = self.bytes_to_host = 0
         self.collectives: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
         self.peak = self.live = 0
@@ -200,6 +203,10 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not waits_not:
             raise HostSync(f"a copy from {source.device} to {target.device} without non_blocking=True")
         self.copies_to_device += target.is_cuda
+        if target.is_cuda:
+            self.bytes_to_device += _size(source)
+        else:
+            self.bytes_to_host += _size(target)
 
     def _account(self, tensor: Tensor) -> None:
         """Count memory that was not there before, until it is given back."""

@@ -37,7 +37,7 @@ def engine_records(
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
             for name, layout in call.layouts.items():
                 storage, tensor = Storage(layout, layout.shape), call.tensor
-                parts = adamw_parts(storage, tuple(tensor.shape), tensor.dtype, tensor.device)
+                parts = adamw_parts(storage, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.device)
                 yield Record(name, tensor, storage, states, tuple(parts), group_of[name])
             continue
         for record in call.muon.checkpoint_records():

@@ -14,17 +14,18 @@ from muonmesh.comm.storage import Declared
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.integrations.megatron.axes import Axes
 from muonmesh.integrations.megatron.declared import stamped_placement
+from muonmesh.integrations.megatron.experts import expert_of
 from muonmesh.integrations.megatron.gradients import FlatMainGrad, Shard
 from muonmesh.integrations.megatron.groups import Found, find_groups
-from muonmesh.integrations.megatron.layouts import declared, ranges_of
+from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.pieces import Cut, Piece, cut_of, pieces_of
-from muonmesh.integrations.megatron.refusals import refuse, refuse_int8
+from muonmesh.integrations.megatron.refusals import refuse, refuse_state
 from muonmesh.integrations.megatron.stages import tell
 from muonmesh.layout import Replicate
 from muonmesh.optimizer import Muon
 
-_SHARED = ("compute_dtype", "state_dtype", "exchange", "bucket_cap_mb", "shard_state")
+_SHARED = ("compute_dtype", "state_dtype", "state_device", "exchange", "bucket_cap_mb", "shard_state")
 """Settings of the optimizer as a whole, which may stand in ``muon=``."""
 
 
@@ -74,7 +75,7 @@ def get_megatron_optimizer(
         axes = Axes.of(pg_collection)
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
-        refuse_int8(shared)
+        refuse_state(shared)
         found = find_groups(
             config,
             model_chunks,
@@ -133,23 +134,30 @@ def _held(
             key = expert, parameter.device.type
             if key not in meshes:
                 meshes[key] = axes.mesh(expert=expert, device=parameter.device.type)
-            cut = _cut(name, parameter, pieces.get(id(parameter)), meshes[key])
-            kept = None if ranges is None else ranges[parameter]
-            layouts[name] = declared(cut, meshes[key], kept)
+            mesh, mine = meshes[key], pieces.get(id(parameter))
+            low, high, shape = 0, parameter.numel(), tuple(parameter.shape)
+            if name in found.experts:
+                assert mine is not None
+                low, high, shape, mine = expert_of(found.experts[name], mine)
+            cut = _cut(name, parameter, shape, mine, mesh)
+            kept = None if ranges is None else within(ranges[parameter], low, high)
+            layouts[name] = declared(cut, mesh, kept)
             tensor: Tensor = parameter
-            if kept is not None or cut.placement is None:
-                low, high = (0, parameter.numel()) if kept is None else kept[meshes[key].get_local_rank(0)]
-                tensor = parameter.data.view(-1)[low:high]
-                shards[tensor] = Shard(parameter, low, high)
+            if kept is not None or cut.placement is None or name in found.experts:
+                begin, end = (0, high - low) if kept is None else kept[mesh.get_local_rank(0)]
+                tensor = parameter.data.view(-1)[low + begin : low + end]
+                if kept is None and cut.placement is not None:
+                    tensor = tensor.view(shape)
+                shards[tensor] = Shard(parameter, low + begin, low + end)
             group["params"][i] = tensor
             saved = pieces[id(parameter)][0].key if getattr(parameter, "shared", False) else name
-            holdings.append(Holding(name, saved, parameter, tensor))
+            holdings.append(Holding(name, saved, parameter, tensor, name not in found.experts))
     return holdings, layouts, shards
 
 
-def _cut(name: str, parameter: Tensor, pieces: Sequence[Piece] | None, mesh: Any) -> Cut:
+def _cut(name: str, parameter: Tensor, local: tuple[int, ...], pieces: Sequence[Piece] | None, mesh: Any) -> Cut:
     """Return how a parameter is cut, as checkpoints have it; of one that none holds, as its attributes say."""
-    rank, ranks, local = mesh.get_local_rank(1), mesh.size(1), tuple(parameter.shape)
+    rank, ranks = mesh.get_local_rank(1), mesh.size(1)
     if pieces is not None:
         return cut_of(name, local, pieces, rank, ranks)
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
+from muonmesh.integrations.megatron.groups import EXPERTS
 from muonmesh.layout import Block, FlatShards, Layout, MeshLayout, Replicate
 from muonmesh.optimizer import Muon
 from muonmesh.step.members import Member
@@ -21,13 +22,16 @@ _OWN = ("params", "param_names", "matrices", "reasons")
 """Keys of a group that list its parameters."""
 
 
-def sharded(optimizer: Muon, saved: Mapping[str, str], holders: Mapping[str, int]) -> dict[str, Any]:
+def sharded(
+    optimizer: Muon, saved: Mapping[str, str], holders: Mapping[str, int], *, is_loading: bool
+) -> dict[str, Any]:
     """Return state and groups in Megatron's vocabulary; state that no step has created yet is, by all ranks.
 
     Args:
         optimizer: Whose.
         saved: For each parameter the name by which checkpoints know it.
         holders: For each group the first rank that has it.
+        is_loading: Whether it is to be loaded into.
     """
     _create(optimizer)
     state: dict[str, dict[str, Any]] = {}
@@ -38,12 +42,24 @@ def sharded(optimizer: Muon, saved: Mapping[str, str], holders: Mapping[str, int
             entry[key] = dict(enumerate(_parts(member, key, value, saved[member.name])))
     groups = {}
     for group in optimizer.param_groups:
-        name = group["name"]
         settings = {key: value for key, value in group.items() if key not in _OWN}
-        first = holders.get(name, 0)
+        first = holders.get(group["name"], 0)
         number = (this_rank() - first) if this_rank() >= first else this_rank() + 1
-        groups[name] = ShardedObject(f"optimizer.param_groups.{name}", settings, (1,), (0,), replica_id=number)
+        for saved_as in (settings,) if is_loading else (settings, _other(settings)):
+            name = saved_as["name"]
+            if saved_as is settings or name not in holders:
+                key = f"optimizer.param_groups.{name}"
+                groups[name] = ShardedObject(key, saved_as, (1,), (0,), replica_id=number)
     return {"state": state, "param_groups": groups}
+
+
+def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group as those of the experts' group beside it, or of the one beside the experts'.
+
+    With another size of expert parallelism there may be both, or one: what is loaded there is saved here too.
+    """
+    name, experts = settings["name"].removesuffix(EXPERTS), not settings["is_expert_parallel"]
+    return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
 
 
 def _parts(member: Member, key: str, value: Tensor, saved: str) -> Iterator[ShardedTensor]:

@@ -12,11 +12,15 @@ from megatron.core.optimizer_param_scheduler import combine_param_group_override
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups import split_params
+from muonmesh.groups import register, split_params, unregister
 from muonmesh.groups.sites import Site, sites, unwrapped
+from muonmesh.integrations.megatron.experts import expert_names, expert_role
 from muonmesh.integrations.megatron.names import whole_name
 
 _EACH = ("params", "param_names", "matrices", "reasons")
+
+EXPERTS = "[experts]"
+"""End of the name of a group of experts that are averaged over other ranks than the dense weights (`allreduce`)."""
 
 
 @dataclass
@@ -27,11 +31,14 @@ class Found:
         groups: Param groups as `Muon` takes them, with Megatron's keys; the parameters are the model's.
         models: The chunks without wrappers.
         used: The overrides that have matched something here.
+        experts: By the name of each expert of a GroupedMLP, which is in the groups in place of that, its place among
+            those of its parameter on this rank.
     """
 
     groups: list[dict[str, Any]]
     models: list[nn.Module]
     used: set[str]
+    experts: dict[str, int]
 
 
 def find_groups(
@@ -60,7 +67,7 @@ def find_groups(
     """
     keys = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups: dict[Any, dict[str, Any]] = {}
-    models, used = [], set[str]()
+    models, used, experts = [], set[str](), dict[str, int]()
     for chunk in chunks:
         model = unwrapped(chunk)
         models.append(model)
@@ -70,7 +77,8 @@ def find_groups(
         names = {site.name: whole_name(site, expert_rank) for site in held}
         here, matched = _for_names(overrides, held, names)
         used |= matched
-        for group in split_params(model, muon=muon, adamw=adamw, overrides=here):
+        parts = {site.name: expert_names(site, names[site.name], expert_rank) for site in held}
+        for group in _split(model, muon=muon, adamw=adamw, overrides=here):
             for i, parameter in enumerate(group["params"]):
                 local = group["param_names"][i]
                 schedule = _schedule(keys, parameter, local, group)
@@ -78,13 +86,22 @@ def find_groups(
                 key = group["name"], param_group_override_to_tuple(schedule), expert
                 if key not in groups:
                     groups[key] = _group(config, group, schedule, expert=expert, rule=rule)
-                entry = groups[key]
-                entry["params"].append(parameter)
-                entry["param_names"].append(names[local])
-                entry["reasons"].append(group["reasons"][i])
-                if "matrices" in group:
-                    entry["matrices"].append(group["matrices"][i])
-    return Found(list(groups.values()), models, used)
+                for place, name in enumerate(parts[local]):
+                    if name != names[local]:
+                        experts[name] = place
+                    for each in _EACH:
+                        if each in group:
+                            groups[key][each].append(name if each == "param_names" else group[each][i])
+    return Found(list(groups.values()), models, used, experts)
+
+
+def _split(model: nn.Module, **settings: Any) -> Any:
+    """Call `split_params`, to which the experts of a GroupedMLP are what they are here: tensors of their own."""
+    register(expert_role)
+    try:
+        return split_params(model, **settings)
+    finally:
+        unregister(expert_role)
 
 
 def _for_names(
@@ -153,7 +170,7 @@ def _group(
     whole: dict[str, Any] = {
         **settings,
         **{key: [] for key in _EACH if key in group},
-        "name": name + ("[experts]" if expert else ""),
+        "name": name + (EXPERTS if expert else ""),
         "algorithm": rule if muon else "adamw",
         "lr": found["max_lr"],
         "weight_decay": found.get("start_wd", config.weight_decay) * found["wd_mult"],

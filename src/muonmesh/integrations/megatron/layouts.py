@@ -85,10 +85,13 @@ def buffer_ranges(buffer: Any) -> dict[Any, list[tuple[int, int]]]:
         bucket = buffer.buckets[number]
         part = bucket.grad_data.numel() // ranks
         lows = [bucket.offset + rank * part for rank in range(ranks)]
-        found[parameter] = [
-            (min(max(low, start), end) - start, max(min(low + part, end), start) - start) for low in lows
-        ]
+        found[parameter] = within([(low, low + part) for low in lows], start, end)
     return found
+
+
+def within(ranges: Ranges, low: int, high: int) -> list[tuple[int, int]]:
+    """Return which of the elements low to high each range holds, counted from low."""
+    return [(min(max(a, low), high) - low, max(min(b, high), low) - low) for a, b in ranges]
 
 
 def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +30,15 @@ class Holding(NamedTuple):
         name: In the whole model.
         saved: By which checkpoints know it: of the last stage's copy of a tied embedding the embedding's.
         parameter: Megatron's.
-        tensor: What is stepped: the parameter, or what this rank keeps of it as a flat view of its memory.
+        tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
+        only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
     """
 
     name: str
     saved: str
     parameter: Tensor
     tensor: Tensor
+    only: bool
 
 
 class MegatronOptimizer(Base):  # type: ignore[misc]
@@ -49,6 +52,8 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         optimizer: The `muonmesh.Muon` behind it.
         chained_optimizers: This one alone: nothing is chained.
         is_stub_optimizer: False.
+        grad_norms_by_group: The norms of the last step's gradients that have one of their own (``grad_norm_group`` of
+            parameters, "mtp"), which the others leave out.
     """
 
     optimizer: Muon
@@ -66,6 +71,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]
+        self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
         self._axes, self._limits = axes, limits
         self._device = holdings[0].parameter.device
@@ -153,19 +159,12 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         """
         if self.prepare_grads():
             return False, None, None
-        error: Exception | None = None
         norms: GradNorms | None = None
         zeros: int | None = None
-        try:
+        with self._all_stages():
             norms = self._clip()
             zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
             self.optimizer.step()
-        except Exception as found:
-            error = found
-        if self._axes.stages > 1:
-            raise_together(error, self._device)
-        elif error is not None:
-            raise error
         assert norms is not None
         self._publish()
         total = None if norms.total is None else float(norms)
@@ -174,33 +173,42 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step without clipping, for loops that have done that themselves."""
+        with self._all_stages():
+            self.optimizer.step()
+        self._publish()
+        return True
+
+    @contextlib.contextmanager
+    def _all_stages(self) -> Iterator[None]:
+        """Raise on every stage what one finds wrong; where there is one, its ranks have told each other already."""
         error: Exception | None = None
         try:
-            self.optimizer.step()
+            yield
         except Exception as found:
             error = found
         if self._axes.stages > 1:
             raise_together(error, self._device)
         elif error is not None:
             raise error
-        self._publish()
-        return True
 
     def _clip(self) -> GradNorms:
         limits = self._limits
-        return self.optimizer.clip_grad_norm_(
+        norms = self.optimizer.clip_grad_norm_(
             limits.max_norm,
             policy=limits.policy,
             skip_above=limits.skip_above,
             norms=limits.norms,
             process_group=self._world,
         )
+        self.grad_norms_by_group = dict(norms.apart)
+        return norms
 
     def _publish(self) -> None:
         """Let the modules compute with the parameters as they are now."""
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
-            if master is not None:  # Megatron's log of the parameters' norm reads it there
+            # Megatron's log of the parameters' norm reads it there; of several experts in one parameter it reads that.
+            if master is not None and holding.only:
                 holding.parameter.main_param = local_of(master)  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = self.config.use_distributed_optimizer  # type: ignore[attr-defined]
         if self.config.use_distributed_optimizer:
@@ -245,7 +253,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     def get_parameters(self) -> list[Tensor]:
         """Return the parameters, those of Megatron's modules."""
-        return [holding.parameter for holding in self._holdings]
+        return list(dict.fromkeys(holding.parameter for holding in self._holdings))
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:
@@ -285,13 +293,13 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
         Args:
             model_sharded_state_dict: The model's; not read.
-            is_loading: Whether it is to be loaded into; not read: state that no step has created yet is made here, by
-                all ranks.
+            is_loading: Whether it is to be loaded into: then it holds the groups of this run alone. State that no
+                step has created yet is made here either way, by all ranks.
             metadata: Megatron's; not read, since there is one format.
         """
         self.optimizer.refuse_if_torn()
         found: dict[str, Any] = checkpoint.sharded(
-            self.optimizer, {h.name: h.saved for h in self._holdings}, self._first_holder
+            self.optimizer, {h.name: h.saved for h in self._holdings}, self._first_holder, is_loading=is_loading
         )
         if self.grad_scaler is not None:
             found["grad_scaler"] = self.grad_scaler.state_dict()

@@ -22,8 +22,16 @@ _DDP = {
 """Fields of DistributedDataParallelConfig that must be off."""
 
 
-def refuse_int8(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if momentum is to be kept in int8: Megatron's checkpoints would hold it without its scales."""
+def refuse_state(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if state is to be kept as Megatron's checkpoints do not know it.
+
+    In int8 they would hold the codes without their scales, which are as many as the blocks of a shard and no part of a
+    global tensor, as a sharded state dict of Megatron's describes all that it saves.
+    """
+    if settings.get("state_device") is not None:
+        found, needed = f"{settings['state_device']!r}", "None: with Megatron's checkpoints it has not been tried"
+        write = "Remove it, and set use_distributed_optimizer=True, so that replicas share the state"
+        raise ValueError(explain_error("muon={'state_device': ...} of Megatron", found, needed, write))
     if settings.get("state_dtype") == "int8":
         needed, write = "a floating-point dtype, which its checkpoints can hold", "Write 'state_dtype': torch.bfloat16"
         raise ValueError(explain_error("muon={'state_dtype': ...} of Megatron", "'int8'", needed, write))

@@ -27,7 +27,8 @@ def megatron_role(site: Site) -> Role | None:
         return _table(site)
     if "GroupedMLP" in class_names(site.module, "megatron"):
         found = f"{site.key} of GroupedMLP, whose memory is (experts, hidden, -1) whatever its shape says"
-        needed, write = "experts that are matrices of their own", "Set moe_grouped_gemm=False, or use TEGroupedMLP"
+        needed = "an optimizer that takes the experts out of it"
+        write = "Use get_megatron_optimizer of muonmesh.integrations.megatron, or set moe_grouped_gemm=False"
         raise ValueError(explain_error(site.name, found, needed, write))
     held, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
     if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:

@@ -1,0 +1,158 @@
+"""Clipping: one call of `Muon.clip_grad_norm_`, and what a rank does that cannot follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonmesh.clip.factors import scale_groups
+from muonmesh.clip.limits import Limits
+from muonmesh.clip.norms import GradNorms
+from muonmesh.clip.running import limit_matrices
+from muonmesh.clip.squares import (
+    ALIKE,
+    ERRORS,
+    FELT,
+    INVARIANT,
+    REPLAN,
+    SQUARED,
+    add_other_sets,
+    add_squares,
+    matrices_from,
+    zeros_for,
+)
+from muonmesh.comm.agreement import agree_on_plan
+from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.gradients import GradientSource
+from muonmesh.errors import LayoutError, PlanError, explain_error
+from muonmesh.numerics.kernels.memory import upload
+from muonmesh.step.kept import Clip
+from muonmesh.step.planning import Planned
+
+
+class PlanAgain(Exception):
+    """Some rank must plan again, and all of them know."""
+
+
+def clip_gradients(
+    planned: Planned,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    exchange: Exchange,
+    limits: Limits,
+    *,
+    source: GradientSource,
+    process_group: dist.ProcessGroup | None,
+    waits: bool,
+) -> tuple[GradNorms, Clip]:
+    """Implement `Muon.clip_grad_norm_`: one pass over the gradients, one all-reduce of one fp64 vector.
+
+    Squares and sums are fp64 and a coefficient is rounded once: with fp32 sums it differs between shardings.
+
+    Raises:
+        Exception: what this rank found wrong, after it has taken part in what the others wait for.
+        PlanError: another rank found something wrong. Nothing has been scaled then.
+    """
+    measured = {INVARIANT, FELT} if limits.whole else {FELT}
+    apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
+    if not _reduces(planned, measured, process_group):
+        limits.check()
+        return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
+    error = add_squares(planned, groups, source, measured, sums, matrices=limits.policy == "per_matrix")
+    said = dict.fromkeys(range(matrices), 0)
+    try:
+        limits.check()
+        said[ALIKE], said[SQUARED] = limits.digest, limits.digest**2
+    except (TypeError, ValueError) as found:
+        error = found
+    if error is not None and sums.is_meta:
+        raise error  # nothing here has data, so nothing can be asked of the others
+    said[ERRORS] = int(error is not None)
+    sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
+    exchange.reduce_sums(sums)
+    here = sums[:matrices].clone()
+    if process_group is not None:
+        add_other_sets(sums[:matrices], exchange, process_group)
+    if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
+        raise error  # an argument, which is the same everywhere
+    if waits and float(sums[ERRORS]):
+        if not float(here[ERRORS]):
+            told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
+            raise PlanError(explain_error("clip_grad_norm_", told, "none on any", write))
+        agree_on_plan(exchange.group, exchange.plan, error)
+    if waits and float(here[REPLAN]):
+        raise PlanAgain
+    # For whole numbers, n Σd² = (Σd)² says that all are equal.
+    unequal = len(exchange.plan.ranks) * here[SQUARED].long() != here[ALIKE].long() ** 2
+    if waits and bool(unequal):
+        arguments = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
+        write = "Call it alike everywhere: replicas would drift apart"
+        needed = "the same arguments on every rank"
+        raise PlanError(explain_error("clip_grad_norm_", f"{arguments} here and others on other ranks", needed, write))
+    skip = limits.skips(sums, apart) | (sums[ERRORS] != 0) | (here[REPLAN] != 0) | unequal
+    running: tuple[tuple[Tensor, Tensor], ...] = ()
+    if error is None:
+        scale_groups(groups, source, limits.coefficients(sums, skip, apart))
+        if limits.policy == "per_matrix":
+            running = limit_matrices(planned, state, source, sums[matrices:], skip, limits.max_norm)
+    return limits.told(sums, skip, apart), Clip(skip, running, error)
+
+
+def stand_aside_from_sums(
+    planned: Planned,
+    exchange: Exchange,
+    error: Exception | None,
+    limits: Limits,
+    *,
+    source: GradientSource,
+    process_group: dist.ProcessGroup | None,
+    waits: bool,
+) -> GradNorms | None:
+    """Take part in the sum that the others wait for, and tell them that this rank cannot follow the plan.
+
+    Args:
+        planned: What this rank had planned before, as the others still may have.
+        exchange: The exchange of that plan.
+        error: What is wrong with its groups; None: they have changed, so that all must plan again.
+        limits: The arguments of the call.
+        source: Where gradients are.
+        process_group: Ranks of other pipeline stages to be clipped with, as in `Muon.clip_grad_norm_`.
+        waits: Whether the others' hosts read what is said. If not and some have not changed, `Muon.step` ends in an
+            error on all ranks.
+
+    Returns:
+        None if all ranks plan again now; else what the call returns.
+
+    Raises:
+        Exception: ``error``, unless the others do not wait and `Muon.step` has to say it.
+        PlanError: another rank found an error.
+    """
+    matrices, sums = matrices_from(source), zeros_for(planned, source)
+    if not _reduces(planned, {INVARIANT, FELT} if limits.whole else {FELT}, process_group):
+        if error is not None:
+            raise error
+        return None
+    place = ERRORS if error is not None else REPLAN
+    sums[:matrices] += upload([int(n == place) for n in range(matrices)], dtype=sums.dtype, device=sums.device)
+    exchange.reduce_sums(sums)
+    here = sums[:matrices].clone()
+    if process_group is not None:
+        add_other_sets(sums[:matrices], exchange, process_group)
+    if waits and float(here[ERRORS]):
+        agree_on_plan(exchange.group, exchange.plan, error)
+    if waits or float(here[REPLAN]) == len(exchange.plan.ranks):
+        return None
+    return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool), source.norms_apart)
+
+
+def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGroup | None) -> bool:
+    """Whether there is anything to measure, or others that may have something."""
+    # Others of the set, or in the process group, may have an AdamW half where this rank has none.
+    if planned.plan.elementwise or process_group is not None:
+        return True
+    here = {INVARIANT: any(member is not None for member in planned.muon), FELT: any(planned.adamw)}
+    return any(here[half] for half in measured)

@@ -1,0 +1,99 @@
+"""Running norms: what the gradient of each matrix is limited by under the policy "per_matrix"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonmesh.clip.factors import is_one
+from muonmesh.comm.gradients import GradientSource, multiply, own_gradient
+from muonmesh.numerics.kernels.memory import upload
+from muonmesh.step.kept import Clip
+from muonmesh.step.planning import Planned
+from muonmesh.step.slots import RUNNING, view_of
+
+DECAY = 0.95
+"""Decay of a matrix's running norm, so that it remembers about twenty gradients."""
+
+WARM_UP = 10
+"""Gradients of a matrix that ``per_matrix`` only measures. Up to 1 / (1 − DECAY) of them count equally."""
+
+SPIKE = 2.0
+"""A gradient counts in the running norm as at most so many times it, or one spike would disarm the guard."""
+
+
+def limit_matrices(
+    planned: Planned,
+    state: Mapping[Tensor, Mapping[str, Any]],
+    source: GradientSource,
+    squares: Tensor,
+    skip: Tensor,
+    max_norm: float,
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Limit the gradient of each matrix that is stored here by its running norm; return the fresh running norms."""
+    sizes = [len(numbers) for numbers in planned.matrices_of.values()]
+    if not sizes:
+        return ()
+    none = torch.zeros(max(sizes), device=squares.device)
+    held = [
+        [
+            state.get(tensor, {}).get(key, none[:size]).view(-1)
+            for tensor, size in zip(planned.matrices_of, sizes, strict=True)
+        ]
+        for key in RUNNING
+    ]
+    which = [number for some in planned.matrices_of.values() for number in some]
+    numbers = upload(which, dtype=torch.int64, device=squares.device)
+    factors, fresh = _limited(squares[numbers].sqrt(), torch.stack([torch.cat(some) for some in held]), max_norm)
+    every = torch.ones_like(squares).index_copy_(0, numbers, torch.where(skip, 1.0, factors))
+    members = {number: member for number, member in enumerate(planned.muon) if member is not None}
+    # By tensor: a flat one holds several parameters, and its gradient is handed back once.
+    names = {member.tensor: member.name for member in members.values()}
+    gradients = {tensor: own_gradient(name, tensor, source) for tensor, name in names.items()}
+    scaled = dict[Tensor, Tensor]()
+    for factor, assignment, pieces in zip(every, planned.plan.assignments, planned.holdings, strict=True):
+        member = members.get(assignment.parameter)
+        own = None if member is None else gradients[member.tensor]
+        if member is None or own is None or is_one(factor):
+            continue
+        local, scaled[member.tensor] = own
+        for piece in pieces:
+            multiply(view_of(local, piece), factor)
+    for tensor, gradient in scaled.items():
+        source.write(tensor, gradient)
+    return tuple(zip(planned.matrices_of, torch.split(fresh, sizes, dim=1), strict=True))
+
+
+def _limited(norms: Tensor, running: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return the factors that limit gradients by their running norms, and the running norms after them.
+
+    Args:
+        norms: fp64 (n,), of the gradients; one of exactly zero changes nothing.
+        running: fp32 (2, n): the running norm, and how many gradients it has seen.
+        max_norm: What a gradient may be in units of its running norm, from the first after the warm-up on.
+
+    Returns:
+        fp64 (n,) and fp32 (2, n). The mean of gradients of which one counts as at most twice (`SPIKE`) the mean
+        before it; AdaGC (arXiv 2502.11034) limits what it averages too.
+    """
+    mean, seen = running.double()
+    warm = seen >= WARM_UP
+    limit = max_norm * mean
+    factors = torch.where(warm & (norms > limit), limit / norms, 1.0)
+    counted = torch.where(warm, torch.minimum(norms, SPIKE * mean), norms)
+    rate = (1 / (seen + 1)).clamp(min=1 - DECAY)
+    fresh = torch.stack([mean + rate * (counted - mean), seen + 1])
+    return factors, torch.where(norms > 0, fresh.float(), running)
+
+
+def keep_running_norms(clip: Clip, state: Mapping[Tensor, Mapping[str, Any]], stop: Tensor | None) -> None:
+    """Write the running norms after a step to the state, unless ``stop``, a 0-d bool on the device, says otherwise."""
+    for tensor, fresh in clip.running:
+        for key, value in zip(RUNNING, fresh, strict=True):
+            kept = state[tensor].get(key)
+            if kept is not None:  # else no state has been created here, since there was no gradient
+                value = value.view_as(kept)
+                kept.copy_(value if stop is None else torch.where(stop, kept, value))

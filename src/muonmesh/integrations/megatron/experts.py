@@ -1,0 +1,82 @@
+"""Experts: the weights of a GroupedMLP, which are one matrix an expert in memory, whatever their shape says.
+
+It reads ``weight1`` as (experts, hidden, ffn) and ``weight2`` as (experts, ffn, hidden), stored in × out; as parameters
+they are hidden × (experts · ffn) and (experts · ffn) × hidden. So each expert is stepped as a tensor of its own, a view
+of that memory, under the number that it has in the whole model. Read from megatron-core 0.16.1, the last that has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from muonmesh.groups.fused import class_names
+from muonmesh.groups.sites import Role, Site
+from muonmesh.integrations.megatron.pieces import Piece
+from muonmesh.integrations.megatron.roles import HALVES
+
+
+class Expert(NamedTuple):
+    """One expert's part of a weight on this rank.
+
+    Attributes:
+        low: Its first element in the weight's memory; its last is before ``high``.
+        high: See ``low``.
+        shape: What it is there, (in, out).
+        pieces: Which boxes of the whole expert these are.
+    """
+
+    low: int
+    high: int
+    shape: tuple[int, int]
+    pieces: list[Piece]
+
+
+def is_grouped(module: nn.Module) -> bool:
+    """Whether a module is a GroupedMLP of Megatron's."""
+    return "GroupedMLP" in class_names(module, "megatron")
+
+
+def expert_role(site: Site) -> Role | None:
+    """Say what one expert of a GroupedMLP's weight is; None of other parameters."""
+    if not is_grouped(site.module):
+        return None
+    config: Any = site.module.config
+    gated = site.key == "weight1" and config.gated_linear_unit
+    return Role("muon", "matrices", "experts, each its own (GroupedMLP)", ("transposed", HALVES if gated else "whole"))
+
+
+def expert_names(site: Site, name: str, expert_rank: int) -> list[str]:
+    """Return the names of the tensors that a parameter is stepped as: its own, or one for each expert.
+
+    Args:
+        site: Where the model holds it.
+        name: Its name in the whole model.
+        expert_rank: Of this rank among those of expert parallelism.
+    """
+    if not is_grouped(site.module):
+        return [name]
+    before, _, key = name.rpartition(".")
+    count: Any = site.module.num_local_experts
+    return [f"{before}.{expert_rank * count + i}.{key}" for i in range(count)]
+
+
+def expert_of(place: int, pieces: Sequence[Piece]) -> Expert:
+    """Return where one expert of a weight lies.
+
+    Args:
+        place: Of the expert among those of this rank.
+        pieces: Of the weight, as Megatron's checkpoints have it: boxes of (experts, out, in), which follow each other
+            along the last dim of the memory.
+    """
+    rows, cols = pieces[0].shape[2], sum(piece.shape[1] for piece in pieces)
+    found, start = [], 0
+    for piece in pieces:
+        whole, offset, shape = ((sizes[2], sizes[1]) for sizes in (piece.whole, piece.offset, piece.shape))
+        found.append(Piece(piece.key, whole, offset, shape, start, (cols, 1)))
+        start += piece.shape[1]
+    size = math.prod((rows, cols))
+    return Expert(place * size, (place + 1) * size, (rows, cols), found)

@@ -1,0 +1,64 @@
+"""Memory: how many bytes of state a rank keeps of each parameter, told from the plan before there is any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.settings import Precision
+from muonmesh.step.members import Member
+from muonmesh.step.planning import Planned
+
+_FP32 = 4
+
+
+class Memory(NamedTuple):
+    """Bytes of state on one rank.
+
+    Attributes:
+        total: All of them.
+        host: Those that ``state_device`` keeps away from a device.
+    """
+
+    total: int
+    host: int
+
+
+def memory_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision) -> dict[str, Memory]:
+    """Return what this rank keeps of each parameter once a step has been taken, by name.
+
+    The padding and the neighbours of a flat buffer are left out. Scales of int8 blocks that several parameters of a
+    flat buffer share are counted with the first of them.
+    """
+    found = dict[str, Memory]()
+    coded = set[Tensor]()
+    for member in planned.members:
+        local = local_of(member.tensor)
+        master = precision.master if precision.master not in (None, local.dtype) else None
+        each = _elements(member, member.storage)
+        elementwise, few = each * master.itemsize if master is not None else 0, 0
+        if not is_matrix_rule(groups[member.group]["algorithm"]):
+            elementwise += 2 * each * (master or local.dtype).itemsize
+            few += _FP32
+        else:
+            few += 2 * _FP32 * len(planned.matrices_of[member.tensor])  # running norms
+            for home in member.homes.values():
+                size = _elements(member, home.storage) * home.created(precision).itemsize
+                elementwise, few = (elementwise + size, few) if home.companion is None else (elementwise, few + size)
+                if home.created(precision) != home.dtype(precision) and member.tensor not in coded:
+                    coded.add(member.tensor)
+                    few += _FP32 * planned.blocks.size(member.tensor)
+        found[member.name] = Memory(elementwise + few, elementwise if precision.leaves(local.device) else 0)
+    return found
+
+
+def _elements(member: Member, storage: Storage) -> int:
+    """Return how many elements this rank stores of what lives there."""
+    if storage.layout is None:
+        return local_of(member.tensor).numel()
+    return sum(math.prod(block.region.shape) for block in storage.layout.blocks(this_rank()))

@@ -1,0 +1,157 @@
+"""Offload: state that lies on the host, and is on the device only while a bucket of the step needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.storage import local_of
+from muonmesh.numerics.kernels.memory import keep
+from muonmesh.settings import Precision
+
+
+def fresh_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Precision) -> Tensor:
+    """Return zeros for a number of each element of a parameter that is on ``device``: there, or pinned on the host."""
+    if not precision.leaves(device):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision, *, wait: bool = False) -> Tensor:
+    """Return a contiguous copy in another dtype, where `fresh_zeros` would lie; with ``wait`` the host may read it."""
+    if not precision.leaves(local.device):
+        return local.detach().to(dtype).contiguous()
+    return fresh_zeros(local.shape, dtype, local.device, precision).copy_(local.detach(), non_blocking=not wait)
+
+
+@dataclass
+class Loan:
+    """State of one parameter that is on the device for a while.
+
+    Attributes:
+        hosts: Local tensors on the host, by key.
+        values: What they are on the device, in the same shapes; a key is gone once it has been given back.
+        arrived: After it the values can be read; None: they can be now.
+    """
+
+    hosts: Mapping[str, Tensor]
+    values: dict[str, Tensor] = field(default_factory=dict)
+    arrived: torch.cuda.Event | None = None
+
+
+class Offload:
+    """Brings state to a device and back, on two streams beside the one that computes; the host waits for nothing.
+
+    Memory on the device is taken and given back in the order of the computing stream: what is brought waits for all
+    that was computed before, and memory is free again when that stream has waited for the copy back. So what is there
+    at once is what the step asks for at once, however far the host runs ahead.
+
+    Args:
+        device: Where the parameters are. A CPU serves in tests: all is done, in one stream.
+        elements: Of each tensor that AdamW's half has on the device at a time, as of the matrices of one bucket.
+
+    Attributes:
+        last: After it the host may read what has been given back; None: it may now.
+    """
+
+    def __init__(self, device: torch.device, *, elements: int) -> None:
+        self._device = device
+        self.elements = elements
+        self.last: torch.cuda.Event | None = None
+        self._leaving: list[tuple[torch.cuda.Event, list[Tensor]]] = []
+        self._left_before: list[tuple[torch.cuda.Event, list[Tensor]]] = []
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        if device.type == "cuda":
+            self._streams = keep(("offload", device), lambda: (_stream(device), _stream(device)))
+
+    def bring(self, hosts: Mapping[str, Tensor]) -> Loan:
+        """Begin to copy local tensors of one parameter to the device."""
+        loan = Loan(hosts, {key: torch.empty_like(host, device=self._device) for key, host in hosts.items()})
+        if self._streams is None:
+            for key, host in hosts.items():
+                loan.values[key].copy_(host)
+            return loan
+        here, _ = self._streams
+        here.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(here):
+            for key, host in hosts.items():
+                loan.values[key].copy_(host, non_blocking=True)
+        loan.arrived = here.record_event()
+        return loan
+
+    def arrive(self, loan: Loan) -> None:
+        """Let what is computed from now on wait for a loan."""
+        if loan.arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(loan.arrived)
+            loan.arrived = None
+
+    def give_back(self, loan: Loan, keys: Collection[str]) -> None:
+        """Copy to the host what has been computed, which nobody on the device reads any more."""
+        gone = {key: loan.values.pop(key) for key in keys if key in loan.values}
+        if not gone:
+            return
+        self.arrive(loan)
+        if self._streams is None:
+            for key, value in gone.items():
+                loan.hosts[key].copy_(value)
+            return
+        _, back = self._streams
+        back.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(back):
+            for key, value in gone.items():
+                loan.hosts[key].copy_(value, non_blocking=True)
+        self.last = back.record_event()
+        self._leaving.append((self.last, list(gone.values())))
+
+    def turn(self) -> None:
+        """Free the memory of what was given back before the last turn; called once for each bucket."""
+        for left, _ in self._left_before:
+            torch.cuda.current_stream(self._device).wait_event(left)
+        self._left_before, self._leaving = self._leaving, []
+
+    def end(self) -> None:
+        """Free all memory of what was given back, in the order of the computing stream."""
+        self.turn()
+        self.turn()
+
+    def portions(self, states: Sequence[Mapping[str, Any]], keys: Collection[str]) -> Iterator[tuple[slice, list[Any]]]:
+        """Take the state of many parameters through the device, some at a time, the next ones on their way meanwhile.
+
+        Args:
+            states: Of each parameter.
+            keys: Which of it lies on the host.
+
+        Yields:
+            Which parameters, and their states with local tensors on the device under these keys, which may be written.
+        """
+        hosts = [{key: local_of(state[key]) for key in keys if key in state} for state in states]
+        cuts = _cuts([max((host.numel() for host in some.values()), default=0) for some in hosts], self.elements)
+        loans = [self.bring(some) for some in hosts[cuts[0]]] if cuts else []
+        for number, cut in enumerate(cuts):
+            self.turn()
+            after = [self.bring(some) for some in hosts[cuts[number + 1]]] if number + 1 < len(cuts) else []
+            for loan in loans:
+                self.arrive(loan)
+            yield cut, [{**state, **loan.values} for state, loan in zip(states[cut], loans, strict=True)]
+            for loan in loans:
+                self.give_back(loan, keys)
+            loans = after
+
+
+def _cuts(numels: Sequence[int], most: int) -> list[slice]:
+    """Return slices of a list of sizes, each of one entry or of as many as have at most ``most`` together."""
+    found, start, total = list[slice](), 0, 0
+    for number, numel in enumerate(numels):
+        if number > start and total + numel > most:
+            found.append(slice(start, number))
+            start, total = number, 0
+        total += numel
+    return [*found, slice(start, len(numels))] if numels else found
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
