@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 import muonmesh as mm
 from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, check_copy, entry_of, write_manifest
+from muonmesh.checkpoint.zero import load_inert
 from muonmesh.cli.export import export
 from muonmesh.cli.model import build_model, load_model
 from muonmesh.cli.tokenizer import TOKENIZER_FILE, train_tokenizer
@@ -133,7 +134,11 @@ def test_a_mutated_file_is_refused_or_harmless(
     print(f"{name}: {count} mutations of seeds 0 to {count - 1}: {dict(made)}")
 
 
-def test_bytes_that_torch_load_takes_for_what_was_written_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", ["read_archive", "load_inert", "convert"])
+def test_bytes_that_torch_load_takes_for_what_was_written_are_refused(reader: str, tmp_path: Path) -> None:
+    """By all that read a file of torch.save: the doctor, of DeepSpeed's folders, and of another optimizer's state."""
+    read: dict[str, Callable[[Path], Any]] = {"read_archive": read_archive, "load_inert": load_inert}
+    read["convert"] = lambda path: mm.checkpoint.convert(path, trained()[0])
     save_whole(tmp_path)
     content = bytearray((tmp_path / "state.pt").read_bytes())
     weight = trained()[0].state_dict()["0.weight"].numpy().tobytes()
@@ -143,4 +148,4 @@ def test_bytes_that_torch_load_takes_for_what_was_written_are_refused(tmp_path: 
     with pytest.raises(
         FileError, match=r"state\.pt: found another checksum of state/data/\d+; needed what torch\.save"
     ):
-        read_archive(tmp_path / "state.pt")
+        read[reader](tmp_path / "state.pt")

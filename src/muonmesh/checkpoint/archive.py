@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,36 +17,45 @@ NEEDED = "what torch.save wrote, unchanged"
 REMEDY = "Bring an undamaged copy"
 
 
-def read_archive(path: str | os.PathLike[str]) -> Any:
+def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: str = REMEDY) -> Any:
     """Load it on the CPU, with ``weights_only=True``.
 
     Torch writes a checksum beside each record and never looks at it again; here they are looked at, so bytes that have
     changed are noticed. Against somebody who changes them on purpose there are no checksums; what he wrote still does
     not run.
 
+    Args:
+        path: The file.
+        needed: What should be there, to be said where something else is.
+        remedy: What to do then.
+
     Raises:
         FileError: it is none, holds other things than plain values and tensors, or has changed.
     """
     file = Path(path)
     if not file.is_file():
-        raise FileError(explain_error(str(file), kind_of(file), NEEDED))
+        raise FileError(explain_error(str(file), kind_of(file), needed, "Correct the path"))
     try:
-        _check_records(file)
+        changed = _change_in(file)
+        if changed is not None:
+            raise FileError(explain_error(str(file), changed, "what torch.save wrote, unchanged", REMEDY))
         return torch.load(file, map_location="cpu", weights_only=True)
     except FileError:
         raise
+    except pickle.UnpicklingError as error:
+        raise FileError(explain_error(str(file), f"more than data: {reason(error)}", needed, remedy)) from error
     except Exception as error:  # what damaged bytes make of the reader
-        raise FileError(explain_error(str(file), reason(error), NEEDED, REMEDY)) from error
+        raise FileError(explain_error(str(file), f"something else: {reason(error)}", needed, remedy)) from error
 
 
-def _check_records(file: Path) -> None:
+def _change_in(file: Path) -> str | None:
+    """What of it torch did not write so; None where all is well."""
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         names = [record.filename for record in records]
         if len(set(names)) < len(names) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
-            raise FileError(explain_error(str(file), "records that torch.save does not write", NEEDED, REMEDY))
+            return "records that torch.save does not write"
         if sum(record.file_size for record in records) > file.stat().st_size:
-            raise FileError(explain_error(str(file), "records that lie in each other", NEEDED, REMEDY))
+            return "records that lie in each other"
         changed = archive.testzip()
-        if changed is not None:
-            raise FileError(explain_error(str(file), f"another checksum of {changed}", NEEDED, REMEDY))
+        return None if changed is None else f"another checksum of {changed}"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.zero import read_zero
 from muonmesh.comm.storage import Storage, local_shape, storage_of, this_rank
-from muonmesh.errors import FileError, StateError, explain_error
-from muonmesh.files import kind_of, reason
+from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.migration.memory import Memory, Remembered
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of, package_of
@@ -78,7 +78,7 @@ def convert(
 
     Raises:
         StateError: the state is of another model, lacks something, or holds what no step of Muon or AdamW leaves.
-        FileError: a file cannot be read, or holds more than data.
+        FileError: a file cannot be read, holds more than data, or has changed since it was written.
         TypeError, ValueError: the source is of no known package, or an argument is not what is needed.
     """
     if momentum not in (None, "average", "sum"):
@@ -170,19 +170,8 @@ def _parts(given: Any, where: str) -> list[Held]:
 
 
 def _loaded(path: Path) -> Any:
-    if not path.is_file():
-        raise FileError(
-            explain_error(
-                str(path), kind_of(path), "a file by torch.save, or a DeepSpeed checkpoint", "Correct the path"
-            )
-        )
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file raises almost anything
-        write = "Load it yourself if you trust whoever wrote it, and hand over the state dict"
-        raise FileError(
-            explain_error(str(path), f"more than data: {reason(error)}", "tensors and plain values alone", write)
-        ) from error
+    write = "Load it yourself if you trust whoever wrote it, and hand over the state dict"
+    return read_archive(path, needed="tensors and plain values alone, in a file by torch.save", remedy=write)
 
 
 def _orders(

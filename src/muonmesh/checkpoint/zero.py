@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from muonmesh.checkpoint.archive import read_archive
 from muonmesh.errors import FileError, StateError, explain_error
-from muonmesh.files import kind_of, read_text, reason
+from muonmesh.files import kind_of, read_text
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SHAPES = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
@@ -126,18 +127,14 @@ def load_inert(path: Path) -> Mapping[str, Any]:
     """Read a file of DeepSpeed's with ``weights_only=True``; of objects of its classes nothing runs.
 
     Raises:
-        FileError: it holds something else, or is damaged.
+        FileError: it holds something else, or has changed since it was written.
     """
     named: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (type(name.rpartition(".")[2], (_Record,), {}), name) for name in _CLASSES
     ]
-    try:
-        with torch.serialization.safe_globals(named):
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file raises almost anything
-        needed = f"tensors, plain values and what DeepSpeed {_READ} writes beside them"
-        write = "Save it by that version, or bring an undamaged copy"
-        raise FileError(explain_error(str(path), f"something else: {reason(error)}", needed, write)) from error
+    needed = f"tensors, plain values and what DeepSpeed {_READ} writes beside them"
+    with torch.serialization.safe_globals(named):
+        loaded = read_archive(path, needed=needed, remedy="Save it by that version, or bring an undamaged copy")
     if not isinstance(loaded, Mapping):
         _refuse(path, f"a {type(loaded).__name__}")
     return loaded
