@@ -7,9 +7,9 @@
 The model and the text are those of `muonmesh train`: a Llama, and Python's own standard library. Every rule is tried at
 the same multiples of one learning rate with the first seed; the best of them is trained with all seeds. A rule is
 measured by the steps in which the mean over seeds comes to Muon's final validation loss, by its own final loss with
-the spread over seeds, and by what a step of the optimizer costs: processor time, since other programs may run beside this one, of steps that
-the rules take in turns on gradients of one batch. Trainings that are in the JSON already are not repeated: a sweep can
-be cut short, and goes on where it was.
+the spread over seeds, and by what a step of the optimizer costs: processor time, since other programs may run beside
+this one, of steps that the rules take in turns on gradients of one batch. Trainings that are in the JSON already are
+not repeated: a sweep can be cut short, and goes on where it was.
 """
 
 from __future__ import annotations
