@@ -42,7 +42,7 @@ $(MEGATRON)/.ready: pyproject.toml constraints.txt constraints-megatron.txt
 	$(PYTHON) -m venv $(MEGATRON)
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-megatron.txt -e '.[megatron]' numpy pytest
+		-c constraints-megatron.txt -e '.[megatron]' numpy pytest einops
 	touch $@
 
 test-megatron: $(MEGATRON)/.ready

@@ -570,7 +570,7 @@ class Muon(torch.optim.Optimizer):
         error = check_groups(groups).error
         if (before := changed(groups, kept, error)) is not None:
             waits = kept.host_waits(before[0])
-            told = stand_aside_from_sums(*before, error, limits, process_group=ranks, waits=waits)
+            told = stand_aside_from_sums(*before, error, limits, source=kept.source, process_group=ranks, waits=waits)
             if told is not None:
                 return told
             forget(kept)

@@ -102,6 +102,26 @@ def test_layers_of_llama_8b_on_many_ranks(
     assert run.kept_bytes == 0
 
 
+@pytest.mark.parametrize("rule", ["adamuon", pytest.param("hyperball", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ({"replicate": 64}, (Replicate(),)),
+        pytest.param({"replicate": 8, "shard": 8}, (Replicate(), Shard(0)), marks=pytest.mark.soak),
+    ],
+    ids=["ddp-64", "hsdp-8x8"],
+)
+def test_sums_over_matrices_do_not_make_replicas_cost_memory(
+    mesh: dict[str, int], placements: tuple[Placement, ...], rule: str
+) -> None:
+    """The replica of the owner adds up; what goes to the others travels in rounds, as without sums."""
+    ruled = lambda model: mm.Muon([{"params": list(model.parameters()), "algorithm": rule}])  # noqa: E731
+    model, one = bag(*[(4096, 4096)] * 4), 4096 * 4096
+    run = dry_run(model, ruled, world=64, mesh=mesh, placements=on(*placements), steps=1)
+    assert run.peak_bytes <= 5 * 2 * one + 9 * 8 * one  # the second: what computes the summands in fp64
+    assert run.kept_bytes == 0
+
+
 def test_sums_over_a_large_matrix_take_parts_of_it_at_a_time() -> None:
     """Several fp64 copies of a matrix beside each other would be ten times what it takes in bf16."""
     adamuon = lambda model: mm.Muon([{"params": list(model.parameters()), "algorithm": "adamuon"}])  # noqa: E731

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 import muonmesh as mm
 from muonmesh.integrations.accelerate import from_model
+from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.transformers import MuonCallback, MuonFactory
 from tests.hosts.tiny import Tokens, llama
 from tests.hosts.world import accelerated, launched
@@ -92,3 +93,10 @@ def test_the_callback_clips_in_place_of_the_trainer_and_skips(tmp_path: Path) ->
         assert trainer.lr_scheduler.last_epoch == 0  # the schedule waits too
         with pytest.raises(ValueError, match=r"MuonCallback: found a AdamW; .*MuonFactory"):
             trainer_for(tmp_path, (torch.optim.AdamW, {}), MuonCallback()).train()
+
+
+def test_metrics_are_refused_under_deepspeed() -> None:
+    defaults = {"algorithm": "muon", "parameters": ["w"], "matrices": ["whole"], "name": "muon"}
+    engine_s = EngineMuon([{"params": [torch.nn.Parameter(torch.zeros(4))], **defaults}], {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"MuonCallback: found metrics=True under DeepSpeed; .*Remove metrics"):
+        MuonCallback(metrics=True).on_train_begin(None, None, None, optimizer=engine_s)

@@ -20,6 +20,7 @@ from tests.hosts.world import accelerated, launched
 
 STEPS = 4
 SETTINGS: dict[str, Any] = {"compute_dtype": torch.float32, "momentum": 0.9}
+LIMIT = 2.0
 OF_ARGUMENTS = {"weight_decay": 0.3, "adamw_betas": (0.8, 0.99), "adamw_eps": 1e-7}
 
 
@@ -113,26 +114,38 @@ def test_under_tensor_parallelism(workers: Any, tmp_path: Path) -> None:
     check(*first)
 
 
-def train_zero(folder: str, stage: int, resume: bool = False) -> dict[str, torch.Tensor]:
-    """Without clipping, so that the gradients are the same bits as DDP's; stage 0 is DDP."""
+def train_zero(folder: str, stage: int, resume: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The callback clips and skips, and a Trainer's own limit would stall AdamW; stage 0 is DDP."""
     config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
     config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
     more: dict[str, Any] = {"use_cpu": False, "deepspeed": config} if stage else {}
     with launched(), accelerated(stage > 0):
-        args = arguments(folder, max_grad_norm=0.0, **more)
+        args = arguments(folder, **more)
         factory = MuonFactory, {"args": args, **SETTINGS}
-        trainer = Trainer(llama(), args, train_dataset=Tokens(), optimizer_cls_and_kwargs=factory)
+        trainer = Trainer(
+            llama(),
+            args,
+            train_dataset=Tokens(),
+            optimizer_cls_and_kwargs=factory,
+            callbacks=[MuonCallback(clip=0.3, policy="all", skip_above=LIMIT)],
+        )
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+        told = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [entry["learning_rate/muon"] for entry in told] == [entry["learning_rate"] for entry in told]
+        rates = trainer.lr_scheduler.get_last_lr()
         named = trainer.model.named_parameters()
         if not stage:
-            return {name: p.detach().clone() for name, p in named}
+            return {name: p.detach().clone() for name, p in named}, rates
         assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
-        return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in named}, rates
 
 
 def test_deepspeed_is_ddp(workers: Any, tmp_path: Path) -> None:
     """At stage 1, whose gradients are the same bits; `test_accelerate` has the other stages."""
-    (expected, _) = workers(2).run(train_zero, str(tmp_path / "ddp"), 0, timeout=90.0)
+    (expected, rates), _ = workers(2).run(train_zero, str(tmp_path / "ddp"), 0, timeout=90.0)
+    assert rates == [0.05 * (1 - 2 / STEPS)] * 4  # of four steps two were skipped: one before it was saved, one after
     folder = str(tmp_path / "zero")
-    assert different(workers(2).run(train_zero, folder, 1, timeout=90.0)[0], expected) == []
-    assert different(workers(2).run(train_zero, folder, 1, resume=True, timeout=90.0)[0], expected) == []
+    for resume in (False, True):
+        (found, at), _ = workers(2).run(train_zero, folder, 1, resume=resume, timeout=90.0)
+        assert different(found, expected) == []
+        assert at == rates

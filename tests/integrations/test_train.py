@@ -26,13 +26,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint import folder as checkpoint_folder
+from muonmesh.cli import launch as launcher
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Split, Survey, Windows, prepare_corpus, standard_library
 from muonmesh.cli.documents import find_files
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.launch import RankFailed, launch
+from muonmesh.cli.launch import Interrupted, RankFailed, launch
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
 from muonmesh.cli.schedule import learning_rate_factor
@@ -334,6 +335,30 @@ def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: s
         for number, handler in before.items():
             signal.signal(number, handler)
     assert time.monotonic() - start < 60
+
+
+def finish_after_a_hangup(run: str) -> None:
+    """What a rank does that finishes its step when the terminal of its launcher is closed."""
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    (Path(run) / f"ready-{os.environ['RANK']}").touch()
+    while not all((Path(run) / f"ready-{rank}").exists() for rank in range(2)):
+        time.sleep(0.01)
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGHUP)
+    while not heard:
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_copies_end_when_they_have_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a copy that returns wait for a launcher that, once it was asked to stop, waits for the copy."""
+    monkeypatch.setattr(launcher, "SECONDS_TO_STOP", 30)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # so that what `launch` writes there is taken back
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        launch(tmp_path, ranks=2, worker=finish_after_a_hangup)
+    assert time.monotonic() - start < 30
 
 
 def test_a_rank_collects_garbage_again_once_all_is_imported(tmp_path: Path) -> None:

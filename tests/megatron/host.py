@@ -38,7 +38,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-from tests.megatron import cpu  # noqa: E402
+from tests.megatron import cpu, kernels  # noqa: E402
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -165,6 +165,52 @@ def spec_of(config: TransformerConfig) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
 
+def gpt(config: TransformerConfig, shape: Shape, stage: dict[str, int]) -> nn.Module:
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec_of(config),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=shape.tied,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+        **stage,
+    )
+
+
+def mamba(config: TransformerConfig) -> nn.Module:
+    """One Mamba layer and an MLP, of local layers. Its package of specs asks for Transformer Engine."""
+    kernels.install()
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+    mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    parts = MambaStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
+        ),
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=ModuleSpec(module=MLP, submodules=linear),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        ),
+    )
+    stack = ModuleSpec(module=MambaStack, submodules=parts, params={"post_layer_norm": False})
+    return MambaModel(config, stack, VOCABULARY, LENGTH, hybrid_override_pattern="M-")
+
+
 def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
     """The chunks of this rank's stage, in Megatron's own wrappers; `begin` comes first."""
     config = config_of(shape)
@@ -172,17 +218,7 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
     for chunk in range(shape.vpp or 1):
         torch.manual_seed(seed)
         stage = {} if shape.vpp is None else {"vp_stage": chunk}
-        model: nn.Module = GPTModel(
-            config=config,
-            transformer_layer_spec=spec_of(config),
-            vocab_size=VOCABULARY,
-            max_sequence_length=LENGTH,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=shape.tied,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
-            **stage,
-        )
+        model: nn.Module = mamba(config) if "mamba_state_dim" in dict(shape.model) else gpt(config, shape, stage)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(shape.frozen, name) is None)
         if shape.dtype != torch.float32:

@@ -19,6 +19,7 @@ MATRICES: dict[str, Any] = {
     "linear_q_up_proj.weight": "whole",
     "linear_kv_down_proj.weight": ("rows", 8, 4),
     "linear_kv_up_proj.weight": ("interleaved", (8, 8), 0),
+    "mixer.in_proj.weight": ("rows", 64, 64, 8, 8, 8),
     "in_proj.weight": ("rows", 16, 16, 32, 32, 4, 4),
     "out_proj.weight": "whole",
     ".weight1": ("transposed", ("rows", 24, 24)),  # of one expert of a GroupedMLP: stored in × out, gate and up

@@ -39,3 +39,4 @@ DELTA_NET: Settings = (
     ("linear_conv_kernel_dim", 2),
     ("deterministic_mode", True),
 )
+MAMBA: Settings = (("mamba_state_dim", 4), ("mamba_head_dim", 8), ("mamba_num_groups", 2))

@@ -140,3 +140,48 @@ def test_experts_are_no_group_of_their_own(workers) -> None:
     shape = Shape(ep=2, model=MOE + ONE_LAYER)
     for plain, with_huge in workers(2).run(crushed, shape):
         assert with_huge == plain
+
+
+def apart(shape: Shape, make: Any, **settings: Any) -> tuple[dict[str, float], list[float], Any]:
+    """One step with a huge gradient in the second layer, whose norm is one of its own.
+
+    Returns:
+        How far parameters moved; the norms of what clipping has left of AdamW's gradients, of the first layer and what
+        is around it, and of the second; and what `step` returned.
+    """
+    host.begin(shape)
+    chunks = host.chunks_of(shape)
+    named = gathered.named(chunks)
+    for name, parameter in named.items():
+        if "layers.1." in name:
+            # As Megatron's main stamps what predicts further tokens (mtp_detach_heads); 0.16.1 does not.
+            parameter.grad_norm_group = "mtp"
+    optimizer = make(host.optimizer_config(shape, **settings), chunks)
+    host.backward(shape, chunks, None, 0)
+    for name, parameter in named.items():
+        parameter.main_grad.mul_(HUGE if "layers.1." in name else 1.0)
+    before = {name: p.detach().clone() for name, p in named.items()}
+    told = optimizer.step()
+    left = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
+    norms = [
+        float(
+            torch.cat(
+                [g.flatten() for n, g in left.items() if "linear" not in n and ("layers.1." in n) == second]
+            ).norm()
+        )
+        for second in (False, True)
+    ]
+    return {name: float((p.detach() - before[name]).norm()) for name, p in named.items()}, norms, told
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(tp=2), Shape(tp=2, flat=True), Shape(pp=2)], ids=["whole", "flat", "on one stage"]
+)
+def test_a_norm_group_is_clipped_apart(workers, shape: Shape) -> None:
+    """Megatron's ``grad_norm_group`` of versions after 0.16.1: neither norm holds the other's gradients."""
+    for moved, (main, other), (ok, norm, _) in workers(2).run(apart, shape, limited):
+        assert ok
+        assert norm < 1e3  # main's alone, which is also what `limited` lets no larger
+        assert min(moved.values()) > 0
+        assert main == pytest.approx(1.0, rel=1e-4)  # each half of AdamW's gradients at the limit, by its own norm
+        assert other == pytest.approx(1.0, rel=1e-4)

@@ -15,7 +15,17 @@ from muonmesh.integrations.megatron import get_megatron_optimizer
 from muonmesh.integrations.megatron.names import whole_name
 from tests.megatron import host
 from tests.megatron.host import Shape
-from tests.megatron.shapes import DELTA_NET, GATED_ATTENTION, GROUPED, LATENT, MOE, NOT_GATED, ONE_LAYER, SEQUENCE
+from tests.megatron.shapes import (
+    DELTA_NET,
+    GATED_ATTENTION,
+    GROUPED,
+    LATENT,
+    MAMBA,
+    MOE,
+    NOT_GATED,
+    ONE_LAYER,
+    SEQUENCE,
+)
 
 Roles = dict[str, tuple[str, Any, tuple[int, ...]]]
 """For each parameter its group, its matrices and its whole shape."""
@@ -104,6 +114,26 @@ CASES: dict[str, tuple[Any, dict[str, tuple[str, Any]], list[Shape]]] = {
         },
         [Shape(), Shape(tp=2)],
     ),
+    "Mamba": (
+        (*MAMBA, ("num_layers", 2)),
+        {
+            "embedding.word_embeddings.weight": ("adamw.embeddings", None),
+            f"{LAYER}norm.weight": VECTOR,
+            f"{LAYER}mixer.in_proj.weight": ("muon", ("rows", 64, 64, 8, 8, 8)),
+            f"{LAYER}mixer.out_proj.weight": ("muon", "whole"),
+            f"{LAYER}mixer.conv1d.weight": ("adamw.matrices", None),
+            f"{LAYER}mixer.conv1d.bias": VECTOR,
+            f"{LAYER}mixer.A_log": VECTOR,
+            f"{LAYER}mixer.D": VECTOR,
+            f"{LAYER}mixer.dt_bias": VECTOR,
+            f"{LAYER}mixer.norm.weight": VECTOR,
+            "decoder.layers.1.pre_mlp_layernorm.weight": VECTOR,
+            "decoder.layers.1.mlp.linear_fc1.weight": ("muon", HALVES),
+            "decoder.layers.1.mlp.linear_fc2.weight": ("muon", "whole"),
+            "output_layer.weight": ("adamw.head", None),
+        },
+        [Shape(), Shape(tp=2)],
+    ),
     "experts": (
         MOE,
         BLOCK
@@ -135,7 +165,7 @@ def test_roles_by_megatrons_own_classes(workers, case: str) -> None:
     settings, expected, shapes = CASES[case]
     first: Roles = {}
     for shape in shapes:
-        found = table(workers(2), shape.but(model=(*settings, *ONE_LAYER, *shape.model)))
+        found = table(workers(2), shape.but(model=(*ONE_LAYER, *settings, *shape.model)))
         assert {name: (group, matrices) for name, (group, matrices, _) in found.items()} == expected
         assert found == (first := first or found)
 

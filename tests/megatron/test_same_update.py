@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.megatron.host import Shape
-from tests.megatron.shapes import DELTA_NET, GROUPED, LATENT, MOE, ONE_LAYER, SEQUENCE
+from tests.megatron.shapes import DELTA_NET, GROUPED, LATENT, MAMBA, MOE, ONE_LAYER, SEQUENCE
 from tests.megatron.training import Trained, train
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -28,10 +28,12 @@ WHOLE = {
     # Megatron trains such experts in bf16 only.
     "GroupedMLP, EP 2 × DP 2": (2, Shape(ep=2, dtype=BF16, model=GROUPED + ONE_LAYER)),
     "GroupedMLP, TP 2": (2, Shape(tp=2, dtype=BF16, model=GROUPED + SEQUENCE + ONE_LAYER)),
+    "Mamba, TP 2 × DP 2": (4, Shape(tp=2, model=MAMBA)),
     "MLA, TP 2": (2, Shape(tp=2, model=LATENT + ONE_LAYER)),
     "gated delta net, TP 2 × DP 2": (4, Shape(tp=2, model=DELTA_NET + ONE_LAYER, frozen=UNREDUCED)),
 }
 FLAT = {
+    "Mamba, TP 2 × DP 2": (4, Shape(tp=2, flat=True, model=MAMBA)),
     "gated delta net, TP 2 × DP 2": (4, Shape(tp=2, flat=True, model=DELTA_NET + ONE_LAYER, frozen=UNREDUCED)),
     "DP 2": (2, Shape(flat=True)),
     "TP 2": (2, Shape(tp=2, flat=True)),

@@ -230,6 +230,19 @@ def test_bit_for_bit_on_any_mesh(workers, name: str, how: str, rule: str) -> Non
 @pytest.mark.parametrize(
     ("name", "rule"),
     cases(
+        ("hsdp", "adamuon"),
+        ("all replicated", "hyperball"),
+        of=itertools.product(("hsdp", "replicate inside", "experts"), ("adamuon", "hyperball")),
+    ),
+)
+def test_bit_for_bit_where_results_travel_in_rounds(workers, name: str, rule: str) -> None:
+    """Sums are taken when the owner's replica has its shards, before other replicas have theirs."""
+    check(workers(4).run(on_mesh, name, "dtensor", rule, {**FP32, "bucket_cap_mb": 0.001}))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    cases(
         ("hsdp, shard 1", "normuon"),
         ("three axes", "adamuon"),
         of=itertools.product(

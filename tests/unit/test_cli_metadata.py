@@ -9,20 +9,26 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from muonmesh.checkpoint.entries import CheckpointReader, flat, wrong_numbers
 from muonmesh.checkpoint.manifest import check_entries, entry_of, read_manifest, write_manifest
-from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
+from muonmesh.checkpoint.metadata import METADATA_FILE, _check_cover, read_metadata
 from muonmesh.errors import FileError
 
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its size
 STATE: dict[str, Any] = {
     "model": {"weight": torch.arange(600.0).view(20, 30), "bias": torch.ones(3, dtype=torch.bfloat16)},
     "optimizer": {"state": {"weight": {"exp_avg_sq": torch.ones(20, 30), "step": torch.tensor(3.0)}}},
@@ -258,6 +264,66 @@ def test_changed_bytes_are_noticed_by_the_manifest_wherever_they_are(written: Pa
     (folder / name).write_bytes(bytes(content))
     with pytest.raises(FileError, match=message):
         check_entries(folder, entries, names)
+
+
+def tensor_of(size: tuple[int, ...], boxes: list[Box]) -> TensorStorageMetadata:
+    pieces = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), pieces)
+
+
+@st.composite
+def cut_anyhow(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A tensor in boxes, cut again and again, of which some may then be lost, copied or shifted."""
+    size = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
+    boxes: list[Box] = [((0,) * len(size), size)]
+    for _ in range(draw(st.integers(0, 6)) if size else 0):
+        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(size) - 1))
+        at = draw(st.integers(0, sizes[dim]))
+        for start, length in ((0, at), (at, sizes[dim] - at)):
+            box = [*offsets], [*sizes]
+            box[0][dim], box[1][dim] = box[0][dim] + start, length
+            boxes.append((tuple(box[0]), tuple(box[1])))
+    for _ in range(draw(st.integers(0, 2))):
+        offsets, sizes = box = draw(st.sampled_from(boxes))
+        if draw(st.booleans()):
+            boxes.remove(box)
+        if draw(st.booleans()) or not boxes:
+            moved = tuple(draw(st.integers(0, n - m)) for n, m in zip(size, sizes, strict=True))
+            boxes.append((moved, sizes))
+    return size, boxes
+
+
+@settings(max_examples=100, deadline=None)
+@given(cut_anyhow())
+def test_pieces_are_taken_for_a_tensor_exactly_if_they_cover_each_element_once(
+    cut: tuple[tuple[int, ...], list[Box]],
+) -> None:
+    size, boxes = cut
+    painted = torch.zeros(size, dtype=torch.int64)
+    for offsets, sizes in boxes:
+        painted[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+    if bool((painted == 1).all()):
+        _check_cover("weight", tensor_of(size, boxes))
+    else:
+        with pytest.raises(ValueError, match=r"a piece of weight is missing|two pieces of weight overlap"):
+            _check_cover("weight", tensor_of(size, boxes))
+
+
+def test_twenty_thousand_pieces_are_looked_at_and_not_each_beside_each_other() -> None:
+    """200 million pairs would take minutes."""
+    boxes: list[Box] = [((row, column, 0), (1, 1, 3)) for row in range(200) for column in range(100)]
+    _check_cover("weight", tensor_of((200, 100, 3), boxes))
+    _check_cover("weight", tensor_of((3, 5000), [((0, column), (3, 1)) for column in range(5000)]))
+    boxes[777] = boxes[778]
+    with pytest.raises(ValueError, match="two pieces of weight overlap"):
+        _check_cover("weight", tensor_of((200, 100, 3), boxes))
+    # However many dims a hostile file tells of.
+    dims = 48
+    halves: list[Box] = [((0,) * dims, (2,) * (dims - 1) + (1,)), ((0,) * (dims - 1) + (1,), (2,) * (dims - 1) + (1,))]
+    _check_cover("weight", tensor_of((2,) * dims, halves))
+    with pytest.raises(ValueError, match="two pieces of weight overlap"):
+        _check_cover("weight", tensor_of((2,) * dims, halves[:1] * 2))
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,51 @@ def test_what_others_count_is_left_out_of_norms() -> None:
     assert torch.allclose(held[rest[0]].main_grad, 0.5 * before, rtol=1e-4)  # the factor has a 1e-6 below it
 
 
+@pytest.mark.parametrize("policy", ["adamw_only", "all", "separate", "per_matrix"])
+def test_what_is_measured_apart_is_clipped_as_an_optimizer_of_its_own_clips_it(policy: Any) -> None:
+    """Megatron's ``grad_norm_group``: neither part's norm, threshold or limits know of the other's gradients."""
+    together = parameters(torch.float32)
+    in_main_grad(together)
+    apart = {name for number, name in enumerate(together) if number % 2}
+    for name in apart:
+        together[name].grad_norm_group = "mtp"
+    parts = [parameters(torch.float32), parameters(torch.float32)]
+    for held in parts:
+        in_main_grad(held)
+    ours = mm.Muon(groups(together), gradients=MainGrad(), **SETTINGS)
+    alone = []
+    for part, held in enumerate(parts):
+        names = {name: p for name, p in held.items() if (name in apart) == bool(part)}
+        alone.append(mm.Muon([g for g in groups(names) if g["params"]], gradients=MainGrad(), **SETTINGS))
+    for step in range(12 if policy == "per_matrix" else 2):  # it limits none before the eleventh
+        for name, gradient in problem.gradients(step).items():
+            for held in (together, *parts):
+                held[name].main_grad.copy_(gradient * (1e2**step if name in apart else 1.0))
+        norms = ours.clip_grad_norm_(0.5, policy=policy, skip_above=1e12)
+        main, other = (
+            alone[0].clip_grad_norm_(0.5, policy=policy, skip_above=1e12),
+            alone[1].clip_grad_norm_(0.5, policy=policy),
+        )
+        assert (float(norms), float(norms.apart["mtp"])) == (float(main), float(other))
+        assert not norms.skipped
+        for optimizer in (ours, *alone):
+            optimizer.step()
+        for name, parameter in together.items():
+            same = parts[name in apart][name]
+            assert torch.equal(parameter.main_grad, same.main_grad)
+            assert torch.equal(parameter, same)
+    together[next(iter(apart))].main_grad.fill_(float("nan"))
+    assert ours.clip_grad_norm_(0.5, policy=policy).skipped
+
+
+def test_a_norm_of_its_own_that_megatron_does_not_know_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(4, 6))
+    weight.main_grad, weight.grad_norm_group = torch.ones(4, 6), "heads"
+    optimizer = mm.Muon([{"params": [("layer.weight", weight)]}], gradients=MainGrad())
+    with pytest.raises(mm.LayoutError, match=r"layer.weight: found a norm of its own, 'heads'; needed one of mtp"):
+        optimizer.clip_grad_norm_(1.0)
+
+
 def test_copies_of_an_optimizer_have_the_source_too() -> None:
     held = parameters()
     in_main_grad(held)

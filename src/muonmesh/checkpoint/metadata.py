@@ -7,13 +7,13 @@ whatever else it names is refused, and torch's own objects are then built from t
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import pickle
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,6 +30,7 @@ from muonmesh.files import kind_of, reason
 
 METADATA_FILE = ".metadata"
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
+_Box: TypeAlias = tuple[tuple[int, int], ...]  # for each dim where it begins and how long it is
 _CHECKPOINT = "torch.distributed.checkpoint"
 # What torch writes, as found in checkpoints of one rank, DDP, FSDP2 and ZeRO by torch 2.13.
 _RECORDS = {
@@ -183,13 +184,35 @@ def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
         box = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
         if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in box):
             raise ValueError(f"a piece of {name} lies outside of it")
-    full = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
-    for one, other in itertools.combinations(full, 2):
-        sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-        if all(a < b + m and b < a + n for a, n, b, m in sides):
-            raise ValueError(f"two pieces of {name} overlap")
-    if sum(math.prod(chunk.sizes) for chunk in full) != math.prod(tensor.size):
-        raise ValueError(f"a piece of {name} is missing")
+    boxes: Counter[_Box] = Counter(
+        tuple(zip(c.offsets, c.sizes, strict=True)) for c in tensor.chunks if c.sizes.numel()
+    )
+    held = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+    if tensor.size.numel():
+        boxes[tuple((0, size) for size in tensor.size)] -= 1
+    if not _add_up_to_nothing(boxes):
+        what = "a piece of {} is missing" if held < tensor.size.numel() else "two pieces of {} overlap"
+        raise ValueError(what.format(name))
+
+
+def _add_up_to_nothing(boxes: Mapping[_Box, int]) -> bool:
+    """Whether at every point the weights of the boxes around it add up to 0.
+
+    Along the first dim a sum changes only where a box begins or ends, so it is 0 everywhere if each of these changes
+    is, and a change is a sum of boxes of one dim less. Neighbours that end and begin with the same face take each
+    other away at once, so what the ranks of a mesh hold is looked at in time that grows with the number of pieces.
+    """
+    changes: dict[int, Counter[_Box]] = {}
+    for box, weight in boxes.items():
+        if not weight:
+            continue
+        if not box:
+            return False
+        (start, size), face = box[0], box[1:]
+        changes.setdefault(start, Counter())[face] += weight
+        changes.setdefault(start + size, Counter())[face] -= weight
+    # All changes together are 0, so the last one is if the others are.
+    return all(_add_up_to_nothing(changes[at]) for at in sorted(changes)[:-1])
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import sys
@@ -65,9 +66,11 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
         # torch makes a directory for logs of ranks that nobody asked for, and leaves it behind. Here the next start
         # finds it should this process be killed.
         with tempfile.TemporaryDirectory(dir=room_for_logs(run)) as logs:
-            command: tuple[str | Callable[[str], None], tuple[Any, ...]] = (worker, (str(run),))
+            command: tuple[str | Callable[..., None], tuple[Any, ...]]
             if isinstance(worker, str):
                 command = (sys.executable, ("-m", worker, str(run)))
+            else:
+                command = (_end_when_stopped, (worker, str(run), signals.asked))
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -94,6 +97,17 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
         forget_rooms(run)
 
 
+def _end_when_stopped(worker: Callable[[str], None], run: str, asked: mmap.mmap) -> None:
+    """Call ``worker(run)`` in a copy of the launcher, and end the copy if the launcher was asked to stop.
+
+    A copy that returns waits until the launcher has read what it returned, and a launcher that stops never does.
+    """
+    worker(run)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # one that comes from here on ends the copy, one before has been told
+    if asked[0]:
+        os._exit(0)
+
+
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -106,7 +120,8 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self.asked = mmap.mmap(-1, 1)
+        """One byte that copies of this process see too: whether it was asked to end."""
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         for number, handler in self._before.items():
             if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # ignored, as under nohup, it stays so
@@ -118,9 +133,9 @@ class _Signals:
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self._asked:
+        if number == signal.SIGHUP and self.asked[0]:
             return
-        self._asked = True
+        self.asked[0] = 1
         raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.SIGINT)
 
 

@@ -18,11 +18,12 @@ from muonmesh.clip.squares import (
     ERRORS,
     FELT,
     INVARIANT,
-    MATRICES,
     REPLAN,
     SQUARED,
     add_other_sets,
     add_squares,
+    matrices_from,
+    zeros_for,
 )
 from muonmesh.comm.agreement import agree_on_plan
 from muonmesh.comm.exchange import Exchange
@@ -57,13 +58,12 @@ def clip_gradients(
         PlanError: another rank found something wrong. Nothing has been scaled then.
     """
     measured = {INVARIANT, FELT} if limits.whole else {FELT}
-    # As long under every policy, so that ranks that were given different ones do not wait for each other.
-    sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
+    apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
     if not _reduces(planned, measured, process_group):
         limits.check()
-        return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool)), Clip()
+        return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
     error = add_squares(planned, groups, source, measured, sums, matrices=limits.policy == "per_matrix")
-    said = dict.fromkeys(range(MATRICES), 0)
+    said = dict.fromkeys(range(matrices), 0)
     try:
         limits.check()
         said[ALIKE], said[SQUARED] = limits.digest, limits.digest**2
@@ -72,11 +72,11 @@ def clip_gradients(
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
     said[ERRORS] = int(error is not None)
-    sums[:MATRICES] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
+    sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
     exchange.reduce_sums(sums)
-    here = sums[:MATRICES].clone()
+    here = sums[:matrices].clone()
     if process_group is not None:
-        add_other_sets(sums[:MATRICES], exchange, process_group)
+        add_other_sets(sums[:matrices], exchange, process_group)
     if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
         raise error  # an argument, which is the same everywhere
     if waits and float(sums[ERRORS]):
@@ -93,13 +93,13 @@ def clip_gradients(
         write = "Call it alike everywhere: replicas would drift apart"
         needed = "the same arguments on every rank"
         raise PlanError(explain_error("clip_grad_norm_", f"{arguments} here and others on other ranks", needed, write))
-    skip = limits.skips(sums) | (sums[ERRORS] != 0) | (here[REPLAN] != 0) | unequal
+    skip = limits.skips(sums, apart) | (sums[ERRORS] != 0) | (here[REPLAN] != 0) | unequal
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if error is None:
-        scale_groups(groups, source, limits.coefficients(sums, skip))
+        scale_groups(groups, source, limits.coefficients(sums, skip, apart))
         if limits.policy == "per_matrix":
-            running = limit_matrices(planned, state, source, sums[MATRICES:], skip, limits.max_norm)
-    return limits.told(sums, skip), Clip(skip, running, error)
+            running = limit_matrices(planned, state, source, sums[matrices:], skip, limits.max_norm)
+    return limits.told(sums, skip, apart), Clip(skip, running, error)
 
 
 def stand_aside_from_sums(
@@ -108,6 +108,7 @@ def stand_aside_from_sums(
     error: Exception | None,
     limits: Limits,
     *,
+    source: GradientSource,
     process_group: dist.ProcessGroup | None,
     waits: bool,
 ) -> GradNorms | None:
@@ -118,6 +119,7 @@ def stand_aside_from_sums(
         exchange: The exchange of that plan.
         error: What is wrong with its groups; None: they have changed, so that all must plan again.
         limits: The arguments of the call.
+        source: Where gradients are.
         process_group: Ranks of other pipeline stages to be clipped with, as in `Muon.clip_grad_norm_`.
         waits: Whether the others' hosts read what is said. If not and some have not changed, `Muon.step` ends in an
             error on all ranks.
@@ -129,22 +131,22 @@ def stand_aside_from_sums(
         Exception: ``error``, unless the others do not wait and `Muon.step` has to say it.
         PlanError: another rank found an error.
     """
-    sums = torch.zeros(MATRICES + len(planned.plan.assignments), dtype=torch.float64, device=planned.device)
+    matrices, sums = matrices_from(source), zeros_for(planned, source)
     if not _reduces(planned, {INVARIANT, FELT} if limits.whole else {FELT}, process_group):
         if error is not None:
             raise error
         return None
     place = ERRORS if error is not None else REPLAN
-    sums[:MATRICES] += upload([int(n == place) for n in range(MATRICES)], dtype=sums.dtype, device=sums.device)
+    sums[:matrices] += upload([int(n == place) for n in range(matrices)], dtype=sums.dtype, device=sums.device)
     exchange.reduce_sums(sums)
-    here = sums[:MATRICES].clone()
+    here = sums[:matrices].clone()
     if process_group is not None:
-        add_other_sets(sums[:MATRICES], exchange, process_group)
+        add_other_sets(sums[:matrices], exchange, process_group)
     if waits and float(here[ERRORS]):
         agree_on_plan(exchange.group, exchange.plan, error)
     if waits or float(here[REPLAN]) == len(exchange.plan.ranks):
         return None
-    return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool))
+    return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool), source.norms_apart)
 
 
 def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGroup | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -60,22 +61,27 @@ class Limits:
         text = f"{self.policy} {float(self.max_norm)} {float(self.skip_above)}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) % 2**20
 
-    def skips(self, sums: Tensor) -> Tensor:
-        """Return whether the step is skipped, 0-d bool: too large, or not finite."""
+    def skips(self, sums: Tensor, apart: Sequence[str] = ()) -> Tensor:
+        """Return whether the step is skipped, 0-d bool: too large, or not finite, also of what is measured apart."""
         norms = norms_of(sums)
         above = [norms[name] > self.skip_above for name in self.protects]
-        return torch.stack([*above, ~norms["total"].isfinite()]).any()
+        infinite = [~norms_of(sums, number)["total"].isfinite() for number in range(1 + len(apart))]
+        return torch.stack([*above, *infinite]).any()
 
-    def coefficients(self, sums: Tensor, skip: Tensor) -> dict[int, Tensor]:
-        """Return min(1, max_norm / norm), as torch's function computes it, for each half that is clipped as one."""
+    def coefficients(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> dict[int, Tensor]:
+        """Return min(1, max_norm / norm), as torch's function computes it, for each half that is clipped as one.
+
+        They are by the places of the halves in the sums.
+        """
         by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
-        norms = norms_of(sums)
         return {
-            half: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
+            half + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
+            for number, norms in enumerate(norms_of(sums, number) for number in range(1 + len(apart)))
             for half, name in by.get(self.policy, {FELT: "adamw"}).items()
         }
 
-    def told(self, sums: Tensor, skip: Tensor) -> GradNorms:
+    def told(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> GradNorms:
         """Return the norms, or with ``norms=False`` those that the policy needs."""
         known = {name: norm if self.norms or name in self.protects else None for name, norm in norms_of(sums).items()}
-        return GradNorms(**known, skipped=skip)
+        others = {name: norms_of(sums, number)["total"] for number, name in enumerate(apart, 1)}
+        return GradNorms(**known, skipped=skip, apart=others)

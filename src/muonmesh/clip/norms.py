@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,12 +21,15 @@ class GradNorms:
         muon: Norm of the gradients of Muon's half, the groups whose rule is scale-invariant; None likewise.
         adamw: Norm of the others': AdamW's, and those of rules that feel the scale of gradients; None likewise.
         skipped: 0-d bool tensor, whether the next ``step`` changes nothing.
+        apart: The norms of gradients that the others leave out, by name: `GradientSource.norms_apart`, of what was
+            measured.
     """
 
     total: Tensor | None
     muon: Tensor | None
     adamw: Tensor | None
     skipped: Tensor
+    apart: Mapping[str, Tensor] = field(default_factory=dict)
 
     def item(self) -> float:
         """Return the total norm."""

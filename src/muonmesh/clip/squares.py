@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource, whole_gradient
-from muonmesh.errors import LayoutError
+from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
@@ -24,7 +24,8 @@ ERRORS, REPLAN, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(7)
 ERRORS: how many ranks found an error. REPLAN: how many must plan again. ALIKE and SQUARED: a number made of the
 arguments, and its square; by their sums ranks see whether all were given the same arguments. INVARIANT: the squares of
 the gradients whose scale the update does not feel, which are Muon's. FELT: those of the gradients whose scale it feels,
-which are AdamW's. From MATRICES on: the squares of each matrix of the plan.
+which are AdamW's. From MATRICES on: both again for each of the source's `norms_apart`, and then, from
+`matrices_from` on, the squares of each matrix of the plan.
 """
 
 
@@ -33,9 +34,39 @@ def half_of(group: Mapping[str, Any]) -> int:
     return INVARIANT if RULES[group["algorithm"]].scale_invariant else FELT
 
 
-def norms_of(sums: Tensor) -> dict[str, Tensor]:
-    """Return the norms "total", "muon" and "adamw" of the vector, 0-d fp64 each."""
-    muon, adamw = sums[INVARIANT], sums[FELT]
+def matrices_from(source: GradientSource) -> int:
+    """Return the place in the vector from which on there are the squares of the matrices."""
+    return MATRICES + 2 * len(source.norms_apart)
+
+
+def zeros_for(planned: Planned, source: GradientSource) -> Tensor:
+    """Return the vector before anything is added.
+
+    It is as long under every policy, so that ranks that were given different ones do not wait for each other.
+    """
+    length = matrices_from(source) + len(planned.plan.assignments)
+    return torch.zeros(length, dtype=torch.float64, device=planned.device)
+
+
+def number_of(name: str, parameter: Tensor, source: GradientSource) -> int:
+    """Return 0 for the usual norms, else the number of what a gradient is measured by, from 1.
+
+    Raises:
+        LayoutError: the source names a norm that it does not list, so that other ranks may not know of it.
+    """
+    apart = source.norm_apart(parameter)
+    if apart is None:
+        return 0
+    if apart not in source.norms_apart:
+        found, needed = f"a norm of its own, {apart!r}", f"one of {', '.join(source.norms_apart) or 'none'}"
+        write = "Correct norm_apart() of the GradientSource, or its norms_apart"
+        raise LayoutError(explain_error(name, found, needed, write))
+    return 1 + list(source.norms_apart).index(apart)
+
+
+def norms_of(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
+    """Return the norms "total", "muon" and "adamw" of the vector, 0-d fp64 each; or of what is measured apart."""
+    muon, adamw = sums[INVARIANT + 2 * number], sums[FELT + 2 * number]
     return {"total": (muon + adamw).sqrt(), "muon": muon.sqrt(), "adamw": adamw.sqrt()}
 
 
@@ -65,7 +96,8 @@ def add_squares(
     """
     error: Exception | None = None
     places, parts, copies = list[int](), list[Tensor](), list[int]()
-    gradients = dict[int, Tensor]()
+    gradients, norm_of = dict[int, Tensor](), dict[int, int]()
+    first = matrices_from(source)
     for number, member in [*enumerate(planned.muon), *((-1, member) for some in planned.adamw for member in some)]:
         if member is None or (half := half_of(groups[member.group])) not in measured:
             continue
@@ -73,13 +105,14 @@ def add_squares(
             continue
         try:
             gradient = whole_gradient(member.name, member.tensor, source)
+            half += 2 * number_of(member.name, member.tensor, source)
         except (LayoutError, TypeError) as found:
             error = error or found
             continue
         if gradient is None:
             continue
         if matrices and number >= 0:
-            gradients[number] = gradient.contiguous()
+            gradients[number], norm_of[number] = gradient.contiguous(), half
             continue
         for part in member.storage.parts(gradient):
             places.append(half)
@@ -90,15 +123,18 @@ def add_squares(
             member = planned.muon[assignment.parameter]
             assert member is not None
             for piece in pieces:
-                places.append(MATRICES + place)
+                places.append(first + place)
                 parts.append(view_of(gradients[assignment.parameter], piece))
                 copies.append(member.storage.copies)
     if parts:
         index = upload(places, dtype=torch.int64, device=sums.device)
         shares = upload(copies, dtype=torch.float64, device=sums.device)
         sums.index_add_(0, index, sums_of_squares(parts) / shares)
-    if matrices:
-        sums[INVARIANT] += sums[MATRICES:].sum()
+    # Of a matrix that is not held here nothing has been added, so it may count anywhere.
+    halves = [norm_of.get(assignment.parameter, INVARIANT) for assignment in planned.plan.assignments]
+    for half in dict.fromkeys(halves) if matrices else ():
+        which = [first + place for place, its in enumerate(halves) if its == half]
+        sums[half] += sums[upload(which, dtype=torch.int64, device=sums.device)].sum()
     return error
 
 

@@ -22,7 +22,13 @@ class GradientSource(Protocol):
 
     Whatever reads a gradient reads it here: steps, clipping, metrics. A host's own class derives from this one and says
     where the gradients are; names and groups are then those of the param groups and of ``process_group=``.
+
+    Attributes:
+        norms_apart: Names of norms beside the usual ones, for gradients that are clipped as if an optimizer of its own
+            had them; the same on every rank.
     """
+
+    norms_apart: Sequence[str] = ()
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's gradient, or None; a step never writes to it.
@@ -56,6 +62,10 @@ class GradientSource(Protocol):
         """Return whether norms count a parameter; False for one that ranks elsewhere hold and count too."""
         return True
 
+    def norm_apart(self, parameter: Tensor) -> str | None:
+        """Return by which of ``norms_apart`` a gradient is measured and clipped; None: by the usual norms."""
+        return None
+
 
 class ParameterGrad(GradientSource):
     """What autograd leaves: ``parameter.grad``."""
@@ -77,7 +87,9 @@ PARAMETER_GRAD = ParameterGrad()
 def check_source(source: object) -> None:
     """Raise TypeError unless it is None or can be asked as a `GradientSource`."""
     missing = [
-        name for name in ("gradient", "write", "name", "group", "counted") if not callable(getattr(source, name, None))
+        name
+        for name in ("gradient", "write", "name", "group", "counted", "norm_apart")
+        if not callable(getattr(source, name, None))
     ]
     if source is not None and (missing or isinstance(source, type)):
         lacks = f" without {', '.join(f'{name}()' for name in missing)}" if missing else ", a class"

@@ -13,7 +13,7 @@ from muonmesh.comm.schedule import Back, Copies, Round, Schedule, There, Way
 from muonmesh.comm.team import Team
 from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Left, Work
+from muonmesh.comm.work import Ends, Left, Work
 from muonmesh.layout import Plan
 from muonmesh.numerics.threads import run_all
 
@@ -90,7 +90,7 @@ class OwnerExchange:
         self._wire.counts.orthogonalized += self.schedule.local_count
         if not count:
             return None
-        if not self._back[count - 1].rounds or self._back[count - 1].summed:  # sums are collectives of their own
+        if not self._back[count - 1].rounds.count or self._back[count - 1].summed:  # sums are collectives of their own
             self._receive(count - 1, work)
             return None
         ends = (*self._back[count - 1].staying, *self._round[count - 1].arrived)
@@ -121,8 +121,8 @@ class OwnerExchange:
     def _scatter(self, number: int, index: int) -> None:
         """Start to move the results to every holder, or a part of them."""
         stage = self._back[number]
-        if index < stage.rounds:
-            one = self._round[number] = self.schedule.round(number, index, stage.results)
+        if index < stage.rounds.count:
+            one = self._round[number] = self.schedule.round(number, index, stage.results, self._round.get(number))
             self._copy(one.leaving)
             self._under_way[number] = self._start(one.way)
 
@@ -131,25 +131,37 @@ class OwnerExchange:
 
         One part travels while the one before it is written, so there is memory for two of them.
         """
-        for index in range(1, self._back[number].rounds):
-            before, transfer = self._round.pop(number), self._under_way.pop(number)
+        stage = self._back[number]
+        if stage.rounds.count and not stage.rounds.near:  # what sums are taken over is here
+            self._sum(number, (), work)
+        for index in range(1, stage.rounds.count):
+            before, transfer = self._round[number], self._under_way.pop(number)
             self._scatter(number, index)
             self._finish(transfer)
+            self._sum(number, before.arrived, work)
             work.write(before.arrived)
 
     def _receive(self, number: int, work: Work) -> None:
         """Apply what stayed here while the rest travels, then what arrived."""
-        stage = self._back.pop(number)
         last, transfer = self._round.pop(number, None), self._under_way.pop(number, None)
         arrived = () if last is None else last.arrived
-        if stage.summed:  # nothing is written before all has arrived and is added up
-            self._finish(transfer)
-            self._totals.take(stage.summed, (*stage.staying, *arrived), work, what=f"bucket {number}")
-            work.write((*stage.staying, *arrived))
-            return
-        work.write(stage.staying)
+        if not self._back[number].summed:
+            work.write(self._back[number].staying)
         self._finish(transfer)
+        self._sum(number, arrived, work)
         work.write(arrived)
+        del self._back[number]
+
+    def _sum(self, number: int, arrived: Ends, work: Work) -> None:
+        """Take the sums over the matrices of a bucket, if there are any still to be taken, and write what stayed here.
+
+        Nothing of these matrices is written before. What the sums are taken over has stayed here or has arrived.
+        """
+        stage = self._back[number]
+        if stage.summed:
+            self._totals.take(stage.summed, (*stage.staying, *arrived), work, what=f"bucket {number}")
+            work.write(stage.staying)
+            self._back[number] = replace(stage, summed={}, staying=())
 
     def _start(self, way: Way | None) -> Transfer | None:
         if way is None:

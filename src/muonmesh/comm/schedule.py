@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +26,7 @@ from muonmesh.comm.views import memory_of, place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Plan, Routes
 from muonmesh.layout.region import row_major
+from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, in_rounds
 
 Copies = tuple[tuple[Tensor, Tensor], ...]
@@ -82,7 +83,7 @@ class Back:
             travel.
         summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
         staying: What is written straight from the results.
-        rounds: In how many rounds the results travel; 0 if nothing does.
+        rounds: In which rounds the results travel.
         results: Those of each batch, (b, rows, cols).
     """
 
@@ -91,7 +92,7 @@ class Back:
     local: tuple[tuple[Local, ...], ...]
     summed: Mapping[int, int]
     staying: Ends
-    rounds: int
+    rounds: Rounds
     results: tuple[Tensor, ...]
 
 
@@ -133,7 +134,8 @@ class Schedule:
         self._drafts = _drafts(plan, rank, peers)
         self._dtype, self._device = dtype, device
         self.stages = len(self._drafts)
-        self._rounds_before = [0, *itertools.accumulate(draft.rounds for draft in self._drafts)]
+        self._rounds_before = [0, *itertools.accumulate(draft.rounds.count for draft in self._drafts)]
+        self._fillings_before = [0, *itertools.accumulate(len(set(draft.filling)) for draft in self._drafts)]
         self.memory: Mapping[str, Tensor] = {}
         if device.type == "cpu":
             numels: dict[str, int] = {}
@@ -171,12 +173,26 @@ class Schedule:
             self._keep((number, -1), found)
         return found
 
-    def round(self, number: int, index: int, results: Sequence[Tensor]) -> Round:
-        """Return one round of a stage, with memory for it; ``results`` are those of `back`."""
+    def round(self, number: int, index: int, results: Sequence[Tensor], before: Round | None = None) -> Round:
+        """Return one round of a stage, with memory for it.
+
+        Args:
+            number: Of the stage.
+            index: Of the round in it.
+            results: Those of `back`.
+            before: The round before in this stage. If both send the same, its send buffer serves again.
+        """
         found = self._kept.get((number, index))
         if not isinstance(found, Round):
-            draft, turn = self._drafts[number], self._rounds_before[number] + index
-            found = draft.round(number, index, results, self._memory(draft.numels_of_round(index), turn))
+            draft = self._drafts[number]
+            memory = dict(self._memory(draft.received(index), self._rounds_before[number] + index))
+            filling = draft.filling[index]
+            if before is not None and filling == draft.filling[index - 1]:
+                memory["scatter.send"] = before.way.send
+                found = replace(draft.round(number, index, results, memory), leaving=())
+            else:
+                memory |= self._memory(draft.sent(index), self._fillings_before[number] + filling)
+                found = draft.round(number, index, results, memory)
             self._keep((number, index), found)
         return found
 
@@ -184,8 +200,9 @@ class Schedule:
         """Yield what is needed at once by role, with the turn of these roles: two take the same memory in turns."""
         for number, draft in enumerate(self._drafts):
             yield number, draft.numels((*THERE, *RESULTS))
-            for index in range(draft.rounds):
-                yield self._rounds_before[number] + index, draft.numels_of_round(index)
+            for index in range(draft.rounds.count):
+                yield self._rounds_before[number] + index, draft.received(index)
+                yield self._fillings_before[number] + draft.filling[index], draft.sent(index)
 
     def _memory(self, numels: Mapping[str, int], turn: int) -> Mapping[str, Tensor]:
         if self.memory:
@@ -228,7 +245,7 @@ class _Draft:
         local: tuple[tuple[Local, ...], ...],
         ways: tuple[Routes, Routes],
         gathers: bool,
-        rounds: int,
+        rounds: Rounds,
     ) -> None:
         self._rank, self._peers = rank, peers
         self.moving, self.local = moving, local
@@ -236,9 +253,15 @@ class _Draft:
         self._gathers, self.rounds = gathers, rounds
         self._gather = _Passage("gather", gather.held, gather.assembled, rank, peers)
         self._kept_back = scatter.held.get(rank, ())
+
+        def by_round(legs: Sequence[Leg], holder: int) -> list[tuple[Leg, ...]]:
+            return in_rounds(legs, rounds.count, lambda leg: rounds.of(plan.distance(leg.assignment, holder)))
+
+        held = {peer: by_round(legs, rank) for peer, legs in scatter.held.items()}
+        assembled = {peer: by_round(legs, peer) for peer, legs in scatter.assembled.items()}
         self._scatter = [
-            _Passage("scatter", held, assembled, rank, peers)
-            for held, assembled in zip(_cut(scatter.held, rounds), _cut(scatter.assembled, rounds), strict=True)
+            _Passage("scatter", _of_round(number, held), _of_round(number, assembled), rank, peers)
+            for number in range(rounds.count)
         ]
         self._summed = plan.summed(moving)
         mine = [number for number in moving if rank in plan.assignments[number].team]
@@ -257,9 +280,21 @@ class _Draft:
             needed |= self._gather.numels
         return {role: needed[role] for role in roles if role in needed}
 
-    def numels_of_round(self, index: int) -> dict[str, int]:
-        """Return how much memory a round needs by role."""
-        return self._scatter[index].numels
+    def received(self, index: int) -> dict[str, int]:
+        """Return how much memory a round needs for what it receives, by role."""
+        return {"scatter.receive": self._scatter[index].numels["scatter.receive"]}
+
+    def sent(self, index: int) -> dict[str, int]:
+        """Return how much memory a round needs for what it sends, by role."""
+        return {"scatter.send": self._scatter[index].numels["scatter.send"]}
+
+    @cached_property
+    def filling(self) -> list[int]:
+        """For each round, how often the send buffer is filled anew before it is sent: replicas are sent the same."""
+        found = [0] * bool(self._scatter)
+        for one, other in itertools.pairwise(self._scatter):
+            found.append(found[-1] + (not one.sends_as(other)))
+        return found
 
     def there(self, number: int, memory: Mapping[str, Tensor]) -> There:
         """Return the way to the owners, with its views of the memory."""
@@ -284,7 +319,7 @@ class _Draft:
     def round(self, number: int, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Round:
         """Return a round of the way back, with its views of the memory."""
         passage = self._scatter[index]
-        told = f", round {index + 1} of {self.rounds}" if self.rounds > 1 else ""
+        told = f", round {index + 1} of {self.rounds.count}" if self.rounds.count > 1 else ""
         way = passage.way(f"the scatter of bucket {number}{told}", memory)
         copies = passage.copies(_by_assignment(self._batches, results), way.send)
         leaving = tuple((wire, matrix) for matrix, wire in copies)
@@ -334,6 +369,10 @@ class _Passage:
         """How much memory is needed by role."""
         return {f"{self._name}.send": sum(self._sent), f"{self._name}.receive": sum(self._received)}
 
+    def sends_as(self, other: _Passage) -> bool:
+        """Whether the same elements of this rank's matrices leave in the same order."""
+        return self._copies == other._copies
+
     def way(self, what: str, memory: Mapping[str, Tensor]) -> Way:
         """Return what moves, with its views of the memory."""
         send = memory[f"{self._name}.send"][: sum(self._sent)]
@@ -371,14 +410,9 @@ class _Passage:
         return [(number, copy) for number, some in found.items() for copy in _joined(some)]
 
 
-def _cut(legs: Mapping[int, Sequence[Leg]], rounds: int) -> list[dict[int, tuple[Leg, ...]]]:
-    """Return the legs of each round, by peer."""
-    found: list[dict[int, tuple[Leg, ...]]] = [{} for _ in range(rounds)]
-    for peer, some in legs.items():
-        for one, part in zip(found, in_rounds(some, rounds) if rounds else (), strict=True):
-            if part:
-                one[peer] = part
-    return found
+def _of_round(number: int, legs: Mapping[int, Sequence[tuple[Leg, ...]]]) -> dict[int, tuple[Leg, ...]]:
+    """Return the legs of one round, by peer."""
+    return {peer: some[number] for peer, some in legs.items() if some[number]}
 
 
 def _views(copies: Sequence[tuple[int, _Copy]], matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
@@ -449,7 +483,7 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> list[_Draft]:
             drafts.append(_Draft(plan, rank, peers, moving, taken(), ways, plan.gathers(number), plan.rounds(number)))
     if waiting:
         nothing = Routes({}, {})
-        drafts.append(_Draft(plan, rank, peers, (), taken(), (nothing, nothing), False, 0))
+        drafts.append(_Draft(plan, rank, peers, (), taken(), (nothing, nothing), False, Rounds()))
     return drafts
 
 

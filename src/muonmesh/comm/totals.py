@@ -1,6 +1,6 @@
 """Totals: the sums that rules ask for over whole matrices, taken by the ranks that hold these, before they are written.
 
-Every element counts once: where there are copies of a matrix, the elements of one of them. The sums are exact
+Every element counts once: where there are copies of a matrix, the elements of its owner's. The sums are exact
 (`muonmesh.numerics.exact`), so every layout gives the same bits. They take two small all-reduces for all matrices of a
 bucket: of the largest exponents, and of the integers.
 """
@@ -44,11 +44,12 @@ class Totals:
 
         Args:
             asked: `Plan.summed` of the matrices, at least one.
-            ends: The updates of all that this rank stores of them; those of other matrices are left out.
+            ends: The updates of all that this rank stores of them and that counts (`Plan.counts`); what is there
+                besides is left out.
             work: Computes the summands, and is given the sums.
             what: Names the matrices in errors.
         """
-        counted = [end for end in ends if end[0].assignment in asked and self._counts(end[0].parameter)]
+        counted = [end for end in ends if end[0].assignment in asked and self._counts(end[0].assignment)]
         starts = dict(zip(asked, itertools.accumulate(asked.values(), initial=0), strict=False))
         rows = {number: slice(start, start + asked[number]) for number, start in starts.items()}
         total = sum(asked.values())
@@ -100,12 +101,11 @@ class Totals:
             self._wire.counts.seconds_waiting += time.perf_counter() - started
             self._wire.counts.collectives += 1
 
-    def _counts(self, parameter: int) -> bool:
-        """Whether the elements that this rank stores of a parameter count: those of the first copy do."""
-        if parameter not in self._counting:
-            target = self._plan.parameters[parameter].target
-            self._counting[parameter] = self._rank in target.replica(target.ranks[0])
-        return self._counting[parameter]
+    def _counts(self, assignment: int) -> bool:
+        """Whether the elements that this rank stores of a matrix count."""
+        if assignment not in self._counting:
+            self._counting[assignment] = self._plan.counts(assignment, self._rank)
+        return self._counting[assignment]
 
 
 def _write(write: Callable[[Leg, Tensor, Tensor], None], leg: Leg, update: Tensor, into: Tensor) -> None:

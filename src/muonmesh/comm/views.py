@@ -19,8 +19,8 @@ def place(piece: Piece, matrix: Tensor) -> Tensor:
 
 
 def contiguous(update: Tensor) -> Tensor:
-    """Return a tensor as it is or, if it is not contiguous, copied to memory that the thread uses again."""
-    if update.is_contiguous():
+    """Return a tensor as it is or, if it is not contiguous, copied to memory that the thread uses again; on a CPU."""
+    if update.is_contiguous() or update.device.type != "cpu":
         return update
     return scratch("update", update.shape, dtype=update.dtype, device=update.device).copy_(update)
 

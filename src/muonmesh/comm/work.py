@@ -107,7 +107,7 @@ class Work(Protocol):
 
         Args:
             leg: Whose matrix has sums (`Plan.summed`).
-            update: Contiguous and of the shape of its piece.
+            update: Of the shape of its piece; contiguous on a CPU.
             into: int64 (sums,); zeros before.
         """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import DistributedType
@@ -16,12 +16,15 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
 from muonmesh.build import from_model
-from muonmesh.clip import ClipPolicy
+from muonmesh.clip import ClipPolicy, Limits
 from muonmesh.comm.wrappers import living
 from muonmesh.errors import explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
 from muonmesh.integrations.settings import check_settings
 from muonmesh.optimizer import Muon
+
+if TYPE_CHECKING:  # DeepSpeed need not be installed
+    from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 
 _logger = logging.get_logger(__name__)
 
@@ -74,6 +77,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     """Clips in place of a Trainer, and adds the optimizer's figures to what the Trainer logs.
 
     The learning rate of each group is logged as ``learning_rate/<group>``; a Trainer logs that of the first alone.
+    Under DeepSpeed the engine steps inside backward, so it is told once, and clips and skips by the same rules.
 
     Args:
         clip: Largest norm, by the policy; None: nothing is clipped here, and the Trainer's ``max_grad_norm`` counts.
@@ -82,10 +86,12 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         policy: See `muonmesh.Muon.clip_grad_norm_`.
         skip_above: Steps with a larger norm, or one that is not finite, change nothing on any rank, and the schedule
             stays where it is.
-        metrics: Whether `muonmesh.Muon.metrics` are logged, with what else is logged.
+        metrics: Whether `muonmesh.Muon.metrics` are logged, with what else is logged; not under DeepSpeed, whose engine
+            has freed the gradients by then.
 
     Raises:
-        ValueError: an argument is out of range; at the beginning of the training: the Trainer has another optimizer.
+        ValueError: an argument is out of range; at the beginning of the training: the Trainer has another optimizer, or
+            DeepSpeed is to log metrics.
     """
 
     def __init__(
@@ -107,16 +113,28 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Whether gradients are measured here."""
         return self.clip is not None or self.skip_above < math.inf
 
+    @property
+    def _limits(self) -> Limits:
+        return Limits(math.inf if self.clip is None else self.clip, self.policy, self.skip_above, True, 2.0)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take over the clipping, and step before the loggers."""
-        muon = _muon_in(kwargs["optimizer"])
+        held = _optimizer_in(kwargs["optimizer"])
         if self.clips and args.max_grad_norm:
             _logger.info(f"MuonCallback clips, so max_grad_norm is set from {args.max_grad_norm} to 0")
             args.max_grad_norm = 0.0
-        if self.metrics:
-            muon.metrics()  # from here on updates are recorded
+        if not isinstance(held, Muon):
+            if self.metrics:
+                found, needed = "metrics=True under DeepSpeed", "none: its engine frees gradients before they are asked"
+                raise ValueError(
+                    explain_error("MuonCallback", found, needed, "Remove metrics; rates are logged anyway")
+                )
+            if self.clips:
+                held.clip_by(self._limits)
+        elif self.metrics:
+            held.metrics()  # from here on updates are recorded
         for handler in living(CallbackHandler):
             if self in handler.callbacks:
                 handler.callbacks.remove(self)
@@ -125,21 +143,23 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Clip; a Trainer has unscaled the gradients by now."""
-        if self.clips:
-            limit = math.inf if self.clip is None else self.clip
-            _muon_in(kwargs["optimizer"]).clip_grad_norm_(limit, policy=self.policy, skip_above=self.skip_above)
+        """Clip; a Trainer has unscaled the gradients by now. DeepSpeed has clipped and stepped already."""
+        held = _optimizer_in(kwargs["optimizer"])
+        if self.clips and isinstance(held, Muon):
+            given = self._limits
+            held.clip_grad_norm_(given.max_norm, policy=given.policy, skip_above=given.skip_above)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Tell the Trainer of a skipped step before it moves the schedule; measure while there are gradients."""
         wrapper = kwargs["optimizer"]
-        muon = _muon_in(wrapper)
-        wrapper._is_overflow = muon.skipped
-        self._figures = {f"learning_rate/{group['name']}": float(group["lr"]) for group in muon.param_groups}
-        if self.metrics and _logs_next(args, state):
-            self._figures |= muon.metrics()
+        held = _optimizer_in(wrapper)
+        self._figures = {f"learning_rate/{group['name']}": float(group["lr"]) for group in held.param_groups}
+        if isinstance(held, Muon):
+            wrapper._is_overflow = held.skipped
+            if self.metrics and _logs_next(args, state):
+                self._figures |= held.metrics()
 
     def on_log(
         self,
@@ -164,17 +184,16 @@ def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
     return bool(step % state.logging_steps == 0 or step >= state.max_steps)
 
 
-def _muon_in(optimizer: Any) -> Muon:
-    """Return the optimizer that Accelerate's wrapper holds."""
+def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
+    """Return the optimizer that the wrappers of Accelerate and DeepSpeed hold."""
     inner = optimizer
-    while not isinstance(inner, Muon) and hasattr(inner, "optimizer"):
+    while not isinstance(inner, Muon) and not hasattr(inner, "clip_by") and hasattr(inner, "optimizer"):
         inner = inner.optimizer
-    if not isinstance(inner, Muon):
+    if not isinstance(inner, Muon) and not hasattr(inner, "clip_by"):
         found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
-        if type(inner).__name__ == "EngineMuon":
-            write = "Remove the callback: under DeepSpeed the engine clips and steps inside backward, by its own config"
         raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
-    return inner
+    held: Muon | EngineMuon = inner
+    return held
 
 
 def _scaled_by(optimizer: Muon) -> list[AcceleratedOptimizer]:

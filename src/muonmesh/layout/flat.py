@@ -113,6 +113,10 @@ class FlatShards(Layout):
         """Return how many ranks hold each element."""
         return len(self.replicas)
 
+    def replica_number(self, rank: int) -> int:
+        """Return the number of the replica that ``rank`` belongs to."""
+        return next(number for number, replica in enumerate(self.replicas) if rank in replica)
+
     def parts(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of the runs that ``rank`` holds; runs end at the borders of all ranks of all replicas."""
         runs = self._runs()

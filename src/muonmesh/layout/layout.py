@@ -76,6 +76,10 @@ class Layout(ABC):
         """Return how many ranks hold each element."""
 
     @abstractmethod
+    def replica_number(self, rank: int) -> int:
+        """Return the number of the copy that ``rank`` holds some of, counted from 0."""
+
+    @abstractmethod
     def parts(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of the parts of a copy that ``rank`` holds; ranks that share a number share elements."""
 
@@ -207,6 +211,14 @@ class MeshLayout(Layout):
         """Return how many ranks hold each element."""
         pairs = zip(self.mesh, self.placements, strict=True)
         return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
+
+    def replica_number(self, rank: int) -> int:
+        """Return this rank's place on the replicated axes, counted over all of them."""
+        number = 0
+        for at, size, placement in zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True):
+            if isinstance(placement, Replicate):
+                number = number * size + at
+        return number
 
     def parts(self, rank: int) -> tuple[int, ...]:
         """Return the number of this rank's shard, counted over the axes that cut; nothing if it holds nothing."""

@@ -15,6 +15,7 @@ from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import assign_teams
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
 from muonmesh.layout.rates import Teams
+from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, extend, pieces, pieces_by_holder
 
 
@@ -94,36 +95,39 @@ class Plan:
         """Whether any rank of the bucket needs what another rank owns."""
         return any(self._moves(number, gather=False) for number in self.buckets[bucket])
 
-    def rounds(self, bucket: int) -> int:
-        """Return in how many rounds the results of a bucket travel, the same on every rank; 0 if none does.
+    def rounds(self, bucket: int) -> Rounds:
+        """Return in which rounds the results of a bucket travel, the same on every rank.
 
         An owner sends one copy of its result to each replica, and a rank receives its shards of all results. With many
-        replicas both are many times what an owner computes. So they are cut until in no round a rank sends or receives
-        more than the owner with the most in the bucket computes, or ``bucket_elements``. Where rules ask for sums over
-        the matrices there is one round, since nothing is written before all has arrived.
+        replicas both are many times what an owner computes. So in no round a rank sends or receives more than the owner
+        with the most in the bucket computes, or ``bucket_elements``.
         """
         numbers = self.buckets[bucket]
         if not self.scatters(bucket):
-            return 0
-        if self.summed(numbers) or all(self._place(self.assignments[n], gather=False).copies() == 1 for n in numbers):
-            return 1
-        owned, sent, kept = Counter[int](), Counter[int](), Counter[int]()
-        stored = Counter[Sequence[int]]()
+            return Rounds()
+        owned = Counter[int]()
         for number in numbers:
-            assignment = self.assignments[number]
-            target, owner, size = self._place(assignment, gather=False), assignment.owner, assignment.matrix.numel
-            part = size * target.copies() // len(target.ranks)
-            stored[target.ranks] += part
-            owned[owner] += size
-            sent[owner] += size * target.copies() - part
-            kept[owner] += part
-        received = Counter[int]()
-        for ranks, part in stored.items():
-            for rank in ranks:
-                received[rank] += part
-        at_most = max(self.bucket_elements, *owned.values())
-        most = max(*sent.values(), *(received[rank] - kept[rank] for rank in received))
-        return max(1, -(-most // at_most))
+            owned[self.assignments[number].owner] += self.assignments[number].matrix.numel
+        # Looked at once a parameter: a bucket has thousands of matrices of the same one.
+        parameters = {self.assignments[number].parameter for number in numbers}
+        targets = [self.parameters[parameter].target for parameter in parameters]
+        return Rounds.over(
+            max(target.copies() for target in targets),
+            max(1, self.bucket_elements // max(owned.values())),
+            near=any(len(target.ranks) > target.copies() for target in targets),
+            sums=bool(self.summed(numbers)),
+        )
+
+    def distance(self, assignment: int, holder: int) -> int:
+        """Return how many replicas a rank that holds some of a matrix comes after the owner's, in a circle."""
+        some = self.assignments[assignment]
+        target = self._place(some, gather=False)
+        return (target.replica_number(holder) - target.replica_number(some.owner)) % target.copies()
+
+    def counts(self, assignment: int, rank: int) -> bool:
+        """Return whether what a rank holds of a matrix counts in sums over it: what the owner's own replica holds."""
+        target = self._place(self.assignments[assignment], gather=False)
+        return rank in target.ranks and self.distance(assignment, rank) == 0
 
     def moves(self, number: int) -> bool:
         """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""

@@ -57,13 +57,6 @@ class Piece:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def rows(self, dim: int, first: int, count: int) -> Piece:
-        """Return the part of it from index ``first`` on, ``count`` indices along a dim."""
-        shape = (*self.shape[:dim], count, *self.shape[dim + 1 :])
-        storage_start = self.storage_start + first * self.storage_strides[dim]
-        matrix_start = self.matrix_start + first * self.matrix_strides[dim]
-        return Piece(shape, storage_start, self.storage_strides, matrix_start, self.matrix_strides)
-
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous row-major array of ``shape``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from muonmesh.layout.layout import Layout
@@ -43,28 +43,19 @@ class Routes:
     assembled: dict[int, tuple[Leg, ...]]
 
 
-def in_rounds(legs: Sequence[Leg], rounds: int) -> list[tuple[Leg, ...]]:
-    """Cut the legs between two ranks into nearly equal parts, at rows of their pieces; both ranks cut alike.
+def in_rounds(legs: Sequence[Leg], count: int, of: Callable[[Leg], int]) -> list[tuple[Leg, ...]]:
+    """Return the legs between two ranks by the round in which they travel; both ranks divide them alike.
 
     ``start`` of a leg is then its place in what is exchanged in its round.
     """
-    if rounds == 1:
+    if count == 1:
         return [tuple(legs)]
-    total = legs[-1].start + legs[-1].piece.numel
-    found: list[list[Leg]] = [[] for _ in range(rounds)]
-    filled = [0] * rounds
+    found: list[list[Leg]] = [[] for _ in range(count)]
+    filled = [0] * count
     for leg in legs:
-        piece = leg.piece
-        dim = next((d for d, size in enumerate(piece.shape) if size > 1), 0)
-        rows = piece.shape[dim]
-        width = piece.numel // rows
-        # The row that begins at or after the place where each round begins.
-        firsts = [min(rows, max(0, -((leg.start - total * k // rounds) // width))) for k in range(rounds)] + [rows]
-        for k in range(rounds):
-            first, count = firsts[k], firsts[k + 1] - firsts[k]
-            if count > 0:
-                found[k].append(replace(leg, piece=piece.rows(dim, first, count), start=filled[k]))
-                filled[k] += count * width
+        number = of(leg)
+        found[number].append(replace(leg, start=filled[number]))
+        filled[number] += leg.piece.numel
     return [tuple(some) for some in found]
 
 

@@ -48,7 +48,7 @@ def traffic(plan: Plan, rank: int) -> Traffic:
     for bucket, numbers in enumerate(plan.buckets):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
-        rounds = plan.rounds(bucket)
+        rounds = plan.rounds(bucket).count
         collectives += plan.gathers(bucket) + rounds
         asked = plan.summed(numbers)
         collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers

@@ -22,7 +22,7 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.fused import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
-from muonmesh.integrations.deepspeed.clipping import Clipping, limits_of
+from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
@@ -196,9 +196,8 @@ class Assembly:
         """Read the engine's records and give the optimizer its calls."""
         assert self._optimizer is not None
         groups = self._optimizer.param_groups
-        clipping = None if limits is None else Clipping(limits, engine.optimizer)
         if not engine.zero_optimization():
-            self._optimizer.bind(list(self._replicated(engine, groups)), clipping, engine.optimizer)
+            self._optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
             return
         error: Exception | None = None
         try:
@@ -207,7 +206,7 @@ class Assembly:
             flats, error = [], found
         placed = prove(flats, self._shards, error)
         calls = [self._flat(number, entry, groups) for number, entry in enumerate(placed)]
-        self._optimizer.bind(calls, clipping, engine.optimizer)
+        self._optimizer.bind(calls, limits, engine)
         mend(engine, self._optimizer)
 
     def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Call]:

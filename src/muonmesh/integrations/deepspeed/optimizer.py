@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip import GradNorms
+from muonmesh.clip import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.clipping import Clipping
@@ -48,11 +48,13 @@ class EngineMuon(torch.optim.Optimizer):
         self._calls: tuple[Call, ...] = ()
         self._call_of: dict[int, tuple[Call, int]] = {}
         self._clipping: Clipping | None = None
-        self._zero: Any = None
+        self._engine: Any = None
 
-    def bind(self, calls: Sequence[Call], clipping: Clipping | None, zero: Any) -> None:
-        """Hand over what the engine steps, how it is clipped, and what wraps this in the engine; create the state."""
-        self._calls, self._clipping, self._zero = tuple(calls), clipping, zero
+    def bind(self, calls: Sequence[Call], limits: Limits | None, engine: Any) -> None:
+        """Hand over what the engine steps, how it is clipped, and the engine; create the state."""
+        self._calls, self._engine = tuple(calls), engine
+        if limits is not None:
+            self.clip_by(limits)
         for call in calls:
             for number, group in enumerate(call.muon.param_groups):
                 for tensor in group["params"]:
@@ -60,6 +62,23 @@ class EngineMuon(torch.optim.Optimizer):
                     moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
                     self.state[tensor] = {"step": torch.zeros(()), **moments}
         self.release_second_moments()
+
+    def clip_by(self, limits: Limits) -> None:
+        """Clip and skip from the next step on, in place of the engine, whose own clipping ends.
+
+        After a step that changed nothing ``engine.optimizer.overflow`` is True, DeepSpeed's word for it: the engine
+        then counts a skipped step and leaves its schedule where it is.
+        """
+        self._engine._config.gradient_clipping = 0.0  # read at each step at stage 0
+        if hasattr(self._zero, "clip_grad"):
+            self._zero.clip_grad = 0.0
+        self._zero.overflow = False  # not every wrapper has it
+        self._clipping = Clipping(limits, self._zero)
+
+    @property
+    def _zero(self) -> Any:
+        """What wraps this in the engine, or this."""
+        return self._engine.optimizer
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -98,6 +117,9 @@ class EngineMuon(torch.optim.Optimizer):
             self._clipping.begin(self._calls, visible)
         for call in visible:
             self._run(call)
+        if self._clipping is not None and self._calls[-1] in visible:
+            assert self._clipping.norms is not None
+            self._zero.overflow = bool(self._clipping.norms.skipped)
 
     def _find(self, tensor: Tensor) -> tuple[Call, int]:
         if id(tensor) not in self._call_of:

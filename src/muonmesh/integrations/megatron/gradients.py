@@ -11,6 +11,10 @@ from torch import Tensor
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, explain_error
 
+NORMS_APART = ("mtp",)
+"""Values of ``grad_norm_group`` on parameters: by it layers that predict further tokens are measured and clipped apart
+(SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of Megatron-LM's main; 0.16.1 has none)."""
+
 
 class MainGrad(GradientSource):
     """Gradients of Megatron-Core's DistributedDataParallel: ``parameter.main_grad``, in fp32 for bf16 parameters too.
@@ -23,6 +27,8 @@ class MainGrad(GradientSource):
         data_parallel: Ranks that hold the same, where ``layouts=`` does not say so.
         expert_data_parallel: The same for experts, which carry ``allreduce=False``. None: as the others.
     """
+
+    norms_apart = NORMS_APART
 
     def __init__(
         self,
@@ -64,6 +70,10 @@ class MainGrad(GradientSource):
         """Return False for the copy of a tied embedding that the first pipeline stage holds too (``shared``)."""
         return not getattr(parameter, "shared", False)
 
+    def norm_apart(self, parameter: Tensor) -> str | None:
+        """Return ``grad_norm_group``, which layers that predict further tokens carry."""
+        return getattr(parameter, "grad_norm_group", None)
+
 
 class Shard(NamedTuple):
     """What this rank keeps of a parameter of Megatron's: its elements from low to high, flattened."""
@@ -79,6 +89,8 @@ class FlatMainGrad(GradientSource):
     Args:
         shards: For each tensor that is stepped what it is of which parameter; others are parameters themselves.
     """
+
+    norms_apart = NORMS_APART
 
     def __init__(self, shards: dict[Tensor, Shard]) -> None:
         self._shards = shards
@@ -100,8 +112,15 @@ class FlatMainGrad(GradientSource):
 
     def counted(self, parameter: Tensor) -> bool:
         """As `MainGrad.counted` of the parameter."""
-        shard = self._shards.get(parameter)
-        return self._whole.counted(parameter if shard is None else shard.parameter)
+        return self._whole.counted(self._parameter(parameter))
+
+    def norm_apart(self, parameter: Tensor) -> str | None:
+        """As `MainGrad.norm_apart` of the parameter."""
+        return self._whole.norm_apart(self._parameter(parameter))
+
+    def _parameter(self, tensor: Tensor) -> Tensor:
+        shard = self._shards.get(tensor)
+        return tensor if shard is None else shard.parameter
 
 
 def _write(held: Tensor | None, gradient: Tensor | None) -> None:

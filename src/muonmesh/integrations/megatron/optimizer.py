@@ -52,6 +52,8 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         optimizer: The `muonmesh.Muon` behind it.
         chained_optimizers: This one alone: nothing is chained.
         is_stub_optimizer: False.
+        grad_norms_by_group: The norms of the last step's gradients that have one of their own (``grad_norm_group`` of
+            parameters, "mtp"), which the others leave out.
     """
 
     optimizer: Muon
@@ -69,6 +71,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]
+        self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
         self._axes, self._limits = axes, limits
         self._device = holdings[0].parameter.device
@@ -190,13 +193,15 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     def _clip(self) -> GradNorms:
         limits = self._limits
-        return self.optimizer.clip_grad_norm_(
+        norms = self.optimizer.clip_grad_norm_(
             limits.max_norm,
             policy=limits.policy,
             skip_above=limits.skip_above,
             norms=limits.norms,
             process_group=self._world,
         )
+        self.grad_norms_by_group = dict(norms.apart)
+        return norms
 
     def _publish(self) -> None:
         """Let the modules compute with the parameters as they are now."""

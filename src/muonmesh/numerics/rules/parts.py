@@ -16,8 +16,9 @@ _CACHED = 1 << 19
 """Elements a CPU works on at a time, so that the operations of one rule find them in its cache. With fewer, threads
 wait for each other's turn to call the next operation: at 1 << 16 two take 2.7 times as long [measured]."""
 
-_SUMMED_AT_ONCE = 1 << 24
-"""Elements whose summands a device works on at a time, in several fp64 copies of 128 MiB."""
+_AT_ONCE_ON_A_DEVICE = 1 << 24
+"""Elements a device works on at a time, in several copies of 64 MiB, or of 128 MiB in fp64. Of a large matrix as many
+copies would be most of what a step takes."""
 
 
 def fold(
@@ -211,8 +212,7 @@ def _summands(
     """Yield the summands in fp64, of some elements at a time."""
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    # Sums are exact, so they may be taken in any parts; on a device there are several wider copies of one at a time.
-    for p, u, *held in _in_cache(weights, update, *state.values(), at_once=_SUMMED_AT_ONCE):
+    for p, u, *held in _in_cache(weights, update, *state.values()):  # sums are exact, so any parts will do
         wide = spare(u, dtype).copy_(u)
         found = rule.summands(p.to(dtype), wide, size, dict(zip(state, held, strict=True)))
         yield [some.double() for some in found]
@@ -226,8 +226,8 @@ def spare(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(into: Tensor) -> Tensor:
-    """Return contiguous memory to write first: torch transposes fast only within one dtype, so cast before."""
-    if into.is_contiguous():
+    """Return contiguous memory to write first: torch transposes fast on a CPU only within one dtype, so cast before."""
+    if into.is_contiguous() or into.device.type != "cpu":
         return into
     return scratch("direction", into.shape, dtype=into.dtype, device=into.device)
 
@@ -240,11 +240,17 @@ def _unflatten(flat: Tensor, into: Tensor) -> None:
     into.copy_(flat)
 
 
-def _in_cache(*tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors in cache-sized parts on a CPU, where memory is the limit; elsewhere whole, or ``at_once``."""
+def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors in parts: of the cache's size on a CPU, where memory is the limit, larger ones on a device."""
     first = tensors[0]
-    size = _CACHED if first.device.type == "cpu" else at_once or first.numel()
-    if first.numel() <= size or not all(t.is_contiguous() for t in tensors):
+    on_cpu = first.device.type == "cpu"
+    size = _CACHED if on_cpu else _AT_ONCE_ON_A_DEVICE
+    if first.numel() <= size:
+        yield tensors
+    elif all(t.is_contiguous() for t in tensors):
+        yield from zip(*(torch.split(t.view(-1), size) for t in tensors), strict=True)
+    elif on_cpu:
         yield tensors
     else:
-        yield from zip(*(torch.split(t.view(-1), size) for t in tensors), strict=True)
+        rows = max(1, size // (first.numel() // len(first)))
+        yield from zip(*(torch.split(t, rows) for t in tensors), strict=True)

@@ -1,0 +1,519 @@
+"""What of a step's communication hides under its computing, on gloo ranks of one thread each.
+
+    python benchmarks/overlap.py --json benchmarks/results/overlap.json
+    python benchmarks/overlap.py --only bound --ranks 2 --megabits 150 --rounds 9
+    python benchmarks/overlap.py --only trace --ranks 2 --megabits 60 --trace docs/images/draw/timeline.json
+
+Each rank has a network namespace of its own, with links of a given bandwidth (`bandwidth.py`; needs root): on the
+loopback device transfers are copied by the cores that should compute meanwhile. ``--megabits 0`` takes it all
+the same. The model is an embedding, which is AdamW's, and blocks of two linear layers, which are Muon's, under FSDP2
+or DDP.
+
+``bound``: four things take turns, each timed from a barrier to the end of the slowest rank. A *step*; *computing*, the
+same step but that nothing travels (the owners orthogonalise what arrived the last time); *communicating*, the
+exchange's own collectives in their order with no work in between; AdamW's part, timed inside *computing*. Reported is
+(step − AdamW) over max(computing − AdamW, communicating): the median over the rounds.
+
+``wait``: a step and a forward after it, `step()` and `step(wait=False)` in turns, with how long the host waits for the
+first gather and for the last results. What a gather from hooks in the last backward could save at most is the former.
+
+``trace``: one step under torch.profiler. Its spans of gloo's collectives and of the exchange's parts are kept for
+`docs/images/draw/timeline.py`, and how much of each gather lies under the orthogonalisation of the bucket before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bandwidth import hosts
+from contenders import Entries
+from report import print_rows, quartiles, write_json
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import muonmesh as mm
+import muonmesh.optimizer
+from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.owner import OwnerExchange
+from muonmesh.comm.wire import Transfer, Wire
+from muonmesh.comm.work import Idle
+
+WIDTH, HIDDEN = 256, 1024
+KINDS = ("fsdp", "ddp")
+PARTS = ("bound", "wait", "trace")
+WARM_UP = 3
+
+Found = dict[str, Any]
+
+
+class Block(nn.Module):
+    """Two linear layers with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (tokens, WIDTH) to the same."""
+        y: Tensor = x + self.down(torch.relu(self.up(x)))
+        return y
+
+
+class Model(nn.Module):
+    """An embedding and blocks."""
+
+    def __init__(self, vocabulary: int, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (tokens,) to (tokens, WIDTH)."""
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Rank:
+    """One rank with its model and its optimizer; every rank calls everything."""
+
+    def __init__(self, options: argparse.Namespace, kind: str) -> None:
+        torch.manual_seed(0)
+        model = Model(options.vocabulary, options.blocks)
+        self.forward: nn.Module = model
+        if kind == "fsdp":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            self.forward = DistributedDataParallel(model)
+        group = "world" if kind == "ddp" else None
+        dtype = getattr(torch, options.dtype)
+        self.optimizer = mm.from_model(model, process_group=group, bucket_cap_mb=options.bucket_mb, compute_dtype=dtype)
+        self.tokens = torch.randint(options.vocabulary, (options.tokens,))
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            local.normal_(std=1e-3)
+
+    @property
+    def exchange(self) -> Exchange:
+        """The optimizer's, once it has stepped."""
+        planned = self.optimizer._kept.planned
+        assert planned is not None
+        assert planned.exchange is not None
+        return planned.exchange
+
+    def buckets(self) -> int:
+        """How many of them travel."""
+        owner = self.exchange._strategies[0]
+        assert isinstance(owner, OwnerExchange)
+        return owner.schedule.stages
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Milliseconds of the slowest rank, from a barrier to the end of its call."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    return slowest((time.perf_counter() - begin) * 1e3)
+
+
+def slowest(milliseconds: float) -> float:
+    """The largest of all ranks' numbers."""
+    number = torch.tensor(milliseconds, dtype=torch.float64)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return number.item()
+
+
+# ------------------------------------------------------------------ bound
+
+
+@contextmanager
+def nothing_travels() -> Iterator[None]:
+    """Let transfers be over when they begin; what has arrived is what arrived before."""
+    swap = Wire.swap
+
+    def over(wire: Wire, what: str, send: Tensor, receive: Tensor, **splits: Any) -> Transfer:
+        return Transfer(what, wire.ranks, (), None)
+
+    Wire.swap = over  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Wire.swap = swap  # type: ignore[method-assign]
+
+
+def communicate(exchange: Exchange) -> None:
+    """Take part in the collectives of a step, with nothing to compute in between."""
+    for left in exchange.run(Idle()):
+        left.finish()
+
+
+def bound(rank: Rank, rounds: int) -> Found:
+    """The step beside its parts."""
+    adamw: list[float] = []
+    step_adamw = muonmesh.optimizer.step_adamw
+
+    def timed_adamw(*arguments: Any) -> None:
+        begin = time.perf_counter()
+        step_adamw(*arguments)
+        adamw.append((time.perf_counter() - begin) * 1e3)
+
+    muonmesh.optimizer.step_adamw = timed_adamw  # type: ignore[attr-defined]
+    found: dict[str, list[float]] = {name: [] for name in ("step", "computing", "communicating", "adamw")}
+    for number in range(WARM_UP + rounds):
+        step = timed(rank.optimizer.step)
+        counts = rank.optimizer.counts
+        with nothing_travels():
+            computing = timed(rank.optimizer.step)
+        part = slowest(adamw[-1])
+        communicating = timed(lambda: communicate(rank.exchange))
+        if number >= WARM_UP:
+            for name, value in zip(found, (step, computing, communicating, part), strict=True):
+                found[name].append(value)
+    muonmesh.optimizer.step_adamw = step_adamw  # type: ignore[attr-defined]
+    pairs = zip(*found.values(), strict=True)
+    ratios = [(step - part) / max(computing - part, moving) for step, computing, moving, part in pairs]
+    return {
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        **{name: statistics.median(values) for name, values in found.items()},
+        "rounds": found,
+        "buckets": rank.buckets(),
+        "megabytes_sent": counts.bytes_sent / 1e6,
+    }
+
+
+# ------------------------------------------------------------------ wait
+
+
+def waited(rank: Rank, rounds: int) -> Found:
+    """A step and the forward after it, which waits for the last results or lets them travel."""
+    waits: dict[str, float] = {}
+    finish = Wire.finish
+
+    def timed_finish(wire: Wire, transfer: Transfer) -> None:
+        begin = time.perf_counter()
+        finish(wire, transfer)
+        waits[transfer.what] = (time.perf_counter() - begin) * 1e3
+
+    def one(*, wait: bool) -> None:
+        rank.optimizer.step(wait=wait)
+        with torch.no_grad():
+            rank.forward(rank.tokens)
+
+    names = ("step and forward", "without waiting", "step", "forward", "first gather", "last results")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    last = rank.buckets() - 1
+    for number in range(WARM_UP + rounds):
+        both = [timed(lambda wait=wait: one(wait=wait)) for wait in (True, False)]  # type: ignore[misc]
+        rank.optimizer.finish()
+        Wire.finish = timed_finish  # type: ignore[method-assign]
+        step = timed(rank.optimizer.step)
+        Wire.finish = finish  # type: ignore[method-assign]
+        with torch.no_grad():
+            forward = timed(lambda: rank.forward(rank.tokens))
+        # Under DDP nothing is gathered, since every rank has the whole momentum.
+        first = slowest(waits.get("the gather of bucket 0", 0.0))
+        results = slowest(sum(value for what, value in waits.items() if what in last_results(waits, last)))
+        if number >= WARM_UP:
+            for name, value in zip(names, (*both, step, forward, first, results), strict=True):
+                found[name].append(value)
+    pairs = list(zip(found["step and forward"], found["without waiting"], strict=True))
+    return {
+        "saved": statistics.median(1 - without / waiting for waiting, without in pairs),
+        "saved_of_each": [1 - without / waiting for waiting, without in pairs],
+        **{name: statistics.median(values) for name, values in found.items()},
+        "rounds": found,
+        "buckets": rank.buckets(),
+    }
+
+
+def last_results(waits: dict[str, float], last: int) -> list[str]:
+    """The names of the transfers that bring the results of the last bucket."""
+    return [what for what in waits if what.startswith("the scatter") and f"bucket {last}" in what]
+
+
+# ------------------------------------------------------------------ trace
+
+NAMES = {
+    "_gather": "2 momentum",
+    "_compute": "4 orthogonalise",
+    "_scatter": "5 scatter",
+    "_receive": "6 update",
+}
+"""What the exchange calls its parts, each with the number of its bucket, and what the picture does."""
+
+
+@contextmanager
+def named_parts() -> Iterator[None]:
+    """Let the exchange's parts, and what is computed in them, have names in torch's profile."""
+    before = {name: getattr(OwnerExchange, name) for name in NAMES}
+    swap, finish, adamw = Wire.swap, Wire.finish, muonmesh.optimizer.step_adamw
+
+    def named(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
+        def call(exchange: OwnerExchange, number: int, *arguments: Any) -> Any:
+            with record_function(f"muonmesh|{NAMES[name]}|{number}"):
+                return part(exchange, number, *arguments)
+
+        return call
+
+    def named_swap(wire: Wire, what: str, *arguments: Any, **splits: Any) -> Transfer:
+        with record_function(f"muonmesh|begins|{what}"):
+            return swap(wire, what, *arguments, **splits)
+
+    def named_finish(wire: Wire, transfer: Transfer) -> None:
+        with record_function(f"muonmesh|waits|{transfer.what}"):
+            finish(wire, transfer)
+
+    def named_adamw(*arguments: Any) -> None:
+        with record_function("muonmesh|AdamW|"):
+            adamw(*arguments)
+
+    for name, part in before.items():
+        setattr(OwnerExchange, name, named(name, part))
+    Wire.swap, Wire.finish = named_swap, named_finish  # type: ignore[method-assign]
+    muonmesh.optimizer.step_adamw = named_adamw  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name, part in before.items():
+            setattr(OwnerExchange, name, part)
+        Wire.swap, Wire.finish = swap, finish  # type: ignore[method-assign]
+        muonmesh.optimizer.step_adamw = adamw  # type: ignore[attr-defined]
+
+
+def traced(rank: Rank, rounds: int) -> Found:
+    """Spans of the fastest of several steps, as torch's profiler has them, in seconds since 1970."""
+    steps = []
+    with named_parts():
+        for _ in range(WARM_UP + rounds):
+            dist.barrier()
+            with profile(activities=[ProfilerActivity.CPU]) as one, record_function("muonmesh|step|"):
+                rank.optimizer.step()
+            took = slowest(sum(e.duration_ns() for e in events(one) if e.name() == "muonmesh|step|") / 1e6)
+            steps.append((took, one))
+    return {"spans": spans_of(min(steps[WARM_UP:], key=lambda step: step[0])[1])}
+
+
+def events(one: Any) -> list[Any]:
+    """The events of a profile, by their beginning."""
+    return sorted(one.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+
+
+def spans_of(one: Any) -> list[Found]:
+    """Spans of the host, and of the transfers: the n-th one of gloo is the n-th that the exchange began."""
+    spans, begun, moving = [], [], []
+    for event in events(one):
+        begin, end = event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9
+        if event.name().startswith("gloo:all_to_all"):
+            moving.append((begin, end))
+        if event.name().startswith("muonmesh|"):
+            _, stage, about = event.name().split("|")
+            if stage == "begins":
+                begun.append(about)
+                continue
+            numbers = [word for word in about.replace(",", " ").split() if word.isdigit()]
+            bucket = int(numbers[0]) if numbers else None
+            spans.append({"lane": "host", "stage": stage, "bucket": bucket, "begin": begin, "end": end})
+    for what, (begin, end) in zip(begun, moving, strict=True):
+        stage = "3 gather" if "gather" in what else "5 scatter"
+        bucket = int(next(word for word in what.replace(",", " ").split() if word.isdigit()))
+        spans.append({"lane": "wire", "stage": stage, "bucket": bucket, "begin": begin, "end": end})
+    return without_waits(spans)
+
+
+def without_waits(spans: list[Found]) -> list[Found]:
+    """The same spans without those of the whole step and of waiting, which is cut out of what the host does."""
+    waits = [span for span in spans if span["stage"] == "waits"]
+    rest = []
+    for span in spans:
+        if span["stage"] in ("step", "waits"):
+            continue
+        begin = span["begin"]
+        for wait in waits if span["lane"] == "host" else ():
+            if begin <= wait["begin"] and wait["end"] <= span["end"]:
+                rest.append({**span, "begin": begin, "end": wait["begin"]})
+                begin = wait["end"]
+        rest.append({**span, "begin": begin})
+    return rest
+
+
+def hidden(spans: list[Found]) -> list[float]:
+    """For each bucket but the first, the part of its gather that lies under the computing of the bucket before."""
+    gathers = {s["bucket"]: s for s in spans if s["stage"] == "3 gather"}
+    computes = {s["bucket"]: s for s in spans if s["stage"] == "4 orthogonalise"}  # the last part, after waiting
+    shares = []
+    for bucket, gather in sorted(gathers.items()):
+        if bucket:
+            over = computes[bucket - 1]
+            under = min(gather["end"], over["end"]) - max(gather["begin"], over["begin"])
+            shares.append(max(0.0, under) / (gather["end"] - gather["begin"]))
+    return shares
+
+
+# ------------------------------------------------------------------ ranks
+
+MEASURE: dict[str, Callable[[Rank, int], Found]] = {"bound": bound, "wait": waited, "trace": traced}
+
+
+def serve(folder: Path) -> None:
+    """Run by a rank: measure what was asked for, and write what was found."""
+    options = argparse.Namespace(**json.loads((folder / "options.json").read_text()))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = Rank(options, options.kind)
+    for _ in range(2):  # makes state, plan and kernels
+        rank.optimizer.step()
+    found = MEASURE[options.part](rank, options.rounds)
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(part: str, kind: str, ranks: int, megabits: float, options: argparse.Namespace) -> list[Found]:
+    """Start the ranks, and return what each has found."""
+    with tempfile.TemporaryDirectory() as name, hosts(ranks, megabits or None) as places:
+        folder = Path(name)
+        asked = {**vars(options), "part": part, "kind": kind}
+        (folder / "options.json").write_text(json.dumps(asked))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = []
+        for number, host in enumerate(places):
+            env = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+            env |= {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            env |= {"GLOO_SOCKET_IFNAME": host.interface}
+            command = [*host.prefix, sys.executable, __file__, "--serve", name]
+            started.append(subprocess.Popen(command, env=env))
+        try:
+            codes = [process.wait() for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        if any(codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+        return [json.loads((folder / f"{number}.json").read_text()) for number in range(ranks)]
+
+
+# ------------------------------------------------------------------ the command
+
+
+def rows_of_bounds(found: dict[str, Found]) -> list[list[str]]:
+    """A table."""
+    rows = []
+    for name, f in found.items():
+        low, _, high = quartiles(f["ratios"])
+        times = [f"{f[part]:.1f}" for part in ("step", "computing", "communicating", "adamw")]
+        rows.append([name, f"{f['ratio']:.2f}", f"{low:.2f} – {high:.2f}", *times, str(f["buckets"])])
+    return rows
+
+
+def rows_of_waits(found: dict[str, Found]) -> list[list[str]]:
+    """A table."""
+    columns = ("step", "forward", "step and forward", "without waiting", "first gather", "last results")
+    rows = []
+    for name, f in found.items():
+        low, _, high = quartiles(f["saved_of_each"])
+        rows.append([name, f"{f['saved']:.1%}", f"{low:.1%} – {high:.1%}", *(f"{f[c]:.1f}" for c in columns)])
+    return rows
+
+
+def main() -> None:
+    """Measure, print and write."""
+    summary, _, description = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=["bound", "wait"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument(
+        "--megabits", nargs="+", type=float, default=[100, 200], help="of a link, 0: the loopback device"
+    )
+    parser.add_argument("--blocks", type=int, default=12, help="of 256×1024 and 1024×256")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="rows of AdamW's embedding, 256 wide")
+    parser.add_argument("--tokens", type=int, default=512, help="of a rank's forward")
+    parser.add_argument("--bucket-mb", type=float, default=0.5)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of computing and wire")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--trace", type=Path, help="where to write the spans of the trace")
+    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve(options.serve)
+        return
+    plain = argparse.Namespace(**{k: v for k, v in vars(options).items() if not isinstance(v, Path)})
+    load = round(os.getloadavg()[0], 2)
+    tables: dict[str, dict[str, Found]] = {part: {} for part in options.only}
+    for part in options.only:
+        for kind in options.kinds:
+            for ranks in options.ranks:
+                for megabits in options.megabits:
+                    link = f"{megabits:g} Mbit/s" if megabits else "loopback"
+                    found = measure(part, kind, ranks, megabits, plain)
+                    tables[part][f"{kind}, {ranks} ranks, {link}"] = found[0] if part != "trace" else {"ranks": found}
+    if "bound" in tables:
+        header = ["", "ratio", "middle half", "step ms", "computing", "communicating", "AdamW", "buckets"]
+        print_rows("(step − AdamW) over max(computing, communicating)", header, rows_of_bounds(tables["bound"]))
+    if "wait" in tables:
+        header = ["", "saved", "middle half", "step ms", "forward", "both", "without waiting", "first gather", "last"]
+        print_rows("step(wait=False) and a forward", header, rows_of_waits(tables["wait"]))
+    for name, found in tables.get("trace", {}).items():
+        for number, spans in enumerate(one["spans"] for one in found["ranks"]):
+            shares = hidden(spans)
+            told = ", ".join(f"{share:.0%}" for share in shares)
+            print(f"{name}, rank {number}: of each gather under the bucket before: {told}")
+        if options.trace is not None:
+            options.trace.write_text(json.dumps(kept(name, found["ranks"], options), indent=1) + "\n")
+    if options.json:
+        facts = {"load_before": load, "rounds": options.rounds, "blocks": options.blocks, "dtype": options.dtype}
+        tables.pop("trace", None)
+        write_json(options.json, "benchmarks/overlap.py", Entries((), (), {}), tables, facts)
+
+
+def kept(name: str, ranks: list[Found], options: argparse.Namespace) -> Found:
+    """What the picture is drawn from: milliseconds from the beginning of the step."""
+    shares = [hidden(one["spans"]) for one in ranks]
+    start = min(span["begin"] for one in ranks for span in one["spans"])
+    for one in ranks:
+        for span in one["spans"]:
+            span["begin"], span["end"] = (round(1e3 * (span[end] - start), 2) for end in ("begin", "end"))
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "case": name,
+        "matrices": f"{2 * options.blocks} of 256 × 1024",
+        "hidden": shares,
+        "ranks": [one["spans"] for one in ranks],
+    }
+
+
+if __name__ == "__main__":
+    main()

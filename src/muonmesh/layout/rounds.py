@@ -1,0 +1,42 @@
+"""Rounds: when the copies of a result travel, where a matrix has replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """In how many rounds the results of a bucket travel to those that hold them, and what travels in each.
+
+    A holder is as far from an owner as its replica comes after that of the owner, counted in a circle: 0 is the owner's
+    own replica. In each round results travel over a few distances, so at any time every rank sends to a few replicas
+    and receives from a few, and what two ranks exchange is never cut.
+
+    Attributes:
+        count: How many there are; 0 if nothing travels.
+        at_once: Over how many distances results travel in a round.
+        near: Whether any travels over distance 0.
+        sums: Whether distance 0 has the first round to itself, if there are several: the sums that rules ask for are
+            taken over what travels there, before anything is written.
+    """
+
+    count: int = 0
+    at_once: int = 1
+    near: bool = False
+    sums: bool = False
+
+    @staticmethod
+    def over(copies: int, at_once: int, *, near: bool, sums: bool) -> Rounds:
+        """Return the rounds for at most so many copies of a matrix; ``at_once`` as many of them fit into one."""
+        found = Rounds(2, at_once, near, sums)
+        last = found.of(copies - 1)
+        return Rounds(last + 1, at_once, near, sums) if last else Rounds(1, copies, near, sums)
+
+    def of(self, distance: int) -> int:
+        """Return the number of the round in which results travel over a distance."""
+        if self.count <= 1:
+            return 0
+        if self.near and not self.sums:
+            return distance // self.at_once
+        return 0 if not distance else self.near + (distance - 1) // self.at_once
