@@ -6,10 +6,10 @@
 
 The model and the text are those of `muonmesh train`: a Llama, and Python's own standard library. Every rule is tried at
 the same multiples of one learning rate with the first seed; the best of them is trained with all seeds. A rule is
-measured by the steps that it needs to Muon's final validation loss, by its own final loss with the spread over seeds,
-and by what a step of the optimizer costs: processor time, since other programs may run beside this one, of steps that
-the rules take in turns on gradients of one batch. Trainings that are in the JSON already are not repeated: a sweep can
-be cut short, and goes on where it was.
+measured by the steps in which the mean over seeds comes to Muon's final validation loss, by its own final loss with
+the spread over seeds, and by what a step of the optimizer costs: processor time, since other programs may run beside
+this one, of steps that the rules take in turns on gradients of one batch. Trainings that are in the JSON already are
+not repeated: a sweep can be cut short, and goes on where it was.
 """
 
 from __future__ import annotations
@@ -142,6 +142,12 @@ def steps_to(run: dict[str, Any], target: float) -> float:
     return math.inf
 
 
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of trainings with several seeds; as long as the shortest, if some diverged."""
+    rows = zip(*(run["validation"] for run in runs), strict=False)
+    return {"validation": [(row[0][0], statistics.mean(value for _, value in row)) for row in rows]}
+
+
 def best(runs: Sequence[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
     """The trainings of a rule at its best multiple."""
     own = [run for run in runs if run["rule"] == rule]
@@ -159,7 +165,7 @@ def table(runs: Sequence[dict[str, Any]], milliseconds: Mapping[str, float]) -> 
     for rule in rules:
         own = best(runs, rule)
         losses = [final(run) for run in own]
-        steps = statistics.mean(steps_to(run, target) for run in own)
+        steps = steps_to(middle(own), target)
         last = own[0]["validation"][-1][0]
         result.add_row(
             rule,
