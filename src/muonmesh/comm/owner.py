@@ -91,12 +91,11 @@ class OwnerExchange:
         self._wire.counts.orthogonalized += self.schedule.local_count
         if not count:
             return None
-        if (
-            not self._computed[count - 1].rounds.count or self._computed[count - 1].summed
-        ):  # sums are collectives of their own
+        last = self._computed[count - 1]
+        if not last.rounds.count or last.summed:  # sums are collectives of their own
             self._receive(count - 1, work)
             return None
-        ends = (*self._computed[count - 1].staying, *self._scattered[count - 1].arrived)
+        ends = (*last.staying, *self._scattered[count - 1].arrived)
         return Left(frozenset(leg.parameter for leg, _ in ends), partial(self._receive, count - 1, work))
 
     def _gather(self, number: int, work: Work) -> None:

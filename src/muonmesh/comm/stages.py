@@ -79,7 +79,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Results of one bucket on their swap from the owners to those that hold it, or a part of them.
+    """Results of one bucket on their way from the owners to those that hold it, or a part of them.
 
     Attributes:
         leaving: From the results into the send buffer.
