@@ -114,8 +114,9 @@ def differing(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[s
 
 
 def promised(optimizer: mm.Muon) -> bool:
-    """Whether a step did what explain() says."""
+    """Whether a step did what explain() says, whose rows have all the state between them."""
     told, did = optimizer.explain(), optimizer.counts
+    assert sum(row.state for row in told.rows) == told.state_bytes > 0
     return (told.orthogonalizations, told.collectives, told.bytes_sent, told.bytes_received) == (
         did.orthogonalized,
         did.collectives,

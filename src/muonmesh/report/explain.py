@@ -183,6 +183,9 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     kept = memory_of(planned, groups, precision)
+    kept_of = Counter[int]()  # by tensor: a flat buffer of AdamW's half is one row for all its parameters
+    for member in planned.members:
+        kept_of[id(member.tensor)] += kept[member.name].total
     rows = []
     for group in groups:
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
@@ -191,7 +194,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
             if group["algorithm"] == "adamw":
                 rms = float(group["lr"])
                 row = Row(name, "adamw", reason, "×".join(map(str, shape)), "", {}, 0, 0, rms, math.nan)
-                rows.append(replace(row, state=kept[name].total))
+                rows.append(replace(row, state=kept_of[id(tensor)]))
                 continue
             for number in numbers[id(tensor)]:
                 parameter = plan.parameters[number]
