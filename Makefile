@@ -43,7 +43,7 @@ $(MEGATRON)/.ready: pyproject.toml constraints.txt constraints-megatron.txt
 	$(PYTHON) -m venv $(MEGATRON)
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-c constraints-megatron.txt -e '.[megatron]' numpy pytest einops
+		-c constraints-megatron.txt -e '.[megatron,triton]' numpy pytest einops
 	touch $@
 
 test-megatron: $(MEGATRON)/.ready
