@@ -47,19 +47,22 @@ def in_every_layout(
     return {layout: differing(layout, device, param_dtype, settings) for layout in layouts}
 
 
+EVERY = ["local", "ddp", "fsdp", "hsdp", "rows-cols"]
 SHARED: dict[str, Any] = {**BF16, "shard_state": True, "decay_mode": "cautious"}
 
 
 @pytest.mark.parametrize(
-    ("device", "settings"),
+    ("device", "layouts", "settings"),
     [
-        pytest.param(True, SHARED, id="as on a device"),
-        pytest.param(True, FP32, id="as on a device, without masters", marks=pytest.mark.soak),
-        pytest.param(False, FP32, id="as on a cpu", marks=pytest.mark.soak),
+        pytest.param(True, ["ddp", "hsdp"], SHARED, id="as on a device"),
+        pytest.param(True, EVERY, SHARED, id="as on a device, every layout", marks=pytest.mark.soak),
+        pytest.param(True, EVERY, FP32, id="as on a device, without masters", marks=pytest.mark.soak),
+        pytest.param(False, EVERY, FP32, id="as on a cpu", marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*without masters")
-def test_state_in_copies_is_bit_for_bit_state_that_stays(workers, device: bool, settings: dict[str, Any]) -> None:
-    layouts = ["local", "ddp", "fsdp", "hsdp", "rows-cols"]
+def test_state_in_copies_is_bit_for_bit_state_that_stays(
+    workers, device: bool, layouts: list[str], settings: dict[str, Any]
+) -> None:
     for found in workers(4).run(in_every_layout, device, layouts, **settings):
         assert found == {layout: [] for layout in layouts}
