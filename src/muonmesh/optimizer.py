@@ -31,7 +31,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
-from muonmesh.comm.work import Left
+from muonmesh.comm.work import Tail
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -56,21 +56,21 @@ from muonmesh.settings import (
     refuse_partitioner,
 )
 from muonmesh.step.adamw import step_adamw
-from muonmesh.step.connection import changed, check_members, connect, forget, plan
+from muonmesh.step.connection import check_members, connect, forget, outdated, plan
+from muonmesh.step.deferred import Deferred, holders_of
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
-from muonmesh.step.lacking import lacking_of
 from muonmesh.step.members import Member, group_for, keep_gradients_of_views
 from muonmesh.step.muon import MuonStep
-from muonmesh.step.neglected import Neglected
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
-from muonmesh.step.rest import Rest, holders_of
 from muonmesh.step.slots import Collected, collect
-from muonmesh.step.sums import Sums
+from muonmesh.step.stalled import Stalled
 from muonmesh.step.terms import Terms
 from muonmesh.step.together import MuonStepTogether
+from muonmesh.step.unsuited import unsuited_of
+from muonmesh.step.update_squares import UpdateSquares
 
 
 class Muon(torch.optim.Optimizer):
@@ -212,7 +212,7 @@ class Muon(torch.optim.Optimizer):
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
             self._kept.source = PARAMETER_GRAD if gradients is None else gradients
-            self._kept.neglected = Neglected(getattr(params, "left_out", {}))
+            self._kept.stalled = Stalled(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
         except Exception as error:
             if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
@@ -296,12 +296,12 @@ class Muon(torch.optim.Optimizer):
         """All parameters of this rank with where they live; no communication."""
         return plan(self.param_groups, self._kept).members
 
-    def refuse_if_torn(self) -> None:
+    def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        self._finish_rest()
-        if self._kept.torn is not None:
-            found = f"a step that was interrupted while it wrote ({self._kept.torn}), so some weights and their state "
-            found += "are a step ahead of others"
+        self._finish_deferred()
+        if self._kept.interrupted is not None:
+            found = f"a step that was interrupted while it wrote ({self._kept.interrupted}), so some weights and their "
+            found += "state are a step ahead of others"
             write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
             write += "torch.distributed.checkpoint)"
             raise StateError(explain_error("the optimizer", found, "those of one step", write))
@@ -349,26 +349,26 @@ class Muon(torch.optim.Optimizer):
                 rank can see is raised at the beginning of the next step.
         """
         kept, groups = self._kept, self.param_groups
-        missed = None if kept.rest is None else kept.rest.missed()
-        self._finish_rest()
+        read_too_early = None if kept.deferred is None else kept.deferred.read_too_early()
+        self._finish_deferred()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.refuse_if_torn()
+        self.refuse_if_interrupted()
         clip, kept.clip = kept.clip, Clip()
         self._hear_of_the_last_step()
-        agreed = self._agree(check_groups(groups), clip, missed)
+        agreed = self._prepare(check_groups(groups), clip, read_too_early)
         if agreed is None:
             return loss
         planned, exchange, slots, flags = agreed
-        self._tell(scaler, flags)
-        kept.neglected.look((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
+        self._tell_scaler(scaler, flags)
+        kept.stalled.count((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
         kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return loss
-        if kept.sums is not None:
-            kept.sums = Sums()
+        if kept.update_squares is not None:
+            kept.update_squares = UpdateSquares()
         offload = kept.offload_of(planned)
         half = MuonStepTogether if kept.works_together(planned) else MuonStep
         rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
@@ -380,28 +380,28 @@ class Muon(torch.optim.Optimizer):
             flags,
             kept.precision,
             device=planned.device,
-            step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.sums, offload),
-            sums=kept.sums,
+            step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.update_squares, offload),
+            update_squares=kept.update_squares,
             blocks=planned.blocks if kept.precision.int8 else None,
             offload=offload,
         )
-        kept.torn = f"step {exchange.steps} of this plan"
-        lefts = exchange.run(work)
-        awaited = None if wait or work.copied else self._awaited(planned, lefts)
-        if awaited is None:
-            for left in lefts:
-                left.finish()
+        kept.interrupted = f"step {exchange.steps} of this plan"
+        tails = exchange.run(work)
+        put_off = None if wait or work.copied else self._deferrable(planned, tails)
+        if put_off is None:
+            for tail in tails:
+                tail.finish()
         work.finish()
         kept.brought_back = None if offload is None else offload.last
         keep_running_norms(clip, self.state, flags.stop)
-        if awaited is None:
-            kept.torn = None
+        if put_off is None:
+            kept.interrupted = None
         else:
-            kept.rest = Rest(*awaited, lambda: self._finish(lefts))
-        kept.lacking = lacking_of(planned, rules, work.lacking)
-        if kept.lacking is not None and kept.lacking.arrived is None:
-            kept.lacking.warn(kept.lack)
-            kept.lacking = None
+            kept.deferred = Deferred(*put_off, lambda: self._write(tails))
+        kept.unsuited = unsuited_of(planned, rules, work.unsuited)
+        if kept.unsuited is not None and kept.unsuited.arrived is None:
+            kept.unsuited.warn(kept.unsuited_told)
+            kept.unsuited = None
         return loss
 
     def _hear_of_the_last_step(self) -> None:
@@ -413,9 +413,9 @@ class Muon(torch.optim.Optimizer):
         rounding, kept.rounding = kept.rounding, None
         if rounding is not None:
             rounding.warn()
-        lacking, kept.lacking = kept.lacking, None
-        if lacking is not None:
-            lacking.warn(kept.lack)
+        unsuited, kept.unsuited = kept.unsuited, None
+        if unsuited is not None:
+            unsuited.warn(kept.unsuited_told)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -427,30 +427,30 @@ class Muon(torch.optim.Optimizer):
         ``state_device="cpu"``: the host waits until it has been copied back. It starts no collective, so a single rank
         may call it.
         """
-        self._finish_rest()
+        self._finish_deferred()
         if self._kept.brought_back is not None:
             self._kept.brought_back.synchronize()
 
-    def _finish_rest(self) -> None:
+    def _finish_deferred(self) -> None:
         """The same, but for the host that does not read state, which is in the order of the device by itself."""
-        if self._kept.rest is not None:
-            self._kept.rest.finish()
+        if self._kept.deferred is not None:
+            self._kept.deferred.finish()
 
-    def _finish(self, lefts: Iterable[Left]) -> None:
-        self._kept.rest = None
-        for left in lefts:
-            left.finish()
-        self._kept.torn = None
+    def _write(self, tails: Iterable[Tail]) -> None:
+        self._kept.deferred = None
+        for tail in tails:
+            tail.finish()
+        self._kept.interrupted = None
 
-    def _awaited(
-        self, planned: Planned, lefts: Iterable[Left]
+    def _deferrable(
+        self, planned: Planned, tails: Iterable[Tail]
     ) -> tuple[Sequence[Tensor], Collection[nn.Module]] | None:
         """Return the parameters that are still to be written and the modules that hold them, looked up once a plan.
 
         None if there are none, or others may read them after the step.
         """
         kept = self._kept
-        tensors = tuple(m.tensor for left in lefts for n in left.parameters if (m := planned.muon[n]) is not None)
+        tensors = tuple(m.tensor for tail in tails for n in tail.parameters if (m := planned.muon[n]) is not None)
         hooks = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
         if not tensors or hooks or kept.source is not PARAMETER_GRAD:
             return None
@@ -459,29 +459,29 @@ class Muon(torch.optim.Optimizer):
         holders = kept.modules[1]
         return None if holders is None else (tensors, holders)
 
-    def _agree(
-        self, settings: SettingsFound, clip: Clip, missed: StateError | None
+    def _prepare(
+        self, settings: SettingsFound, clip: Clip, read_too_early: StateError | None
     ) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
 
         None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
         """
         kept = self._kept
-        if (before := changed(self.param_groups, kept, settings.error)) is not None:
+        if (before := outdated(self.param_groups, kept, settings.error)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
             waits = kept.host_waits(before[0]) or settings.at_rest
             kept.pending = stand_aside(*before, settings.error, waits=waits)
             if kept.pending is not None:
                 return None
             forget(kept)
-        agreed = self._look(settings, clip, missed)
+        agreed = self._agree(settings, clip, read_too_early)
         if agreed[-1].replan:  # another rank's parameters have changed, so all plan again
             forget(kept)
-            agreed = self._look(settings, clip, missed)
+            agreed = self._agree(settings, clip, read_too_early)
         return agreed
 
-    def _look(
-        self, settings: SettingsFound, clip: Clip, missed: StateError | None
+    def _agree(
+        self, settings: SettingsFound, clip: Clip, read_too_early: StateError | None
     ) -> tuple[Planned, Exchange, Collected, Flags]:
         """Read the gradients under the plan, and hear what all ranks have found."""
         kept = self._kept
@@ -500,7 +500,7 @@ class Muon(torch.optim.Optimizer):
             slots,
             Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error or missed,
+            error=clip.error or read_too_early,
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),
@@ -508,7 +508,7 @@ class Muon(torch.optim.Optimizer):
         kept.compared, kept.loaded = planned, False
         return planned, exchange, slots, flags
 
-    def _tell(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
+    def _tell_scaler(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
         """Tell the GradScaler, if one is used, whether any rank overflowed; warn if its scale will differ."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is None:
@@ -566,11 +566,11 @@ class Muon(torch.optim.Optimizer):
             PlanError: on the other ranks then.
         """
         check_process_group(process_group, ("world", "local"))
-        self._finish_rest()
+        self._finish_deferred()
         kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
-        if (before := changed(groups, kept, error)) is not None:
+        if (before := outdated(groups, kept, error)) is not None:
             waits = kept.host_waits(before[0])
             told = stand_aside_from_sums(*before, error, limits, source=kept.source, process_group=ranks, waits=waits)
             if told is not None:
@@ -610,7 +610,7 @@ class Muon(torch.optim.Optimizer):
             planned = plan(self.param_groups, kept)
             places = {m.tensor: Place.of(m, planned) for m in planned.members}
         restore_state(self, state_dict, kept.precision, places, super().load_state_dict)
-        kept.torn, kept.loaded = None, bool(places)
+        kept.interrupted, kept.loaded = None, bool(places)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
@@ -619,7 +619,7 @@ class Muon(torch.optim.Optimizer):
             StateError: a step was interrupted while it wrote, or torch's checkpoints ask for flat shards.
         """
         self.finish()
-        self.refuse_if_torn()
+        self.refuse_if_interrupted()
         refuse_flat(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._kept.layouts)
         found = super().state_dict()
         if self._kept.precision.int8:
@@ -642,7 +642,7 @@ class Muon(torch.optim.Optimizer):
 
     def checkpoint_restored(self) -> None:
         """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
-        self._kept.torn, self._kept.loaded, self._kept.clip = None, True, Clip()
+        self._kept.interrupted, self._kept.loaded, self._kept.clip = None, True, Clip()
 
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
         """Return a context in which parameters that nobody trains are whole, which here they always are."""
@@ -662,7 +662,7 @@ class Muon(torch.optim.Optimizer):
             kept.bucket_cap_mb,
             complete=kept.complete,
             warned=kept.warned,
-            torn=kept.torn,
+            interrupted=kept.interrupted,
             source=kept.source,
         )
         return {**super().__getstate__(), "_kept": fresh}
@@ -726,15 +726,15 @@ class Muon(torch.optim.Optimizer):
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
         stores something itself; they are NaN if another rank could not follow, and the next step ends in an error.
         """
-        self._finish_rest()
+        self._finish_deferred()
         kept, groups = self._kept, self.param_groups
         while True:
             error = check_groups(groups).error
-            before = changed(groups, kept, error)
+            before = outdated(groups, kept, error)
             planned, exchange = before or connect(groups, kept)
-            here = None if before is not None else (groups, self.state, kept.source, kept.sums)
+            here = None if before is not None else (groups, self.state, kept.source, kept.update_squares)
             found = measure(planned, exchange, here, error, waits=kept.host_waits(planned))
             if found is not None:
-                kept.sums = kept.sums or Sums()
+                kept.update_squares = kept.update_squares or UpdateSquares()
                 return found
             forget(kept)

@@ -83,7 +83,7 @@ def trained(kind: str, wait: bool) -> tuple[list[Tensor], list[Tensor], list[boo
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step(wait=wait)
-        left.append(optimizer._kept.rest is not None)
+        left.append(optimizer._kept.deferred is not None)
         optimizer.zero_grad()
         losses.append(loss.detach())
         if number == 1:
@@ -145,7 +145,7 @@ def flat(wait: bool, scaled: bool) -> tuple[list[Tensor], list[bool]]:
             scaler.update()
         else:
             optimizer.step(wait=wait)
-        left.append(optimizer._kept.rest is not None)
+        left.append(optimizer._kept.deferred is not None)
         outputs.append(model(torch.ones(1, WIDTH)))
     return outputs, left
 
@@ -170,7 +170,7 @@ def saved_and_loaded(folder: Path) -> tuple[bool, bool]:
     optimizer = mm.from_model(inner, lr=0.1, compute_dtype=torch.float32)
     model(torch.ones(4, WIDTH)).square().mean().backward()
     optimizer.step(wait=False)
-    left = optimizer._kept.rest is not None
+    left = optimizer._kept.deferred is not None
     mm.checkpoint.save(folder / "saved", inner, optimizer)
     _, other = held("fsdp")
     mm.checkpoint.load(folder / "saved", other, mm.from_model(other, lr=0.1, compute_dtype=torch.float32))
@@ -190,14 +190,14 @@ def order() -> tuple[list[int], list[int]]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(wait=False)
-    waiting = sorted({int(names[number].split(".")[1]) for number in optimizer._kept.rest._tensors})
+    waiting = sorted({int(names[number].split(".")[1]) for number in optimizer._kept.deferred._tensors})
     begun: list[int] = []
     for number, block in enumerate(model.blocks):
         block.up.register_forward_pre_hook(lambda *_: None)
         block.register_forward_pre_hook(lambda *_, number=number: begun.append(number))
     seen: list[int] = []
-    finish = optimizer._kept.rest._finish
-    optimizer._kept.rest._finish = lambda: (seen.extend(begun), finish())
+    finish = optimizer._kept.deferred._finish
+    optimizer._kept.deferred._finish = lambda: (seen.extend(begun), finish())
     model(torch.ones(1, WIDTH))
     return seen, waiting
 

@@ -86,7 +86,7 @@ def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
             for owner in plan.ranks:
                 for holder, legs in routes[owner].assembled.items():
                     # both ends list the same legs in the same order, packed without gaps
-                    assert routes[holder].held[owner] == legs
+                    assert routes[holder].stored[owner] == legs
                     assert [leg.start for leg in legs] == [
                         sum(o.piece.numel for o in legs[:i]) for i in range(len(legs))
                     ]
@@ -154,7 +154,7 @@ def test_each_of_a_team_gets_the_whole_matrix_and_one_copy_comes_back(data: st.D
         for gather, routes in ((True, there), (False, back)):
             for rank in plan.ranks:
                 for holder, legs in routes[rank].assembled.items():
-                    assert routes[holder].held[rank] == legs  # both ends agree
+                    assert routes[holder].stored[rank] == legs  # both ends agree
                     moved[gather] = moved[gather] or holder != rank
                     for leg in legs:
                         assert torch.equal(at_storage(storages[holder], leg), at_matrix(expected[leg.assignment], leg))
@@ -163,7 +163,7 @@ def test_each_of_a_team_gets_the_whole_matrix_and_one_copy_comes_back(data: st.D
                         else:
                             assert rank == plan.assignments[leg.assignment].owner
                             at_storage(written[holder], leg).add_(1)
-                for member, legs in routes[rank].held.items():
+                for member, legs in routes[rank].stored.items():
                     assert routes[member].assembled[rank] == legs
         assert all(bool((count == 1).all()) for count in counts.values())  # the whole matrix, once, to each member
         assert (plan.gathers(bucket), plan.scatters(bucket)) == (moved[True], moved[False])

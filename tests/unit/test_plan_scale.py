@@ -75,9 +75,9 @@ def check_routes(plan: Plan, rank: int) -> None:
                 for leg in legs:
                     moved[leg.assignment] += leg.piece.numel
             for peer in random.Random(bucket).sample(sorted(routes.assembled), min(3, len(routes.assembled))):
-                assert plan.routes(bucket, peer, gather=gather).held[rank] == routes.assembled[peer]
-            for owner in random.Random(bucket).sample(sorted(routes.held), min(3, len(routes.held))):
-                assert plan.routes(bucket, owner, gather=gather).assembled[rank] == routes.held[owner]
+                assert plan.routes(bucket, peer, gather=gather).stored[rank] == routes.assembled[peer]
+            for owner in random.Random(bucket).sample(sorted(routes.stored), min(3, len(routes.stored))):
+                assert plan.routes(bucket, owner, gather=gather).assembled[rank] == routes.stored[owner]
     owned = {number: a for number, a in enumerate(plan.assignments) if a.owner == rank}
     assert gathered == {number: a.matrix.numel for number, a in owned.items()}
     copies = {number: plan.parameters[a.parameter].target.copies() for number, a in owned.items()}

@@ -293,8 +293,8 @@ def nonzeros() -> list[int]:
     found = torch.zeros(7, dtype=torch.int32)
     first = torch.ones(5000)
     gradients = [long, last, nan, negative, first, torch.zeros(0), first[:3].contiguous(), first[:3] * 0]
-    assert zeros.can_look(gradients)
-    assert not zeros.can_look([torch.ones(4, 4).mT[1:]])
+    assert zeros.can_mark(gradients)
+    assert not zeros.can_mark([torch.ones(4, 4).mT[1:]])
     zeros.mark_nonzero(gradients, [0, 2, 3, 4, 5, 6, 6, 6], found)
     return found.tolist()
 

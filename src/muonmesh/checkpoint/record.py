@@ -191,7 +191,7 @@ def fill(local: Tensor, layout: Layout | None, share: Share) -> None:
 class Recorded(Protocol):
     """An optimizer, or what holds one, that checkpoints can be made of. None of this communicates, except `whole`."""
 
-    def refuse_if_torn(self) -> None:
+    def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
 
     def checkpoint_records(self) -> list[Record]:

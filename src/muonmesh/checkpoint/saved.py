@@ -49,7 +49,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     untrained: dict[str, tuple[Tensor, Storage]] = {}
 
     def collect() -> tuple[dict[str, str], dict[str, Any]]:
-        host.refuse_if_torn()
+        host.refuse_if_interrupted()
         records.extend(host.checkpoint_records())
         untrained.update(_untrained(model, records))
         digests = {record.name: _digest(record.tensor, record.storage, trained=True) for record in records}

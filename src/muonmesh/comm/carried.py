@@ -49,10 +49,10 @@ class CarriedExchange:
 
     @cached_property
     def _ways(self) -> tuple[Mapping[int, Sequence[Leg]], ...]:
-        """Legs by peer: held here on the way to the owners and owned here on it; the same on the way back."""
+        """Legs by peer: stored here on the way to the owners and owned here on it; the same on the way back."""
         plan = self._carried.plan
         there, back = (plan.routes(0, self._rank, gather=gather) for gather in (True, False))
-        return there.held, there.assembled, back.held, back.assembled
+        return there.stored, there.assembled, back.stored, back.assembled
 
     @cached_property
     def _moves(self) -> tuple[bool, bool]:
@@ -71,12 +71,12 @@ class CarriedExchange:
 
     def gather(self, work: Work) -> None:
         """Bring what is kept to the owners, and give it to the work; all ranks call it."""
-        held, owned, _, _ = self._ways
-        for leg in held.get(self._rank, ()):
+        stored, owned, _, _ = self._ways
+        for leg in stored.get(self._rank, ()):
             self._read(work, leg, place(leg.piece, self._owned[leg.assignment]))
         if self._moves[0]:
-            send, sent = self._segments(held)
-            for leg, view in self._travelling(held, send, sent):
+            send, sent = self._segments(stored)
+            for leg, view in self._travelling(stored, send, sent):
                 self._read(work, leg, view)
             receive, received = self._segments(owned)
             transfer = self._wire.swap("the gather of what rules keep", send, receive, sent=sent, received=received)
@@ -91,17 +91,17 @@ class CarriedExchange:
 
     def scatter(self, work: Work) -> None:
         """Bring what the work has made of it to all ranks that store it; all ranks call it."""
-        _, _, held, owned = self._ways
-        for leg in held.get(self._rank, ()):
+        _, _, stored, owned = self._ways
+        for leg in stored.get(self._rank, ()):
             self._write(work, leg, place(leg.piece, self._owned[leg.assignment]))
         if self._moves[1]:
             send, sent = self._segments(owned)
             for leg, view in self._travelling(owned, send, sent):
                 view.copy_(place(leg.piece, self._owned[leg.assignment]))
-            receive, received = self._segments(held)
+            receive, received = self._segments(stored)
             transfer = self._wire.swap("the scatter of what rules keep", send, receive, sent=sent, received=received)
             self._wire.finish(transfer)
-            for leg, view in self._travelling(held, receive, received):
+            for leg, view in self._travelling(stored, receive, received):
                 self._write(work, leg, view)
 
     def _read(self, work: Work, leg: Leg, into: Tensor) -> None:

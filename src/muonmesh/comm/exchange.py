@@ -17,7 +17,7 @@ from muonmesh.comm.owner import OwnerExchange
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.team import Team
 from muonmesh.comm.wire import Counts, Wire
-from muonmesh.comm.work import Left, Work
+from muonmesh.comm.work import Tail, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.carried import Carried
 
@@ -30,7 +30,7 @@ class Strategy(Protocol):
         """What it keeps from step to step, by role; empty before the first step."""
         ...
 
-    def run(self, work: Work, meanwhile: Callable[[], None]) -> Left | None:
+    def run(self, work: Work, meanwhile: Callable[[], None]) -> Tail | None:
         """Take its matrices of the plan through one step; all ranks of the plan call it.
 
         ``meanwhile`` is called once, where something travels if anything does. What is returned is still to be done.
@@ -106,8 +106,9 @@ class Exchange:
         """How many steps have begun, for messages."""
         return self._wire.steps
 
+    @property
     def memory(self) -> list[Tensor]:
-        """Return the memory that is kept from step to step."""
+        """What is kept from step to step."""
         return [tensor for strategy in self._strategies for tensor in strategy.memory.values()]
 
     def reduce_flags(self, flags: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class Exchange:
         """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
         return self._wire.reduce(sums, dist.ReduceOp.SUM, what)
 
-    def run(self, work: Work) -> list[Left]:
+    def run(self, work: Work) -> list[Tail]:
         """Take every matrix of the plan through one step; all ranks of the group call it.
 
         Returns:
@@ -132,7 +133,7 @@ class Exchange:
         """
         if self._blocks:
             largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
-            work.blocks(largest)
+            work.measure_blocks(largest)
             if self.group is not None:
                 started = time.perf_counter()
                 self._wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
@@ -144,7 +145,7 @@ class Exchange:
         found = [first.run(work, work.step_adamw), *(strategy.run(work, _nothing) for strategy in others)]
         if self._carried is not None:
             self._carried.scatter(work)
-        return [left for left in found if left is not None]
+        return [tail for tail in found if tail is not None]
 
 
 def _nothing() -> None:

@@ -53,7 +53,7 @@ class _Stage:
         sum: Which sum of the plan it is.
         group: The ranks that hold one copy.
         order: The places of these ranks in the group, in the order of the layout.
-        held: Assignments of which this rank stores something.
+        stored: Assignments of which this rank stores something.
         slabs: In the order of the sum.
         reads: What is read into the slabs.
         writes: What is written from where the slabs end.
@@ -65,7 +65,7 @@ class _Stage:
     sum: Sum
     group: dist.ProcessGroup
     order: Tensor
-    held: tuple[int, ...]
+    stored: tuple[int, ...]
     slabs: tuple[_Slab, ...]
     reads: Ends
     writes: Ends
@@ -146,7 +146,7 @@ class GramExchange:
 
     def _walk(self, stage: _Stage, work: Work) -> Iterator[bool]:
         """Orthogonalise the matrices of one sum; yields True whenever something is under way."""
-        work.prepare(stage.held)
+        work.prepare(stage.stored)
         for part in stage.slabs:
             part.x[0].zero_()  # a shard may lack what a matrix has
         work.read(stage.reads)

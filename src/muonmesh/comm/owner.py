@@ -9,12 +9,12 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.schedule import Schedule
 from muonmesh.comm.stages import Compute, Copies, Gather, Scatter, Swap
 from muonmesh.comm.team import Team
-from muonmesh.comm.totals import Totals
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Ends, Left, Work
+from muonmesh.comm.work import Ends, Tail, Work
 from muonmesh.layout import Plan
 from muonmesh.numerics.threads import run_all
 
@@ -49,7 +49,7 @@ class OwnerExchange:
     ) -> None:
         self._wire = wire
         self._teams = teams
-        self._totals = Totals(plan, rank=rank, device=device, wire=wire)
+        self._matrix_sums = MatrixSums(plan, rank=rank, device=device, wire=wire)
         self._device = device
         self._plan = plan
         self._arguments = plan, rank, peers, dtype, device
@@ -68,7 +68,7 @@ class OwnerExchange:
         """What is kept from step to step, by role."""
         return self.schedule.memory if "schedule" in self.__dict__ else {}
 
-    def run(self, work: Work, meanwhile: Callable[[], None]) -> Left | None:
+    def run(self, work: Work, meanwhile: Callable[[], None]) -> Tail | None:
         """Run every bucket once; ``meanwhile`` is called while the first one travels.
 
         Returns:
@@ -84,7 +84,7 @@ class OwnerExchange:
                 self._gather(number + 1, work)
             self._compute(number, work)
             self._scatter(number, 0)
-            work.local(self._computed[number].local)
+            work.run_local(self._computed[number].local)
             if number:
                 self._receive(number - 1, work)
             self._scatter_the_rest(number, work)
@@ -96,7 +96,7 @@ class OwnerExchange:
             self._receive(count - 1, work)
             return None
         ends = (*last.staying, *self._scattered[count - 1].arrived)
-        return Left(frozenset(leg.parameter for leg, _ in ends), partial(self._receive, count - 1, work))
+        return Tail(frozenset(leg.parameter for leg, _ in ends), partial(self._receive, count - 1, work))
 
     def _gather(self, number: int, work: Work) -> None:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
@@ -163,7 +163,7 @@ class OwnerExchange:
         """
         stage = self._computed[number]
         if stage.summed:
-            self._totals.take(stage.summed, (*stage.staying, *arrived), work, what=f"bucket {number}")
+            self._matrix_sums.take(stage.summed, (*stage.staying, *arrived), work, what=f"bucket {number}")
             work.write(stage.staying)
             self._computed[number] = replace(stage, summed={}, staying=())
 

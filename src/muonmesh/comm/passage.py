@@ -30,7 +30,7 @@ class Passage:
 
     Args:
         name: "gather" or "scatter": which end is the sender.
-        held: Legs whose storage is on this rank, by the peer that has their matrix.
+        stored: Legs whose storage is on this rank, by the peer that has their matrix.
         assembled: Legs whose matrix is, by the peer that stores them.
         rank: This one.
         peers: All ranks, in the order of their process group.
@@ -39,13 +39,13 @@ class Passage:
     def __init__(
         self,
         name: str,
-        held: Mapping[int, Sequence[Leg]],
+        stored: Mapping[int, Sequence[Leg]],
         assembled: Mapping[int, Sequence[Leg]],
         rank: int,
         peers: Sequence[int],
     ) -> None:
-        self._name, self.held, self._assembled, self._rank, self._peers = name, held, assembled, rank, peers
-        in_storage, in_matrices = self._sizes(held), self._sizes(assembled)
+        self._name, self.stored, self._assembled, self._rank, self._peers = name, stored, assembled, rank, peers
+        in_storage, in_matrices = self._sizes(stored), self._sizes(assembled)
         self._sent, self._received = (in_storage, in_matrices) if name == "gather" else (in_matrices, in_storage)
         self._starts_held = dict(zip(peers, itertools.accumulate(in_storage, initial=0), strict=False))
         self._starts_assembled = dict(zip(peers, itertools.accumulate(in_matrices, initial=0), strict=False))
@@ -77,7 +77,7 @@ class Passage:
         starts, first = self._starts_held, buffer.storage_offset()
         return [
             (leg, buffer.as_strided(leg.piece.shape, row_major(leg.piece.shape), first + starts[peer] + leg.start))
-            for peer, some in self.held.items()
+            for peer, some in self.stored.items()
             if peer != self._rank
             for leg in some
         ]

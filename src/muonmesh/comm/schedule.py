@@ -161,16 +161,16 @@ class _Draft:
         self.moving, self.local = moving, local
         gather, scatter = ways
         self._gathers, self.rounds = gathers, rounds
-        self._gather = Passage("gather", gather.held, gather.assembled, rank, peers)
-        self._staying = scatter.held.get(rank, ())
+        self._gather = Passage("gather", gather.stored, gather.assembled, rank, peers)
+        self._staying = scatter.stored.get(rank, ())
 
         def by_round(legs: Sequence[Leg], holder: int) -> list[tuple[Leg, ...]]:
             return in_rounds(legs, rounds.count, lambda leg: rounds.of(plan.distance(leg.assignment, holder)))
 
-        held = {peer: by_round(legs, rank) for peer, legs in scatter.held.items()}
+        stored = {peer: by_round(legs, rank) for peer, legs in scatter.stored.items()}
         assembled = {peer: by_round(legs, peer) for peer, legs in scatter.assembled.items()}
         self._scatter = [
-            Passage("scatter", _of_round(number, held), _of_round(number, assembled), rank, peers)
+            Passage("scatter", _of_round(number, stored), _of_round(number, assembled), rank, peers)
             for number in range(rounds.count)
         ]
         self._summed = plan.summed(moving)
@@ -210,7 +210,7 @@ class _Draft:
         """Return what travels to the owners, with its views of the memory."""
         matrices = self._assembled(memory["matrices"])
         of = _by_assignment(self._batches, matrices)
-        reads = [(leg, place(leg.piece, of[leg.assignment])) for leg in self._gather.held.get(self._rank, ())]
+        reads = [(leg, place(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self._rank, ())]
         if not self._gathers:
             return Gather(self.moving, tuple(reads), None, (), tuple(matrices))
         swap = self._gather.swap(f"the gather of bucket {number}", memory)
@@ -259,7 +259,7 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> list[_Draft]:
     for number, bucket in enumerate(plan.buckets):
         gather, scatter = (plan.routes(number, rank, gather=there) for there in (True, False))
         staying = {index for index in bucket if not plan.moves(index)}
-        reads, writes = (_legs_by_assignment(routes.held.get(rank, ())) for routes in (gather, scatter))
+        reads, writes = (_legs_by_assignment(routes.stored.get(rank, ())) for routes in (gather, scatter))
         waiting += [Local(i, reads[i], writes[i]) for i in bucket if i in staying and i in reads]
         if len(staying) < len(bucket):
             moving = tuple(index for index in bucket if index not in staying)
@@ -297,8 +297,8 @@ def _legs_by_assignment(legs: Sequence[Leg]) -> dict[int, tuple[Leg, ...]]:
 
 
 def _without(routes: Routes, assignments: set[int]) -> Routes:
-    held, assembled = (
+    stored, assembled = (
         {peer: tuple(leg for leg in legs if leg.assignment not in assignments) for peer, legs in ends.items()}
-        for ends in (routes.held, routes.assembled)
+        for ends in (routes.stored, routes.assembled)
     )
-    return Routes({p: legs for p, legs in held.items() if legs}, {p: legs for p, legs in assembled.items() if legs})
+    return Routes({p: legs for p, legs in stored.items() if legs}, {p: legs for p, legs in assembled.items() if legs})

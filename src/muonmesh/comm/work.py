@@ -27,8 +27,8 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a step has left to do when all its collectives have begun.
+class Tail:
+    """The tail of an exchange: what a step has left to do when all its collectives have begun.
 
     It only waits for a transfer and writes what has arrived. So ranks may do it at different times.
 
@@ -48,7 +48,7 @@ class Work(Protocol):
     the plan, read as a contiguous array, and where they lie in the assembled matrix.
     """
 
-    def blocks(self, into: Tensor) -> None:
+    def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
 
         Called before anything else where momentum is kept in int8 and there are such blocks. Read again when the
@@ -66,7 +66,7 @@ class Work(Protocol):
         nothing of.
         """
 
-    def local(self, alike: Sequence[Sequence[Local]]) -> None:
+    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Read, orthogonalise and write matrices that are this rank's alone; they have not been prepared.
 
         Those of one sequence have one shape and one setting.
@@ -121,7 +121,7 @@ class Work(Protocol):
             into: int64 (sums, 2); zeros before.
         """
 
-    def tell(self, assignment: int, into: Tensor) -> None:
+    def write_told(self, assignment: int, into: Tensor) -> None:
         """Write what is kept of a matrix as one number, if this rank owns it: fp64 (numbers,), zeros before.
 
         In the order of `Plan.told`.
@@ -140,7 +140,7 @@ class Work(Protocol):
 class Idle:
     """Work of a rank that takes part in what others wait for, and has nothing to read, compute or write itself."""
 
-    def blocks(self, into: Tensor) -> None:
+    def measure_blocks(self, into: Tensor) -> None:
         """Say that this rank has none of them."""
 
     def fetch(self, assignments: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ class Idle:
     def prepare(self, assignments: Sequence[int]) -> None:
         """Nothing."""
 
-    def local(self, alike: Sequence[Sequence[Local]]) -> None:
+    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Nothing."""
 
     def read(self, ends: Ends) -> None:
@@ -186,7 +186,7 @@ class Idle:
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Add nothing."""
 
-    def tell(self, assignment: int, into: Tensor) -> None:
+    def write_told(self, assignment: int, into: Tensor) -> None:
         """Nothing."""
 
     def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:

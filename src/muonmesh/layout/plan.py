@@ -69,7 +69,7 @@ class Plan:
         On the way there each member of a team is sent what the ranks of its own replica hold; on the way back the owner
         sends the result to the ranks of every replica.
         """
-        held: dict[int, list[Leg]] = {}
+        stored: dict[int, list[Leg]] = {}
         assembled: dict[int, list[Leg]] = {}
         for number in self.buckets[bucket]:
             assignment = self.assignments[number]
@@ -82,9 +82,10 @@ class Plan:
             mine = tuple(pieces(place, rank, assignment.matrix))
             for member in members if mine else ():
                 if not gather or rank in place.replica(member):
-                    extend(held, member, number, assignment.parameter, mine)
+                    extend(stored, member, number, assignment.parameter, mine)
         return Routes(
-            {peer: tuple(legs) for peer, legs in held.items()}, {peer: tuple(legs) for peer, legs in assembled.items()}
+            {peer: tuple(legs) for peer, legs in stored.items()},
+            {peer: tuple(legs) for peer, legs in assembled.items()},
         )
 
     def gathers(self, bucket: int) -> bool:

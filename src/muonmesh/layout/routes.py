@@ -34,12 +34,12 @@ class Routes:
     Both ends list the legs between two ranks in the same order.
 
     Attributes:
-        held: The legs whose storage is on this rank, by the rank that has their matrix.
+        stored: The legs whose storage is on this rank, by the rank that has their matrix.
         assembled: The legs whose matrix is on this rank, by the rank that stores them. On the way there the rank may be
             any of the matrix's team, on the way back it is the owner.
     """
 
-    held: dict[int, tuple[Leg, ...]]
+    stored: dict[int, tuple[Leg, ...]]
     assembled: dict[int, tuple[Leg, ...]]
 
 

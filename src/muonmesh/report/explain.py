@@ -172,7 +172,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     if beside is not None:
         there, back = (beside.plan.routes(0, rank, gather=gather) for gather in (True, False))
         collectives += beside.plan.gathers(0) + beside.plan.scatters(0)
-        legs = (there.held, back.assembled), (there.assembled, back.held)
+        legs = (there.stored, back.assembled), (there.assembled, back.stored)
         elements = (sum(sum(moved(some, rank).values()) for some in way) for way in legs)
         sent_elements, received_elements = elements
         carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize

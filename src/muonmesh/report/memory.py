@@ -41,19 +41,20 @@ def memory_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: 
         local = local_of(member.tensor)
         master = precision.master if precision.master not in (None, local.dtype) else None
         each = _elements(member, member.storage)
-        elementwise, few = each * master.itemsize if master is not None else 0, 0
+        # `shaped`: bytes of what has a number for each element; `few`: of what has one for a row, a matrix or less
+        shaped, few = each * master.itemsize if master is not None else 0, 0
         if not is_matrix_rule(groups[member.group]["algorithm"]):
-            elementwise += 2 * each * (master or local.dtype).itemsize
+            shaped += 2 * each * (master or local.dtype).itemsize
             few += _FP32
         else:
             few += 2 * _FP32 * len(planned.matrices_of[member.tensor])  # running norms
             for home in member.homes.values():
                 size = _elements(member, home.storage) * home.created(precision).itemsize
-                elementwise, few = (elementwise + size, few) if home.companion is None else (elementwise, few + size)
+                shaped, few = (shaped + size, few) if home.companion is None else (shaped, few + size)
                 if home.created(precision) != home.dtype(precision) and member.tensor not in coded:
                     coded.add(member.tensor)
                     few += _FP32 * planned.blocks.size(member.tensor)
-        found[member.name] = Memory(elementwise + few, elementwise if precision.leaves(local.device) else 0)
+        found[member.name] = Memory(shaped + few, shaped if precision.leaves(local.device) else 0)
     return found
 
 

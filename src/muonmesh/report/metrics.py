@@ -16,12 +16,12 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Planned
-from muonmesh.step.sums import Sums
+from muonmesh.step.update_squares import UpdateSquares
 
 _FIGURES = ("gradient", "momentum", "weight", "update")
 
 
-Here = tuple[Sequence[Mapping[str, Any]], Mapping[Tensor, Mapping[str, Any]], GradientSource, Sums | None]
+Here = tuple[Sequence[Mapping[str, Any]], Mapping[Tensor, Mapping[str, Any]], GradientSource, UpdateSquares | None]
 """An optimizer's groups, its state, where its gradients are, and the sums of its last step's updates."""
 
 
@@ -113,7 +113,7 @@ def _add(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, Mapping[str, Any]],
     source: GradientSource,
-    sums: Sums | None,
+    sums: UpdateSquares | None,
 ) -> set[tuple[int, str]]:
     """Add the squares and the number of elements of what this rank stores; return what it has added to."""
     places = [names.index(group["name"]) for group in groups]

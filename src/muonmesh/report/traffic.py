@@ -52,9 +52,9 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         collectives += plan.gathers(bucket) + rounds
         asked = plan.summed(numbers)
         collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers
-        there, back = moved(gather.held, rank), moved(scatter.assembled, rank)
+        there, back = moved(gather.stored, rank), moved(scatter.assembled, rank)
         sent += there + back
-        arriving, returning = moved(gather.assembled, rank), moved(scatter.held, rank)
+        arriving, returning = moved(gather.assembled, rank), moved(scatter.stored, rank)
         sizes = (there.total(), arriving.total(), back.total(), returning.total())
         buckets.append(BucketTraffic(*sizes, rounds))
     return Traffic(tuple(buckets), sent, collectives)

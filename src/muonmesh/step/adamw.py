@@ -16,7 +16,7 @@ from muonmesh.settings import Precision
 from muonmesh.step.flags import Flags
 from muonmesh.step.offload import Offload, fresh_zeros
 from muonmesh.step.slots import Slot, create_master
-from muonmesh.step.sums import Sums
+from muonmesh.step.update_squares import UpdateSquares
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -26,7 +26,7 @@ def step_adamw(
     slots_of: Sequence[Sequence[Slot]],
     precision: Precision,
     flags: Flags,
-    sums: Sums | None,
+    update_squares: UpdateSquares | None,
     offload: Offload | None = None,
 ) -> None:
     """Step the AdamW groups.
@@ -36,7 +36,7 @@ def step_adamw(
         slots_of: What this rank stores of the parameters of each AdamW group.
         precision: Whether there are masters, and where state is kept.
         flags: What all ranks agreed on.
-        sums: To which the squares of the updates, without decay, are added, if anybody asked for them.
+        update_squares: To which the squares of the updates, without decay, are added, if anybody asked for them.
         offload: Brings the state, where it lies on the host.
     """
     for slots in slots_of:
@@ -47,11 +47,11 @@ def step_adamw(
             create_master(slot, precision)
             _create(slot, precision)
         if offload is None:
-            _step_group(slots, rule, flags, sums)
+            _step_group(slots, rule, flags, update_squares)
             continue
         for some, states in offload.portions([slot.state for slot in slots], (*_MOMENTS, "master")):
             lent = [replace(slot, state=state) for slot, state in zip(slots[some], states, strict=True)]
-            _step_group(lent, rule, flags, sums)
+            _step_group(lent, rule, flags, update_squares)
 
 
 def _create(slot: Slot, precision: Precision) -> None:
@@ -70,18 +70,18 @@ def _create(slot: Slot, precision: Precision) -> None:
         slot.state[key] = slot.storage.wrap(zeros)
 
 
-def _step_group(slots: Sequence[Slot], rule: AdamWRule, flags: Flags, sums: Sums | None) -> None:
+def _step_group(slots: Sequence[Slot], rule: AdamWRule, flags: Flags, update_squares: UpdateSquares | None) -> None:
     """Step parameters of one group whose state is where they are."""
     if rule.weight_decay and rule.decay_mode == "cautious":
         for slot in slots:
             _decay(slot, rule, flags)
         rule = replace(rule, weight_decay=0.0)
-    before = [local_of(slot.tensor).double() for slot in slots] if sums is not None else []
+    before = [local_of(slot.tensor).double() for slot in slots] if update_squares is not None else []
     _step(slots, rule, flags)
     for slot, old in zip(slots, before, strict=False):
-        assert sums is not None
+        assert update_squares is not None
         moved = local_of(slot.tensor).double() - old * (1 - rule.lr * rule.weight_decay)
-        sums.add(slot.group, moved.square().sum() / slot.storage.copies)
+        update_squares.add(slot.group, moved.square().sum() / slot.storage.copies)
 
 
 def _decay(slot: Slot, rule: AdamWRule, flags: Flags) -> None:

@@ -102,7 +102,7 @@ def _groups_of_teams(
     return found
 
 
-def changed(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planned, Exchange] | None:
+def outdated(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planned, Exchange] | None:
     """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
 
     Args:

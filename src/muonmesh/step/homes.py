@@ -19,13 +19,13 @@ class Home(NamedTuple):
     """Where one thing lives that a rule keeps of a parameter.
 
     Attributes:
-        kept: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix.
+        kept_as: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix.
         storage: Where it lives.
         companion: How it travels to the owners of the matrices; None for what has a number for each element, which does
             not travel: directions are made of the momentum, and "weights" written, where they are stored.
     """
 
-    kept: KeptAs
+    kept_as: KeptAs
     storage: Storage
     companion: Companion | None = None
 
@@ -35,7 +35,7 @@ class Home(NamedTuple):
 
     def created(self, precision: Precision) -> torch.dtype:
         """Return what it is kept in: momentum in int8 if that is asked for, which is saved in fp32."""
-        return torch.int8 if precision.int8 and self.kept == "momentum" else self.dtype(precision)
+        return torch.int8 if precision.int8 and self.kept_as == "momentum" else self.dtype(precision)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
 from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
-from muonmesh.step.lacking import Lacking
-from muonmesh.step.neglected import Neglected
+from muonmesh.step.deferred import Deferred
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Planned, bucket_elements
 from muonmesh.step.preflight import Pending
-from muonmesh.step.rest import Rest
 from muonmesh.step.rounding import Rounding
-from muonmesh.step.sums import Sums
+from muonmesh.step.stalled import Stalled
+from muonmesh.step.unsuited import Unsuited
+from muonmesh.step.update_squares import UpdateSquares
 
 
 class Clip(NamedTuple):
@@ -59,22 +59,22 @@ class Kept:
         compared: The plan at whose first step replicas were compared.
         loaded: Whether state has been loaded since the last step.
         clip: What clipping decided for the next step.
-        sums: Of the last step's updates, once `Muon.metrics` has asked for them.
+        update_squares: Of the last step's updates, once `Muon.metrics` has asked for them.
         pending: Flags of the last step where the host did not wait for them.
         warned: Whether a warning about rounding was given.
         rounding: That warning, while the device still counts.
-        lacking: Which matrices lack what their rule needs, while the device still tells.
-        lack: Parameters of which that was told.
-        neglected: Which parameters have learned nothing for how long.
+        unsuited: Which matrices do not suit their rule, while the device still tells.
+        unsuited_told: Parameters of which that was told.
+        stalled: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
         offload: Whether state is worked on in copies of it; None: where it is kept elsewhere than the parameters.
         brought_back: After it the host may read state that was copied back; None: it may now.
         stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
-        rest: What the last step has left to do; None: it is over.
-        modules: The plan for which it was looked up which modules hold what such a step leaves, and those modules;
-            None for the modules if nothing may be left.
-        torn: What interrupted a step that had begun to write; None: nothing did.
+        deferred: What the last step has put off; None: it is over.
+        modules: The plan for which it was looked up which modules hold what such a step puts off, and those
+            modules; None for the modules if nothing may be put off.
+        interrupted: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
     """
 
@@ -90,20 +90,20 @@ class Kept:
     compared: Planned | None = None
     loaded: bool = False
     clip: Clip = field(default_factory=Clip)
-    sums: Sums | None = None
+    update_squares: UpdateSquares | None = None
     pending: Pending | None = None
     warned: bool = False
     rounding: Rounding | None = None
-    lacking: Lacking | None = None
-    lack: set[str] = field(default_factory=set)
-    neglected: Neglected = field(default_factory=Neglected)
+    unsuited: Unsuited | None = None
+    unsuited_told: set[str] = field(default_factory=set)
+    stalled: Stalled = field(default_factory=Stalled)
     waits: bool | None = None
     together: bool | None = None
     offload: bool | None = None
     brought_back: torch.cuda.Event | None = None
     stopped: bool | Tensor = False
-    torn: str | None = None
-    rest: Rest | None = None
+    interrupted: str | None = None
+    deferred: Deferred | None = None
     modules: tuple[Planned, weakref.WeakSet[nn.Module] | None] | None = None
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None

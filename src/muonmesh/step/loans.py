@@ -54,8 +54,8 @@ class Loans:
         if wanted:
             self._offload.turn()
         for tensor, slot in wanted.items():
-            elementwise = [key for key, home in slot.homes.items() if home.companion is None]
-            keys = [key for key in (*elementwise, "master") if key in slot.state]
+            shaped = [key for key, home in slot.homes.items() if home.companion is None]
+            keys = [key for key in (*shaped, "master") if key in slot.state]
             self._loans[tensor] = self._offload.bring({key: local_of(slot.state[key]) for key in keys})
 
     def values(self, slot: Slot) -> Mapping[str, Tensor]:
@@ -102,4 +102,4 @@ class Loans:
 
 
 def _momentum(slot: Slot) -> list[str]:
-    return [key for key, home in slot.homes.items() if home.kept == "momentum"]
+    return [key for key, home in slot.homes.items() if home.kept_as == "momentum"]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
-from muonmesh.comm.totals import Totals
 from muonmesh.comm.views import contiguous, place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
@@ -27,14 +27,14 @@ from muonmesh.step.loans import Loans
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, create_state, view_of
-from muonmesh.step.sums import Sums
+from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
 """Elements of equal matrices that one task orthogonalises on a device, where each call has the whole device. On a CPU
 the number of threads and the kernels say how many (`MuonStep._at_once`)."""
 
 
-class _Held(NamedTuple):
+class _Ready(NamedTuple):
     """A `Slot` made ready for the pieces of its matrices: each tensor is local and contiguous, as pieces index it.
 
     Attributes:
@@ -75,7 +75,7 @@ class MuonStep:
         precision: The optimizer's dtypes.
         device: Where the parameters are.
         step_adamw: AdamW's half, which the exchange calls while the first matrices travel.
-        sums: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
+        update_squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
         blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
         offload: Brings state that lies on the host; None where it is with the parameters.
     """
@@ -91,7 +91,7 @@ class MuonStep:
         *,
         device: torch.device,
         step_adamw: Callable[[], None],
-        sums: Sums | None,
+        update_squares: UpdateSquares | None,
         blocks: Blocks | None = None,
         offload: Offload | None = None,
     ) -> None:
@@ -109,14 +109,14 @@ class MuonStep:
         self._nonzero: Sequence[bool | Tensor] = flags.nonzero
         self._precision = precision
         self.step_adamw = step_adamw
-        self._sums = sums
-        self._held: dict[int, _Held] = {}  # by parameter; filled before threads read it
+        self._update_squares = update_squares
+        self._ready: dict[int, _Ready] = {}  # by parameter; filled before threads read it
         self._carried: Mapping[int, Mapping[str, Tensor]] = {}
         self._scales: dict[tuple[int, int, int], float] = {}
-        self._alone = Totals(plan, rank=this_rank(), device=device)
+        self._alone = MatrixSums(plan, rank=this_rank(), device=device)
         # By assignment: sums over it that its rule asks for, and what that keeps of the matrix as one number.
-        self._totals: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = {}
-        self.lacking: dict[int, Tensor] = {}  # by assignment: whether the matrix lacks what its rule needs, 0-d bool
+        self._matrix_sums: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = {}
+        self.unsuited: dict[int, Tensor] = {}  # by assignment: whether it does not suit its rule, 0-d bool
 
     def fetch(self, assignments: Sequence[int]) -> None:
         """Begin to bring the state of these matrices' parameters, where it lies on the host."""
@@ -126,17 +126,17 @@ class MuonStep:
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state and fold the gradients into the momenta of these matrices."""
         self._get(assignments)
-        here = [number for number in assignments if self._plan.assignments[number].parameter in self._held]
+        here = [number for number in assignments if self._plan.assignments[number].parameter in self._ready]
         run_all([functools.partial(self._fold, number) for number in here], device=self._device)
 
     def _take(self, assignments: Iterable[int]) -> None:
-        """Collect in ``_held`` what this rank stores of the parameters of these matrices; each parameter once a step.
+        """Collect in ``_ready`` what this rank stores of the parameters of these matrices; each parameter once a step.
 
         State that is missing is created here. A rank that stores nothing of a matrix may be asked all the same. State
         that lies on the host may be on its way when this returns; `_get` waits for it.
         """
         wanted = dict.fromkeys(self._plan.assignments[assignment].parameter for assignment in assignments)
-        fresh = {n: slot for n in wanted if (slot := self._slots[n]) is not None and n not in self._held}
+        fresh = {n: slot for n in wanted if (slot := self._slots[n]) is not None and n not in self._ready}
         for number, slot in fresh.items():
             self._create(number, slot)
         if self._loans is not None:
@@ -148,7 +148,7 @@ class MuonStep:
             gradient, master = slot.gradient, here.get("master", slot.state.get("master"))
             folded: Mapping[str, Tensor | Momentum] | None = None
             if slot.created:
-                folded = {key: here.get(key, kept) for key, kept in slot.kept("momentum").items()}
+                folded = {key: here.get(key, kept) for key, kept in slot.kept_as("momentum").items()}
             if folded is not None and self._blocks is not None:
                 folded = {key: self._momentum(slot, key, self._blocks) for key in folded}
             if folded is not None:
@@ -160,8 +160,8 @@ class MuonStep:
             local = local_of(slot.tensor)
             weights = local if local.is_contiguous() else local.contiguous()
             master = None if master is None else local_of(master)
-            beside = {key: here.get(key, kept) for key, kept in slot.kept("weights").items()}
-            self._held[number] = _Held(slot, rule, weights, folded, beside, gradient, master)
+            beside = {key: here.get(key, kept) for key, kept in slot.kept_as("weights").items()}
+            self._ready[number] = _Ready(slot, rule, weights, folded, beside, gradient, master)
 
     def _create(self, number: int, slot: Slot) -> None:
         """Create the state of a parameter that is missing, if it may have a gradient."""
@@ -183,14 +183,14 @@ class MuonStep:
         """Give the momentum back of what was prepared, where it lies on the host."""
         if self._loans is not None:
             for number in self._loans.have_read(self._prepared):
-                self._held[number] = self._held[number]._replace(folded={})
+                self._ready[number] = self._ready[number]._replace(folded={})
             self._prepared = []
 
     def _have_written(self, ends: Ends) -> None:
         """Give the other state back of what is written, likewise."""
         if self._loans is not None:
             for number in self._loans.have_written(ends):
-                self._held[number] = self._held[number]._replace(beside={}, master=None)
+                self._ready[number] = self._ready[number]._replace(beside={}, master=None)
 
     def _momentum(self, slot: Slot, key: str, blocks: Blocks) -> Momentum:
         """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
@@ -203,17 +203,17 @@ class MuonStep:
             self._coded[place] = found
         return self._coded[place]
 
-    def blocks(self, into: Tensor) -> None:
+    def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momenta of the blocks that ranks share, as they will be after this step."""
         assert self._blocks is not None
         self._take(self._blocks.shared)
         for number in self._blocks.shared:
-            held = self._held.get(self._plan.assignments[number].parameter)
-            if held is None or held.folded is None:
+            ready = self._ready.get(self._plan.assignments[number].parameter)
+            if ready is None or ready.folded is None:
                 continue
             for piece in self._holdings[number]:
                 values = self._folded(number, piece)
-                for key, kept in held.folded.items():
+                for key, kept in ready.folded.items():
                     assert isinstance(kept, Momentum)
                     kept.measure(number, piece, values[key], into)
         self._agreed = into
@@ -230,30 +230,30 @@ class MuonStep:
 
     def _fold(self, assignment: int) -> None:
         """Fold the gradient of a matrix into the momentum that is stored here, unless the matrix is left alone."""
-        held = self._held[self._plan.assignments[assignment].parameter]
-        if held.gradient is None or held.folded is None:
+        ready = self._ready[self._plan.assignments[assignment].parameter]
+        if ready.gradient is None or ready.folded is None:
             return
-        coded = [kept for kept in held.folded.values() if isinstance(kept, Momentum)]
+        coded = [kept for kept in ready.folded.values() if isinstance(kept, Momentum)]
         if self._nonzero[assignment] is False and all(kept.loaded is None for kept in coded):
             return
         # All pieces before any is written: some may share a block, whose old scale is gone then.
         folded = [(piece, self._folded(assignment, piece)) for piece in self._holdings[assignment]]
         for piece, values in folded:
-            for key, kept in held.folded.items():
+            for key, kept in ready.folded.items():
                 if isinstance(kept, Momentum):
                     kept.write(assignment, piece, values[key], self._agreed)
 
     def _folded(self, assignment: int, piece: Piece) -> dict[str, Tensor]:
         """Return the momentum of a piece, by key, with its gradient folded in: views of it, or what codes stand for."""
-        held, flag = self._held[self._plan.assignments[assignment].parameter], self._nonzero[assignment]
-        assert held.folded is not None
-        assert held.gradient is not None
-        values = values_of(held.folded, assignment, piece)
+        ready, flag = self._ready[self._plan.assignments[assignment].parameter], self._nonzero[assignment]
+        assert ready.folded is not None
+        assert ready.gradient is not None
+        values = values_of(ready.folded, assignment, piece)
         if flag is not False:
-            parts.fold(held.rule, view_of(held.gradient, piece), values, active=_mask(flag))
+            parts.fold(ready.rule, view_of(ready.gradient, piece), values, active=_mask(flag))
         return values
 
-    def local(self, alike: Sequence[Sequence[Local]]) -> None:
+    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, a batch of equal ones in each task.
 
         What one operation leaves in the cache the next one finds there. In bf16 each task has a thread of its own, so
@@ -296,17 +296,17 @@ class MuonStep:
 
     def _read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
         """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
-        held, piece = self._held[leg.parameter], leg.piece
-        if held.folded is None:  # without state no gradient has ever been folded in, so the direction is zero
+        ready, piece = self._ready[leg.parameter], leg.piece
+        if ready.folded is None:  # without state no gradient has ever been folded in, so the direction is zero
             into.zero_()
             return
-        assert held.gradient is not None
-        folded, gradient = values_of(held.folded, leg.assignment, piece), view_of(held.gradient, piece)
+        assert ready.gradient is not None
+        folded, gradient = values_of(ready.folded, leg.assignment, piece), view_of(ready.gradient, piece)
         flag = self._nonzero[leg.assignment]
         if fold and flag is not False:
-            parts.fold(held.rule, gradient, folded, active=_mask(flag), into=into)
+            parts.fold(ready.rule, gradient, folded, active=_mask(flag), into=into)
         else:
-            parts.write_direction(held.rule, gradient, folded, into)
+            parts.write_direction(ready.rule, gradient, folded, into)
 
     def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what a rule keeps by row, column or matrix; zeros if there is no state here."""
@@ -426,7 +426,7 @@ class MuonStep:
             count = self._plan.assignments[leg.assignment].matrix.numel
             into.copy_(parts.limbs(rule, weights, update, beside, exponents, scale=scale, count=count))
 
-    def tell(self, assignment: int, into: Tensor) -> None:
+    def write_told(self, assignment: int, into: Tensor) -> None:
         """Write what is kept of a matrix as one number, if this rank owns it."""
         kept = self._carried.get(assignment, {})
         for key, number in zip(self._plan.told(assignment), into.unbind(), strict=True):
@@ -436,15 +436,15 @@ class MuonStep:
     def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:
         """Take the sums over a matrix and what is kept of it, for what writes it; keep what the rule makes of them."""
         keys, found = self._plan.told(assignment), sums.unbind()
-        self._totals[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
+        self._matrix_sums[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
         if self._slots[self._plan.assignments[assignment].parameter] is None:
             return
         rule, kept = self._rule(assignment), self._carried.get(assignment, {})
         if all(key in kept for key in keys):
             rule.keep({key: kept[key].view(()) for key in keys}, found)
-        lacks, flag = rule.lacks(found), self._nonzero[assignment]
-        if lacks is not None and flag is not False:  # of a matrix that is left alone nothing is added up
-            self.lacking[assignment] = lacks if flag is True else lacks & flag
+        unsuited, flag = rule.unsuited(found), self._nonzero[assignment]
+        if unsuited is not None and flag is not False:  # of a matrix that is left alone nothing is added up
+            self.unsuited[assignment] = unsuited if flag is True else unsuited & flag
 
     def write(self, ends: Ends) -> None:
         """Decay and update legs' elements, unless their matrix is left alone."""
@@ -456,19 +456,19 @@ class MuonStep:
             return
         update, flag = contiguous(update), self._nonzero[leg.assignment]
         rule, weights, beside, scale = self._written(leg)
-        held = self._held[leg.parameter]
-        squares: list[Tensor] | None = None if self._sums is None else []
-        sums, told = self._totals.get(leg.assignment, ((), {}))
+        ready = self._ready[leg.parameter]
+        squares: list[Tensor] | None = None if self._update_squares is None else []
+        sums, told = self._matrix_sums.get(leg.assignment, ((), {}))
         active = _mask(flag)
         parts.apply(rule, weights, update, beside, scale=scale, active=active, sums=sums, told=told, squares=squares)
-        if held.master is not None:
-            view_of(held.weights, leg.piece).copy_(weights)
-        if self._sums is not None and squares is not None:
-            self._sums.add(held.slot.group, torch.stack(squares).sum() / held.slot.storage.copies)
+        if ready.master is not None:
+            view_of(ready.weights, leg.piece).copy_(weights)
+        if self._update_squares is not None and squares is not None:
+            self._update_squares.add(ready.slot.group, torch.stack(squares).sum() / ready.slot.storage.copies)
 
     def _changes(self, leg: Leg) -> bool:
         """Whether a leg's elements may change: there is state, and the host does not know that the matrix stays."""
-        return self._nonzero[leg.assignment] is not False and self._held[leg.parameter].slot.created
+        return self._nonzero[leg.assignment] is not False and self._ready[leg.parameter].slot.created
 
     def _written(self, leg: Leg) -> tuple[Rule, Tensor, dict[str, Tensor], float]:
         """Return what a leg's elements are written with.
@@ -477,10 +477,10 @@ class MuonStep:
             The rule; the weights to change, which are the master where there is one; what the rule keeps beside them;
             and the scale of the update.
         """
-        held = self._held[leg.parameter]
-        weights = held.weights if held.master is None else held.master
-        scale = self._scale(leg.assignment, held.slot.group, held.rule)
-        return held.rule, view_of(weights, leg.piece), views_of(held.beside, leg.piece), scale
+        ready = self._ready[leg.parameter]
+        weights = ready.weights if ready.master is None else ready.master
+        scale = self._scale(leg.assignment, ready.slot.group, ready.rule)
+        return ready.rule, view_of(weights, leg.piece), views_of(ready.beside, leg.piece), scale
 
     def _scale(self, assignment: int, group: int, rule: Rule) -> float:
         """Return the update scale of the whole matrix; there are few shapes and many legs."""
@@ -495,7 +495,7 @@ class MuonStep:
     def copied(self) -> bool:
         """Whether a storage or its state is worked on in a copy, which `finish` writes back."""
         return self._loans is not None or any(
-            held.weights is not local_of(held.slot.tensor) for held in self._held.values()
+            ready.weights is not local_of(ready.slot.tensor) for ready in self._ready.values()
         )
 
     def finish(self) -> None:
@@ -504,12 +504,12 @@ class MuonStep:
         A rank may hold an empty shard, of which it has nothing to fold or to write. Its state is empty too, but
         checkpoints look for it on every rank.
         """
-        for held in self._held.values():
-            local = local_of(held.slot.tensor)
-            if held.weights is not local:
-                local.copy_(held.weights)
+        for ready in self._ready.values():
+            local = local_of(ready.slot.tensor)
+            if ready.weights is not local:
+                local.copy_(ready.weights)
         for number, slot in enumerate(self._slots):
-            if slot is not None and number not in self._held and self._flags.present[number]:
+            if slot is not None and number not in self._ready and self._flags.present[number]:
                 create_state(slot, self._precision)
         if self._loans is not None:
             self._loans.finish()

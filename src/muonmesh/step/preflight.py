@@ -18,7 +18,8 @@ from muonmesh.layout import Elementwise, Parameter
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.settings import SettingsFound
 from muonmesh.step.census import DIGEST, Answers
-from muonmesh.step.flags import Flags, nonzero_on_device, nonzero_on_host
+from muonmesh.step.flags import Flags
+from muonmesh.step.nonzero import nonzero_on_device, nonzero_on_host
 from muonmesh.step.planning import Planned
 from muonmesh.step.slots import Collected, Slot
 from muonmesh.step.terms import Terms
@@ -194,8 +195,8 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
         return None
     followed = bool(answers.somebody("stays"))
     if followed:
-        for left in exchange.run(Idle()):
-            left.finish()
+        for tail in exchange.run(Idle()):
+            tail.finish()
     if error is not None:
         return Pending.start(answers, exchange, error, planned, dict, SettingsFound(error, False, []))
     if followed:

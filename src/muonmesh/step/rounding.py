@@ -26,14 +26,14 @@ class Rounding:
         name: Name of the parameter.
         dtype: Its dtype.
         rms: Root mean square of a typical step.
-        kept: Share of its entries that such a step leaves unchanged, 0-d on the host.
-        arrived: After which ``kept`` can be read; None: now.
+        unchanged: Share of its entries that such a step leaves unchanged, 0-d on the host.
+        arrived: After which ``unchanged`` can be read; None: now.
     """
 
     name: str
     dtype: torch.dtype
     rms: float
-    kept: Tensor
+    unchanged: Tensor
     arrived: torch.cuda.Event | None
 
     def warn(self) -> None:
@@ -42,7 +42,7 @@ class Rounding:
             self.arrived.synchronize()
         warn(
             f"{self.name} and perhaps others are {self.dtype} without masters: a typical step of RMS "
-            f"{self.rms:.1e} leaves {float(self.kept):.0%} of its entries unchanged by rounding. Write "
+            f"{self.rms:.1e} leaves {float(self.unchanged):.0%} of its entries unchanged by rounding. Write "
             "Muon(..., master_dtype=torch.float32) to keep fp32 copies in the optimizer state"
         )
 

@@ -53,9 +53,9 @@ class Slot:
     matrices: int
     homes: Mapping[str, Home] = field(default_factory=dict)
 
-    def kept(self, kept: KeptAs) -> dict[str, Tensor]:
+    def kept_as(self, kept_as: KeptAs) -> dict[str, Tensor]:
         """Return the local parts of what its rule keeps as "momentum", say, by key; without what is not created yet."""
-        keys = [key for key, home in self.homes.items() if home.kept == kept]
+        keys = [key for key, home in self.homes.items() if home.kept_as == kept_as]
         return {key: local_of(self.state[key]) for key in keys if key in self.state}
 
     @property

@@ -41,27 +41,27 @@ class MuonStepTogether(MuonStep):
             super().prepare(assignments)
             return
         self._get(assignments)
-        self._unfolded += [number for number in assignments if self._plan.assignments[number].parameter in self._held]
+        self._unfolded += [number for number in assignments if self._plan.assignments[number].parameter in self._ready]
 
     def read(self, ends: Ends) -> None:
         """Fold the gradients of what was prepared, and write the directions of legs' elements."""
         found: dict[object, Folded] = {}
         for number in self._unfolded:
-            held = self._held[self._plan.assignments[number].parameter]
-            if held.gradient is None or held.folded is None:
+            ready = self._ready[self._plan.assignments[number].parameter]
+            if ready.gradient is None or ready.folded is None:
                 continue
             for piece in self._holdings[number]:
-                views = values_of(held.folded, number, piece)
-                found[number, piece] = Folded(view_of(held.gradient, piece), views, number, True, None)
+                views = values_of(ready.folded, number, piece)
+                found[number, piece] = Folded(view_of(ready.gradient, piece), views, number, True, None)
         self._unfolded = []
         for leg, into in ends:
-            held, key = self._held[leg.parameter], (leg.assignment, leg.piece)
-            if held.gradient is None or held.folded is None:  # no replica has had a gradient so far
+            ready, key = self._ready[leg.parameter], (leg.assignment, leg.piece)
+            if ready.gradient is None or ready.folded is None:  # no replica has had a gradient so far
                 into.zero_()
             elif key in found and found[key].into is None:
                 found[key] = found[key]._replace(into=into)
             else:
-                gradient, views = view_of(held.gradient, leg.piece), values_of(held.folded, leg.assignment, leg.piece)
+                gradient, views = view_of(ready.gradient, leg.piece), values_of(ready.folded, leg.assignment, leg.piece)
                 found[key, len(found)] = Folded(gradient, views, leg.assignment, False, into)
         by_group: dict[int, list[Folded]] = {}
         for folded in found.values():
@@ -71,7 +71,7 @@ class MuonStepTogether(MuonStep):
             together.fold(pieces, self._factors_of(group))
         self._have_read()
 
-    def local(self, alike: Sequence[Sequence[Local]]) -> None:
+    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, a batch of equal ones at a time."""
         batches: list[Sequence[Local]] = []
         for some in alike:
@@ -102,19 +102,19 @@ class MuonStepTogether(MuonStep):
         """Decay and update legs' elements, unless their matrix is left alone."""
         by_group: dict[int, list[Updated]] = {}
         for leg, update in ends:
-            held = self._held[leg.parameter]
-            if not held.slot.created:  # no replica has had a gradient so far, so nothing is to be written
+            ready = self._ready[leg.parameter]
+            if not ready.slot.created:  # no replica has had a gradient so far, so nothing is to be written
                 continue
             _, weights, beside, scale = self._written(leg)
-            rounded = None if held.master is None else view_of(held.weights, leg.piece)
-            sums, told = self._totals.get(leg.assignment, ((), {}))
-            copies = held.slot.storage.copies
+            rounded = None if ready.master is None else view_of(ready.weights, leg.piece)
+            sums, told = self._matrix_sums.get(leg.assignment, ((), {}))
+            copies = ready.slot.storage.copies
             piece = Updated(weights, update, beside, leg.assignment, scale, rounded, sums, told, copies)
-            by_group.setdefault(held.slot.group, []).append(piece)
+            by_group.setdefault(ready.slot.group, []).append(piece)
         for group, pieces in by_group.items():
-            squares = together.apply(pieces, self._factors_of(group), measured=self._sums is not None)
-            if self._sums is not None and squares is not None:
-                self._sums.add(group, squares)
+            squares = together.apply(pieces, self._factors_of(group), measured=self._update_squares is not None)
+            if self._update_squares is not None and squares is not None:
+                self._update_squares.add(group, squares)
         self._have_written(ends)
 
     def _factors_of(self, group: int) -> Factors:
@@ -135,7 +135,7 @@ class MuonStepTogether(MuonStep):
         return upload(found, dtype=torch.float64, device=self._device)
 
     def _group(self, assignment: int) -> int:
-        return self._held[self._plan.assignments[assignment].parameter].slot.group
+        return self._ready[self._plan.assignments[assignment].parameter].slot.group
 
 
 def _ends(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:

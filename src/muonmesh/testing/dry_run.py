@@ -175,7 +175,7 @@ def _kept_bytes(optimizer: torch.optim.Optimizer, count: Launches) -> int:
     """Return what an exchange keeps from step to step, which `count` then leaves out."""
     if not isinstance(optimizer, Muon) or optimizer._kept.planned is None or optimizer._kept.planned.exchange is None:
         return 0
-    memory = optimizer._kept.planned.exchange.memory()
+    memory = optimizer._kept.planned.exchange.memory
     count.knows(memory)
     return sum(tensor.untyped_storage().nbytes() for tensor in memory)
 

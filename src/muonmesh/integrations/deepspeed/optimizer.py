@@ -177,13 +177,13 @@ class EngineMuon(torch.optim.Optimizer):
         Raises:
             StateError: a step was interrupted while it wrote.
         """
-        self.refuse_if_torn()
+        self.refuse_if_interrupted()
         return super().state_dict()
 
-    def refuse_if_torn(self) -> None:
+    def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
         for call in self._calls:
-            call.muon.refuse_if_torn()
+            call.muon.refuse_if_interrupted()
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups are what these are: algorithm, parameters and splits."""

@@ -297,7 +297,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
                 step has created yet is made here either way, by all ranks.
             metadata: Megatron's; not read, since there is one format.
         """
-        self.optimizer.refuse_if_torn()
+        self.optimizer.refuse_if_interrupted()
         found: dict[str, Any] = checkpoint.sharded(
             self.optimizer, {h.name: h.saved for h in self._holdings}, self._first_holder, is_loading=is_loading
         )

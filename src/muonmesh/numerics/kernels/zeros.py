@@ -18,7 +18,7 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-def can_look(gradients: Sequence[Tensor]) -> bool:
+def can_mark(gradients: Sequence[Tensor]) -> bool:
     """Whether `mark_nonzero` takes these: contiguous, and of dtypes that Triton reads."""
     first = gradients[0].device
     there = first.type == "cuda" or (first.type == "cpu" and is_interpreted())

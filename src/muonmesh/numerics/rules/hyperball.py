@@ -29,7 +29,7 @@ class HyperballRule(MuonRule):
     and keep the norm that it gives them; the optimizer says so once.
     """
 
-    lacking: ClassVar[str] = (
+    unsuited_warning: ClassVar[str] = (
         "weights that are all zero, which have no norm to keep under hyperball; it takes a plain Muon step, and keeps "
         "the norm that this step has, however small its learning rate was. Needed: weights with a norm. Initialise "
         'them, or write overrides={{"{name}": "normuon"}}, or another rule that lets weights grow'
@@ -46,7 +46,7 @@ class HyperballRule(MuonRule):
         w, u = weights.double(), update.double()
         return w.square(), w * u, u.square()
 
-    def lacks(self, sums: tuple[Tensor, ...]) -> Tensor:
+    def unsuited(self, sums: tuple[Tensor, ...]) -> Tensor:
         """Return whether the weights have no norm."""
         return sums[0] == 0
 

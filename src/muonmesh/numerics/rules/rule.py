@@ -136,7 +136,8 @@ class Rule(Hyperparameters):
 
     Attributes:
         orthogonalizes: Whether directions are orthogonalised; if not, `whole` is given what `balance` returns.
-        lacking: What the optimizer tells of a matrix of which `lacks` is true, with {name} where its parameter's is.
+        unsuited_warning: What the optimizer warns of for a matrix that is `unsuited`, with {name} where its
+            parameter's is.
         scale_mode: See `update_scale`.
         extra_scale_factor: Multiplies the scale.
         coefficients: Coefficient set, see `orthogonalize`; the key of a group is ``ns_coefficients``.
@@ -150,7 +151,7 @@ class Rule(Hyperparameters):
         "method": "ns_method",
     }
     orthogonalizes: ClassVar[bool] = True
-    lacking: ClassVar[str] = ""
+    unsuited_warning: ClassVar[str] = ""
 
     scale_mode: ScaleMode
     extra_scale_factor: float
@@ -278,14 +279,14 @@ class Rule(Hyperparameters):
             sums: As in `apply_with`.
         """
 
-    def lacks(self, sums: tuple[Tensor, ...]) -> Tensor | None:
-        """Return whether a matrix lacks what the rule needs, of which the optimizer warns once, 0-d bool.
+    def unsuited(self, sums: tuple[Tensor, ...]) -> Tensor | None:
+        """Return whether the rule cannot do to a matrix what it promises, of which the optimizer warns once, 0-d bool.
 
         Args:
             sums: As in `apply_with`.
 
         Returns:
-            None where no matrix can lack anything.
+            None where every matrix suits.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Totals: the sums that rules ask for over whole matrices, taken by the ranks that hold these, before they are written.
+"""Matrix sums: what rules ask for over whole matrices, taken by the ranks that hold these, before they are written.
 
 Every element counts once: where there are copies of a matrix, the elements of its owner's. The sums are exact
 (`muonmesh.numerics.exact`), so every layout gives the same bits. They take two small all-reduces for all matrices of a
@@ -25,7 +25,7 @@ from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.threads import run_all
 
 
-class Totals:
+class MatrixSums:
     """Takes the sums that rules ask for over the matrices of a plan.
 
     Args:
@@ -67,7 +67,7 @@ class Totals:
         limbs = numbers[: 2 * total].view(total, 2)
         # What an owner keeps of a matrix goes along as the bits of fp64 numbers, to which the others add zeros.
         for number, place in places.items():
-            work.tell(number, numbers[place].view(torch.float64))
+            work.write_told(number, numbers[place].view(torch.float64))
 
         def add(leg: Leg, update: Tensor, into: Tensor) -> None:
             work.limbs(leg, update, exponents[rows[leg.assignment]], into)

@@ -1,4 +1,4 @@
-"""Sums: how large the updates of one step were, by group, for `Muon.metrics`."""
+"""Update squares: how large the updates of one step were, by group, for `Muon.metrics`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Sums:
+class UpdateSquares:
     """Sums of squares of one step's updates by group, for `Muon.metrics`."""
 
     def __init__(self) -> None:

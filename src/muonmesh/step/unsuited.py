@@ -1,4 +1,4 @@
-"""Lacking: matrices that lack what their rule needs, told once by name."""
+"""Unsuited: matrices to which their rule cannot do what it promises, told once by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from muonmesh.step.planning import Planned
 
 
 @dataclass(frozen=True)
-class Lacking:
-    """Which matrices of one step lacked something.
+class Unsuited:
+    """Which matrices of one step did not suit their rules.
 
     Attributes:
         texts: For each matrix the name of its parameter and what its rule tells.
-        found: Whether it lacks something, bool (matrices,), on the host.
+        found: Whether it does not suit, bool (matrices,), on the host.
         arrived: After which ``found`` can be read; None: now.
     """
 
@@ -32,19 +32,19 @@ class Lacking:
         """Warn of each parameter that is not yet among the names told, and add it to them."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        for (name, text), lacks in zip(self.texts, self.found.tolist(), strict=True):
-            if lacks and name not in told:
+        for (name, text), unsuited in zip(self.texts, self.found.tolist(), strict=True):
+            if unsuited and name not in told:
                 told.add(name)
                 warn(f"{name}: found {text.format(name=name)}")
 
 
-def lacking_of(planned: Planned, rules: Sequence[Rule | None], lacking: Mapping[int, Tensor]) -> Lacking | None:
-    """Return what matrices lacked in a step, by assignment 0-d bool each; None if there is nothing to ask."""
-    texts, flags = [], []
-    for assignment, flag in lacking.items():
+def unsuited_of(planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor]) -> Unsuited | None:
+    """Return which matrices did not suit in a step, from one 0-d bool each by assignment; None if none was asked."""
+    texts, found = [], []
+    for assignment, flag in flags.items():
         member = planned.muon[planned.plan.assignments[assignment].parameter]
         rule = None if member is None else rules[member.group]
         if member is not None and rule is not None:
-            texts.append((member.name, rule.lacking))
-            flags.append(flag)
-    return Lacking(tuple(texts), *download(torch.stack(flags))) if flags else None
+            texts.append((member.name, rule.unsuited_warning))
+            found.append(flag)
+    return Unsuited(tuple(texts), *download(torch.stack(found))) if found else None

@@ -1,4 +1,4 @@
-"""Rest: what a step has left to do under the next forward, and who has to wait for it."""
+"""Deferred: what a step has put off until the next forward, and who has to wait for it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules that hold others of which each is called by itself."""
 
 
-class Rest:
-    """What a step has left to do: it waits for the last results, and writes them.
+class Deferred:
+    """What a step has put off: to wait for the last results, and to write them.
 
     It is done before a module runs that may read what it writes, and before ``state_dict`` of a module that holds it. A
-    hook on all modules sees to that for as long as something is left. A module that is about to run may read all that
+    hook on all modules sees to that until it is done. A module that is about to run may read all that
     is below it, except what is in a ``ModuleList``, ``ModuleDict`` or ``Sequential`` there: their members are called,
     and wait for themselves. (So an attention module that reads its projection's weight is safe.) FSDP2 gathers all
     weights of an ``FSDPModule`` before it runs, so only members that are such modules themselves wait for themselves
@@ -59,7 +59,7 @@ class Rest:
         self._hooks.clear()
         self._finish()
 
-    def missed(self) -> StateError | None:
+    def read_too_early(self) -> StateError | None:
         """Return what is wrong if gradients have come from a forward that read the weights past their modules."""
         for tensor, before in zip(self._tensors.values(), self._gradients, strict=True):
             if tensor.grad is not None and _stamp(tensor) != before:
@@ -83,7 +83,7 @@ class Rest:
             self.finish()
 
     def _reads(self, module: nn.Module) -> bool:
-        """Whether a module may read what is left before another one is called; if not, note which are."""
+        """Whether a module may read what is put off before another one is called; if not, note which are."""
         gathers = isinstance(module, FSDPModule)
         if isinstance(module, FSDPModule):
             ahead = module._get_fsdp_state()._states_to_forward_prefetch

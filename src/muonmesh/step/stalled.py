@@ -1,4 +1,4 @@
-"""Neglected: parameters that learn nothing while others train, told once by name."""
+"""Stalled: parameters that learn nothing while others train, told once by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE = 100
 
 
 @dataclass
-class Neglected:
+class Stalled:
     """How long the parameters of an optimizer have had no gradient.
 
     Attributes:
@@ -27,7 +27,7 @@ class Neglected:
     _idle: dict[str, int] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
-    def look(self, parameters: Iterable[tuple[str, Tensor, Tensor | None]]) -> None:
+    def count(self, parameters: Iterable[tuple[str, Tensor, Tensor | None]]) -> None:
         """Count one step of (name, parameter, gradient or None), and warn of what has learned nothing for long."""
         idle, late, some, fixed = self._idle, list[str](), False, list[str]()
         for name, parameter, gradient in parameters:
@@ -35,9 +35,9 @@ class Neglected:
                 some = True
                 if name in idle:
                     del idle[name]
-            elif (count := idle.get(name, 0) + 1) <= PATIENCE:
-                idle[name] = count
-                if count == PATIENCE and name not in self._told:
+            elif (steps := idle.get(name, 0) + 1) <= PATIENCE:
+                idle[name] = steps
+                if steps == PATIENCE and name not in self._told:
                     late.append(name)
                 if self._steps == 0 and not parameter.requires_grad:
                     fixed.append(name)

@@ -1,0 +1,60 @@
+"""Nonzero: in which matrices this rank's gradients are not exactly zero, so that the others are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.storage import local_of
+from muonmesh.layout import Plan
+from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.zeros import can_mark, mark_nonzero
+from muonmesh.step.planning import Holdings
+from muonmesh.step.slots import Slot, view_of
+
+_PROBE = 4096
+"""Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
+
+
+def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:
+    """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
+    found = []
+    for assignment, parts in zip(plan.assignments, holdings, strict=True):
+        gradient = _gradient(slots[assignment.parameter])
+        found.append(int(gradient is not None and any(_any_nonzero(view_of(gradient, piece)) for piece in parts)))
+    return found
+
+
+def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None], device: torch.device) -> Tensor:
+    """Return the same as a uint8 tensor, without waiting for the device."""
+    numbers, views = list[int](), list[Tensor]()
+    for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
+        gradient = _gradient(slots[assignment.parameter])
+        if gradient is not None:
+            numbers += [number] * len(parts)
+            views += [view_of(gradient, piece) for piece in parts]
+    # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
+    found = torch.zeros(len(plan.assignments), dtype=torch.int32, device=device)
+    if views and can_mark(views):
+        mark_nonzero(views, numbers, found)
+    elif views:
+        norms = torch.stack(torch._foreach_norm(views, float("inf")))
+        if numbers == list(range(len(plan.assignments))):
+            found = (norms != 0).to(torch.uint8)
+        else:
+            index = upload(numbers, dtype=torch.int64, device=device)
+            found.index_add_(0, index, (norms != 0).to(torch.int32))
+    return found.clamp_(max=1).to(torch.uint8)
+
+
+def _gradient(slot: Slot | None) -> Tensor | None:
+    return None if slot is None or slot.gradient is None else local_of(slot.gradient)
+
+
+def _any_nonzero(view: Tensor) -> bool:
+    flat = view.view(-1) if view.is_contiguous() else view.reshape(-1)
+    if flat.numel() <= _PROBE:
+        return bool(flat.any())
+    return bool(flat[:_PROBE].any()) or bool(flat.any())
