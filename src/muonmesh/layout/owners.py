@@ -81,7 +81,7 @@ def assign_teams(
                     loads.add(rank, sizes[len(team)], -minus_numel)
                 continue
         owner = loads.least(everywhere[number])
-        holders = _holders_of_all(parameter.momentum_storage, matrix)
+        holders = _holders_of_all(parameter.momentum_layout, matrix)
         if holders and len(holders) < len(parameter.target.ranks):
             local = loads.least(loads.heap(holders))
             if loads.flops(local) - minus_flops <= max(unavoidable, loads.flops(owner) - minus_flops):

@@ -16,7 +16,7 @@ class Parameter:
 
     Attributes:
         name: Canonical name, unique.
-        momentum_storage: Where the momentum lives, which is gathered.
+        momentum_layout: Where the momentum lives, which is gathered.
         target: Where the parameter lives, to which results are scattered.
         matrices: What it consists of; they cover it exactly.
         flops: Cost of each of the matrices, in their order.
@@ -30,7 +30,7 @@ class Parameter:
     """
 
     name: str
-    momentum_storage: Layout
+    momentum_layout: Layout
     target: Layout
     matrices: tuple[Matrix, ...]
     flops: tuple[int, ...]
@@ -56,7 +56,7 @@ def describe(parameter: Parameter | Elementwise) -> str:
     if isinstance(parameter, Elementwise):
         return f"{line}, not orthogonalised"
     sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
-    momentum = parameter.momentum_storage.describe()
+    momentum = parameter.momentum_layout.describe()
     kept = "".join(f", {companion.describe()}" for companion in parameter.companions)
     if parameter.sums:
         kept += f", {parameter.sums} summed"

@@ -181,7 +181,7 @@ def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:
     found = []
     for assignment in plan.assignments:
         parameter = plan.parameters[assignment.parameter]
-        found.append(tuple(pieces(parameter.momentum_storage if state else parameter.target, rank, assignment.matrix)))
+        found.append(tuple(pieces(parameter.momentum_layout if state else parameter.target, rank, assignment.matrix)))
     return tuple(found)
 
 
@@ -303,7 +303,7 @@ def _planned(
 ) -> Planned:
     rank = this_rank()
     holdings = holdings_of(plan, rank, state=False)
-    shared = any(parameter.momentum_storage is not parameter.target for parameter in plan.parameters)
+    shared = any(parameter.momentum_layout is not parameter.target for parameter in plan.parameters)
     momentum_holdings = holdings_of(plan, rank, state=True) if shared else holdings
     return Planned(signature, muon, elementwise, adamw, plan, rank, holdings, momentum_holdings, device)
 
