@@ -21,7 +21,7 @@ from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.settings import check_dtype, check_group, check_structure
 from muonmesh.step.kept import Kept
-from muonmesh.step.members import likely_sets, members_of, replicas_of
+from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.rounding import rounding_of
 
@@ -62,7 +62,8 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
     given = dict.fromkeys([kept.holders, *map(kept.source.group, tensors)])
     candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
     group = group_of(ranks, candidates)
-    views = agree_on_plan(group, planned.plan if planned is not None else None, error)
+    device = planned.device.type if planned is not None and planned.members else None
+    views = agree_on_plan(group, planned.plan if planned is not None else None, error, device)
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
@@ -186,6 +187,8 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
         kept.planned = plan_members(groups, members, signature, kept.precision, kept.bucket_cap_mb, kept.exchange)
     except (LayoutError, ValueError) as found:
         return None, sets, found
+    listed = {name for group in groups for name in group["param_names"]}
+    kept.planned.beyond = sets_without_tensor({n: entry for n, entry in kept.layouts.items() if n not in listed})
     return kept.planned, kept.planned.sets, None
 
 

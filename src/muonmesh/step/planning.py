@@ -62,6 +62,7 @@ class Planned:
         momentum_holdings: The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it.
         device: Of the Muon parameters, or of the first parameter if there are none; the CPU without any.
         exchange: Made when the ranks have compared their plans.
+        beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """
 
     signature: object
@@ -74,6 +75,7 @@ class Planned:
     momentum_holdings: Holdings
     device: torch.device
     exchange: Exchange | None = None
+    beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = None
     _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
@@ -85,7 +87,7 @@ class Planned:
     @property
     def sets(self) -> list[tuple[int, ...]]:
         """The ranks of each parameter that several ranks know of."""
-        return [tuple(layout.ranks) for layout in self.plan.targets]
+        return [*(tuple(layout.ranks) for layout in self.plan.targets), *self.beyond]
 
     def group_names(self, names: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
         """Return the names of the groups of all ranks, in one order; the first call asks the others for theirs."""
@@ -268,7 +270,7 @@ def widened(
     Raises:
         PlanError: a rank lacks a parameter that another one says it holds, or sees it differently.
     """
-    parameters, elementwise = merged(views, ranks)
+    parameters, elementwise, _ = merged(views, ranks)
     mine = {
         (member.name, member.storage.layout.ranks): member
         for member in (*planned.muon, *planned.elementwise)
@@ -290,7 +292,11 @@ def widened(
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
     muon, rest = tuple(map(own, parameters)), tuple(map(own, elementwise))
-    return _planned(planned.signature, muon, rest, planned.adamw, plan, planned.device)
+    device = planned.device
+    others = next((view.device for view in views if view.device is not None), "cpu")
+    if not planned.members and others != device.type:  # it holds nothing, and takes part where the others do
+        device = torch.device(others, torch.get_device_module(others).current_device())
+    return _planned(planned.signature, muon, rest, planned.adamw, plan, device)
 
 
 def _planned(
