@@ -26,7 +26,7 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # noqa: E402
@@ -165,10 +165,19 @@ def spec_of(config: TransformerConfig) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
 
+def mtp_of(config: TransformerConfig, spec: Any, stage: dict[str, int]) -> Any:
+    """The spec of multi-token prediction on the stage that has it."""
+    if config.mtp_num_layers is None:
+        return None
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage)
+
+
 def gpt(config: TransformerConfig, shape: Shape, stage: dict[str, int]) -> nn.Module:
+    spec = spec_of(config)
     return GPTModel(
         config=config,
-        transformer_layer_spec=spec_of(config),
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp_of(config, spec, stage),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
