@@ -55,6 +55,7 @@ class Shape:
         late: Whether parameters are gathered in the next forward pass, with the distributed optimizer.
         tied: Whether embedding and output layer are one parameter.
         frozen: An expression; parameters in whose names it is found are not trained.
+        frozen_stage: Nor are those of this pipeline stage.
         model: Settings of TransformerConfig.
     """
 
@@ -69,6 +70,7 @@ class Shape:
     late: bool = False
     tied: bool = False
     frozen: str = "^$"
+    frozen_stage: int | None = None
     model: tuple[tuple[str, Any], ...] = ()
 
     def but(self, **changes: Any) -> Shape:
@@ -229,7 +231,8 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
         stage = {} if shape.vpp is None else {"vp_stage": chunk}
         model: nn.Module = mamba(config) if "mamba_state_dim" in dict(shape.model) else gpt(config, shape, stage)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(re.search(shape.frozen, name) is None)
+            trained = shape.frozen_stage != parallel_state.get_pipeline_model_parallel_rank()
+            parameter.requires_grad_(trained and re.search(shape.frozen, name) is None)
         if shape.dtype != torch.float32:
             model = Float16Module(config, model)
         ddp = DistributedDataParallelConfig(

@@ -31,16 +31,10 @@ _kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 class View(NamedTuple):
-    """What one rank holds of the parameters of its connected set, and the type of its device; None if it has none."""
+    """What one rank holds of the parameters of its connected set."""
 
     parameters: tuple[Parameter, ...]
     elementwise: tuple[Elementwise, ...]
-    device: str | None = None
-
-    @property
-    def everything(self) -> tuple[Parameter | Elementwise, ...]:
-        """Both."""
-        return *self.parameters, *self.elementwise
 
 
 def connected(sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -97,9 +91,7 @@ def _answers(store: PrefixStore, ranks: tuple[int, ...], count: int) -> list[byt
     return answers
 
 
-def agree_on_plan(
-    group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None, device: str | None = None
-) -> list[View] | None:
+def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exception | None) -> list[View] | None:
     """Make sure that no rank of a group found an error, and that all have the same plan.
 
     A rank that could not make a plan passes None and its error; every rank then raises instead of waiting.
@@ -127,7 +119,7 @@ def agree_on_plan(
     if len({digest for digest, _ in everyone}) == 1:
         return None
     assert plan is not None
-    views = [View(plan.parameters, plan.elementwise, device)] * len(everyone)
+    views = [View(plan.parameters, plan.elementwise)] * len(everyone)
     dist.all_gather_object(views, views[0], group=group)
     return views
 
@@ -178,9 +170,9 @@ def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
         PlanError: a rank lacks a parameter of which another one says that it holds some, or sees it differently; the
             message names the first difference.
     """
-    lines = [{_key(p): describe(p) for p in view.everything} for view in views]
+    lines = [{_key(p): describe(p) for some in view for p in some} for view in views]
     place = {rank: number for number, rank in enumerate(ranks)}
-    everything = {_key(p): p for view in views for p in view.everything}
+    everything = {_key(p): p for view in views for some in view for p in some}
     for key, parameter in everything.items():
         told = {rank: lines[place[rank]].get(key) for rank in parameter.target.ranks if rank in place}
         nobody = _unlisted_by(parameter, told)

@@ -62,8 +62,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
     given = dict.fromkeys([kept.holders, *map(kept.source.group, tensors)])
     candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
     group = group_of(ranks, candidates)
-    device = planned.device.type if planned is not None and planned.members else None
-    views = agree_on_plan(group, planned.plan if planned is not None else None, error, device)
+    views = agree_on_plan(group, planned.plan if planned is not None else None, error)
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)

@@ -15,7 +15,14 @@ from torch import Tensor
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource
-from muonmesh.comm.storage import Declared, Signature, connected_ranks, local_of, this_rank
+from muonmesh.comm.storage import (
+    Declared,
+    Signature,
+    connected_ranks,
+    device_without_parameters,
+    local_of,
+    this_rank,
+)
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
@@ -60,7 +67,8 @@ class Planned:
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.
         momentum_holdings: The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it.
-        device: Of the Muon parameters, or of the first parameter if there are none; the CPU without any.
+        device: Of the Muon parameters, or of the first parameter if there are none; without any see
+            `device_without_parameters`.
         exchange: Made when the ranks have compared their plans.
         beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """
@@ -233,7 +241,8 @@ def plan_members(
         tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
         for number, group in enumerate(groups)
     )
-    device = next((member.tensor.device for member in (*muon, *members)), torch.device("cpu"))
+    devices_here = (member.tensor.device for member in (*muon, *members))
+    device = next(devices_here, None) or device_without_parameters()
     return _planned(signature, muon, elementwise, adamw, plan, device)
 
 
@@ -270,7 +279,7 @@ def widened(
     Raises:
         PlanError: a rank lacks a parameter that another one says it holds, or sees it differently.
     """
-    parameters, elementwise, _ = merged(views, ranks)
+    parameters, elementwise = merged(views, ranks)
     mine = {
         (member.name, member.storage.layout.ranks): member
         for member in (*planned.muon, *planned.elementwise)
@@ -292,11 +301,7 @@ def widened(
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
     muon, rest = tuple(map(own, parameters)), tuple(map(own, elementwise))
-    device = planned.device
-    others = next((view.device for view in views if view.device is not None), "cpu")
-    if not planned.members and others != device.type:  # it holds nothing, and takes part where the others do
-        device = torch.device(others, torch.get_device_module(others).current_device())
-    return _planned(planned.signature, muon, rest, planned.adamw, plan, device)
+    return _planned(planned.signature, muon, rest, planned.adamw, plan, planned.device)
 
 
 def _planned(
