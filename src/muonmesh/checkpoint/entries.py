@@ -32,11 +32,11 @@ class CheckpointReader(FileSystemReader):
         self.folder, self.metadata = folder, metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what was read before."""
+        """Return the metadata that this reader was made with: torch asks for it, and must not unpickle the file."""
         return self.metadata
 
     def check_known(self, names: Collection[str]) -> None:
-        """Make sure that every file with tensors is one of these.
+        """Make sure that every file with tensors is one of ``names``, those of the manifest.
 
         Raises:
             FileError: naming the first that is not.
