@@ -160,7 +160,7 @@ def test_experts_that_one_rank_holds_whole_stay_there(bench: ModuleType) -> None
     experts = [a for a in plan.assignments if ".experts." in a.matrix.parameter]
     assert len(experts) == 4 * 64 * 3
     for assignment in experts:
-        place = plan.parameters[assignment.parameter].momentum_layout
+        place = plan.parameters[assignment.parameter].momentum_storage
         assert assignment.owner in place.holders(assignment.matrix.blocks[0].region)
     counts = Counter(assignment.owner // 32 for assignment in experts)
     assert counts[0] + counts[1] == len(experts)

@@ -24,8 +24,8 @@ def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -
         shape = parameter.target.shape
         blocks = [matrix.blocks for matrix in parameter.matrices]
         try:
-            parameter.momentum_layout.prove_cover()
-            if parameter.target is not parameter.momentum_layout:
+            parameter.momentum_storage.prove_cover()
+            if parameter.target is not parameter.momentum_storage:
                 parameter.target.prove_cover()
             for companion in parameter.companions:
                 companion.layout.prove_cover()

@@ -53,7 +53,7 @@ def fits(parameter: Parameter, matrix: Matrix) -> bool:
     Copies that are cut differently would add up sums that round differently, and drift apart.
     """
     layout = parameter.target
-    if parameter.momentum_layout is not layout or len(layout.ranks) == layout.copies() or not _cut_alike(layout):
+    if parameter.momentum_storage is not layout or len(layout.ranks) == layout.copies() or not _cut_alike(layout):
         return False
     parts = [slab(layout, rank, matrix) for rank in layout.replica(layout.ranks[0])]
     return all(part is not None and part[0] < matrix.shape[1] for part in parts)

@@ -150,7 +150,7 @@ class Plan:
     def _place(self, assignment: Assignment, *, gather: bool) -> Layout:
         """Return where the other end of an assignment's routes is."""
         parameter = self.parameters[assignment.parameter]
-        return parameter.momentum_layout if gather else parameter.target
+        return parameter.momentum_storage if gather else parameter.target
 
     def summed(self, assignments: Iterable[int]) -> dict[int, int]:
         """Return those of some assignments whose rule asks for sums over the matrix, each with how many."""
@@ -238,7 +238,7 @@ def make_plan(
     """
     prove(parameters, elementwise)
     if ranks is None:
-        ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_layout, p.target)}))
+        ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_storage, p.target)}))
     ranks = tuple(ranks)
     assigned = assign_teams(parameters, ranks, teams, itemsize, _teams)
     assignments = [

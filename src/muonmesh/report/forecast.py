@@ -181,7 +181,7 @@ def forecast(
     if rank is None:
         rank = max(plan.ranks, key=lambda r: (plan.loads[r], -r))
     travelling = traffic(plan, rank)
-    stored = sum(math.prod(p.momentum_layout.local_shape(rank)) for p in parameters)
+    stored = sum(math.prod(p.momentum_storage.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     work = _Work.of(plan, rank)
     memory = Memory(

@@ -75,7 +75,7 @@ class Blocks:
         """
         found, start = dict[int, _Grid](), 0
         for number, assignment in enumerate(self.plan.assignments):
-            if shares_blocks(self.plan.parameters[assignment.parameter].momentum_layout, assignment.matrix):
+            if shares_blocks(self.plan.parameters[assignment.parameter].momentum_storage, assignment.matrix):
                 lines, length = grid_of(assignment.matrix)
                 blocks = -(-length // BLOCK)
                 found[number] = _Grid(0, 0, lines, blocks, start)
