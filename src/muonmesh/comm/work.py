@@ -51,12 +51,12 @@ class Work(Protocol):
     def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
 
-        Called before anything else where momentum is kept in int8 and there are such blocks. Read again when the
-        momentum is written: the tensor then has the maxima over all ranks.
+        Called before anything else where momentum is kept in int8 and there are such blocks. Keep ``into``: when the
+        momentum is written, it has the maxima over all ranks.
         """
 
     def fetch(self, assignments: Sequence[int]) -> None:
-        """Begin to bring what is kept elsewhere of matrices, which are prepared after those that are prepared next."""
+        """Begin to bring the state of matrices that lies on the host: called a bucket before they are prepared."""
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Get ready to read what this rank stores of these matrices.
