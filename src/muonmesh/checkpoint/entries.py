@@ -23,8 +23,8 @@ SECOND_MOMENT = "exp_avg_sq"
 class CheckpointReader(FileSystemReader):
     """Reads what `muonmesh.checkpoint.metadata.read_metadata` has accepted.
 
-    Torch's own reader would unpickle the metadata. The tensors it reads with ``torch.load(weights_only=True)``; entries
-    of other kinds, for which it would not, the metadata cannot name.
+    Torch's own reader would unpickle the metadata. It reads tensors with ``torch.load(weights_only=True)``, and entries
+    of other kinds without that; but metadata with such entries are not accepted.
     """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
