@@ -51,7 +51,7 @@ class Exchange:
         plan: The same on every rank of the group.
         group: Process group of exactly ``plan.ranks``; None when that is one rank.
         dtype: Dtype of the wire and of the orthogonalisation.
-        carried: Dtype of what rules keep by row, column or matrix, which travels too.
+        carried_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the buffers live.
         blocks: How many blocks of momentum in int8 the ranks agree on.
         teams: A process group for each team of several ranks that this rank is in, by its ranks.
@@ -65,7 +65,7 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
-        carried: torch.dtype = torch.float32,
+        carried_dtype: torch.dtype = torch.float32,
         device: torch.device,
         blocks: int = 0,
         teams: Mapping[tuple[int, ...], dist.ProcessGroup] = MappingProxyType({}),
@@ -93,7 +93,9 @@ class Exchange:
         beside = Carried.beside(plan)
         self._carried: CarriedExchange | None = None
         if beside is not None:
-            self._carried = CarriedExchange(beside, self._wire, rank=rank, peers=peers, dtype=carried, device=device)
+            self._carried = CarriedExchange(
+                beside, self._wire, rank=rank, peers=peers, dtype=carried_dtype, device=device
+            )
 
     @property
     def counts(self) -> Counts:

@@ -96,8 +96,11 @@ class Work(Protocol):
         ``key`` names it among what is kept of the parameter of the assignment.
         """
 
-    def carry(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take what is kept of the matrices that this rank owns, by assignment and key, to be written in place."""
+    def take_kept(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take what rules keep by row, column or matrix of the matrices that this rank owns: by assignment and key.
+
+        The work writes it in place, and it is read from there when it travels back.
+        """
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep numbers that `read_kept` has read and the owner has changed, unless their matrix is left alone."""
@@ -174,7 +177,7 @@ class Idle:
         """Send zeros."""
         into.zero_()
 
-    def carry(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def take_kept(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Nothing."""
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:

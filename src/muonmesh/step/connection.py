@@ -73,7 +73,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         planned.plan,
         group=group,
         dtype=kept.precision.compute,
-        carried=kept.precision.carried,
+        carried_dtype=kept.precision.carried,
         device=planned.device,
         blocks=planned.blocks.count if kept.precision.int8 else 0,
         teams=_groups_of_teams(planned, candidates),
