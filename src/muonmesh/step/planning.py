@@ -178,7 +178,7 @@ def signature_of(
 def _asked(group: Mapping[str, Any]) -> tuple[object, ...]:
     """Return what a group's rule keeps, and how many sums it asks for."""
     rule: Rule = rule_of(group)
-    return (*rule.keeps().items(), rule.sums())
+    return (*rule.keeps().items(), rule.count_of_sums())
 
 
 def _frozen(value: Any) -> Any:
@@ -360,6 +360,6 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
         settings,
         segments,
         companions,
-        rule_of(group).sums(),
+        rule_of(group).count_of_sums(),
         tuple(shared[matrix.rows, matrix.cols] for matrix in matrices),
     )

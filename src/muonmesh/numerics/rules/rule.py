@@ -162,7 +162,7 @@ class Rule(Hyperparameters):
     method: Method
 
     def keeps(self) -> Mapping[str, KeptAs]:
-        """Return what is kept from step to step, by the name that it has in the optimizer's state.
+        """Return what is kept from step to step: its name in the optimizer's state, and what it has one number for.
 
         All of it begins as zeros. A matrix that is left alone, since its gradient is zero, keeps it unchanged.
         """
@@ -292,7 +292,7 @@ class Rule(Hyperparameters):
         """
         return None
 
-    def sums(self) -> int:
+    def count_of_sums(self) -> int:
         """Return how many sums over whole matrices the rule asks for.
 
         Raises:
