@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
-from tests.megatron.shapes import GROUPED, MOE, ONE_LAYER, SEQUENCE
+from tests.megatron.shapes import GROUPED, MOE, MTP, ONE_LAYER, SEQUENCE
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -32,7 +33,8 @@ class Run:
 
     def state(self, is_loading: bool) -> dict[str, Any]:
         (chunk,) = self.chunks
-        model = chunk.module.sharded_state_dict()
+        # With the group that Megatron's own save adds, which layers of multi-token prediction ask for.
+        model = chunk.module.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
     def save(self, path: Path) -> None:
@@ -102,6 +104,10 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
         [Shape(tied=True, flat=True, dtype=FP16)],
         {"shard_state": True},
     ),
+    # The embedding is on the last stage too, under the same name.
+    "multi-token prediction over stages": (Shape(pp=2, model=MTP), [Shape(tp=2, flat=True, model=MTP)], {}),
+    # No other run knows of the stage that has none.
+    "nothing to train on a stage": (Shape(pp=2, frozen_stage=0), [Shape(pp=2, flat=True, frozen_stage=0)], {}),
     # Without expert parallelism experts are in the groups of the dense weights.
     "experts": (
         Shape(ep=2, model=MOE + ONE_LAYER),

@@ -29,6 +29,7 @@ class Holding(NamedTuple):
     Attributes:
         name: In the whole model.
         saved: By which checkpoints know it: of the last stage's copy of a tied embedding the embedding's.
+        copy: Number of this copy of it, of those on several stages.
         parameter: Megatron's.
         tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
         only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
@@ -36,6 +37,7 @@ class Holding(NamedTuple):
 
     name: str
     saved: str
+    copy: int
     parameter: Tensor
     tensor: Tensor
     only: bool
@@ -300,7 +302,10 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         """
         self.optimizer.refuse_if_interrupted()
         found: dict[str, Any] = checkpoint.sharded(
-            self.optimizer, {h.name: h.saved for h in self._holdings}, self._first_holder, is_loading=is_loading
+            self.optimizer,
+            {h.name: (h.saved, h.copy) for h in self._holdings},
+            self._first_holder,
+            is_loading=is_loading,
         )
         if self.grad_scaler is not None:
             found["grad_scaler"] = self.grad_scaler.state_dict()
