@@ -1,7 +1,7 @@
 """Connection: the plan that fits the groups as they are now, and the exchange that all ranks of it share.
 
 `plan` reads and plans, without communication. `connect` also meets the ranks that share parameters, when that has not
-been done for these very parameters. `changed` says whether it must be done again.
+been done for these very parameters. `outdated` says whether that must be done again.
 """
 
 from __future__ import annotations
