@@ -73,7 +73,7 @@ class Oracle:
             if kind == "vectors":
                 group["weight_decay"] = 0.0
             groups += [group] if names else []
-        self.optimizer = mm.Muon(groups, process_group="local", gradients=_Given(), **settings)
+        self.optimizer = mm.Muon(groups, gradients=_Given(), **{"process_group": "local", **settings})
 
     def _matrices(self, name: str) -> Any:
         matrices = next(value for end, value in self._table.items() if name.endswith(end))
