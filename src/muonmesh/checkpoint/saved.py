@@ -170,7 +170,8 @@ def _untrained(model: nn.Module, records: Iterable[Record]) -> dict[str, tuple[T
     known = {id(record.tensor) for record in records}
     known |= {id(tensor) for name, tensor in tensors if canonical_name(name) in names}
     for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        # Megatron's linear layers have one that returns None: nothing.
+        if type(module).get_extra_state is not nn.Module.get_extra_state and module.get_extra_state() is not None:
             found, needed = "get_extra_state()", "tensors alone: a checkpoint holds nothing that could execute"
             raise StateError(explain_error(path or "the model", found, needed, "Register buffers for it"))
         kept = module._buffers.keys() - module._non_persistent_buffers_set
