@@ -125,9 +125,9 @@ def train_zero(folder: str, stage: int | None, resume: bool = False) -> tuple[di
         assert [entry["learning_rate/muon"] for entry in told] == [entry["learning_rate"] for entry in told]
         rates = trainer.lr_scheduler.get_last_lr()
         named = trainer.model.named_parameters()
-        if not engine:
+        assert type(trainer.model_wrapped).__name__ == ("DeepSpeedEngine" if engine else "DistributedDataParallel")
+        if not stage:
             return {name: p.detach().clone() for name, p in named}, rates
-        assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
         return {name: safe_get_full_fp32_param(p).clone() for name, p in named}, rates
 
 
