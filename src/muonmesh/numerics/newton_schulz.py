@@ -23,7 +23,7 @@ from muonmesh.numerics.coefficients import (
     coefficient_set,
 )
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, Share, select
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, TeamShare, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
 from muonmesh.numerics.precision import exact_fp32
@@ -57,7 +57,7 @@ def orthogonalize(
     kernels: KernelName = "auto",
     out: Tensor | None = None,
     overwrite: bool = False,
-    share: Share | None = None,
+    share: TeamShare | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
