@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     def collect() -> tuple[dict[str, str], dict[str, Any]]:
         host.refuse_if_interrupted()
         records.extend(host.checkpoint_records())
-        untrained.update(_untrained(model, records))
+        untrained.update(_untrained(model, records, host.renamed(model)))
         digests = {record.name: _digest(record.tensor, record.storage, trained=True) for record in records}
         digests |= {name: _digest(*held, trained=False) for name, held in untrained.items()}
         return digests, settings_of(records)
@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
 
     def collect() -> list[str]:
         records.extend(host.checkpoint_records())
-        untrained.update(_untrained(model, records))
+        untrained.update(_untrained(model, records, host.renamed(model)))
         return [*(record.name for record in records), *untrained]
 
     with host.whole(model, write=True):
@@ -150,19 +150,26 @@ _INNER = ("basic_optimizer", "optimizer", "_optimizer", "init_optimizer")
 """By which names engines and wrappers hold the optimizer that they were given."""
 
 
-def _untrained(model: nn.Module, records: Iterable[Record]) -> dict[str, tuple[Tensor, Storage]]:
+def _untrained(
+    model: nn.Module, records: Iterable[Record], renamed: Mapping[str, str]
+) -> dict[str, tuple[Tensor, Storage]]:
     """Return what no optimizer steps, by name: frozen parameters, and the buffers that a state dict keeps.
 
     Raises:
         StateError: a module has a state that is no tensor.
         LayoutError: FSDP1 has flattened one.
     """
+
+    def saved_as(name: str) -> str:
+        name = canonical_name(name)
+        return renamed.get(name, name)
+
     records = list(records)
     names = {record.name for record in records}
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     # A tied parameter has several names, and an optimizer may step a copy in another precision.
     known = {id(record.tensor) for record in records}
-    known |= {id(tensor) for name, tensor in tensors if canonical_name(name) in names}
+    known |= {id(tensor) for name, tensor in tensors if saved_as(name) in names}
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             found, needed = "get_extra_state()", "tensors alone: a checkpoint holds nothing that could execute"
@@ -175,7 +182,7 @@ def _untrained(model: nn.Module, records: Iterable[Record]) -> dict[str, tuple[T
         ]
     untrained = {}
     for name, tensor in tensors:
-        name = canonical_name(name)
+        name = saved_as(name)
         if id(tensor) not in known and name not in names:
             known.add(id(tensor))
             refuse_flattened(name, tensor)
