@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,78 @@ def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) 
         mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
     with pytest.raises(TypeError, match=r"optimizer: found a SGD; needed a muonmesh.Muon"):
         mm.checkpoint.save(tmp_path / "checkpoint", model, torch.optim.SGD(model.parameters()))
+
+
+class Calibrated(nn.Module):
+    """A module with extra state, like those of Transformer Engine."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra, self.given = extra, 0
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+        self.given += 1
+
+
+def with_extra(extra: Any, seed: int = 0) -> tuple[Model, mm.Muon, Calibrated]:
+    model, optimizer = make(seed=seed)
+    model.get_submodule("up").add_module("scales", Calibrated(extra))
+    advance(model, optimizer, 1)
+    return model, optimizer, model.get_submodule("up.scales")  # type: ignore[return-value]
+
+
+def test_extra_state_of_numbers_comes_back(tmp_path: Path) -> None:
+    """Before anything is loaded it is looked at like a buffer: name, shape and dtype."""
+    model, optimizer, _ = with_extra(torch.tensor([1.5, 2.5]))
+    mm.checkpoint.save(tmp_path / "numbers", model, optimizer)
+    held = torch.zeros(2)
+    other, two, module = with_extra(held, seed=5)
+    mm.checkpoint.load(tmp_path / "numbers", other, two)
+    assert torch.equal(module.extra, torch.tensor([1.5, 2.5]))
+    assert module.given == 1
+    assert torch.equal(held, torch.zeros(2))
+    other, two, module = with_extra(torch.zeros(3), seed=5)
+    with pytest.raises(mm.StateError, match=r"up\.scales\._extra_state of shape \(2,\), where \(3,\) is needed"):
+        mm.checkpoint.load(tmp_path / "numbers", other, two)
+    assert module.given == 0
+    assert "model.up.scales._extra_state, which nothing here has" in refused(tmp_path / "numbers")
+
+
+@pytest.mark.parametrize("extra", [None, torch.empty(0, dtype=torch.uint8)], ids=["None", "empty"])
+def test_extra_state_that_is_none_leaves_no_trace(extra: Any, tmp_path: Path) -> None:
+    """So modules of Transformer Engine have it where they do not compute in FP8."""
+    model, optimizer, _ = with_extra(extra)
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    plain, one = make(seed=5)
+    mm.checkpoint.load(tmp_path / "checkpoint", plain, one)
+    other, two, module = with_extra(extra, seed=6)
+    mm.checkpoint.load(tmp_path / "checkpoint", other, two)
+    assert module.given == 0
+    assert problem.differing(everything(other, two), everything(plain, one)) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "found"),
+    [
+        (torch.frombuffer(bytearray(pickle.dumps({})), dtype=torch.uint8), "bytes in a tensor"),
+        (io.BytesIO(b"some"), "a BytesIO"),
+        ({"scale": 1.0}, "a dict"),
+    ],
+    ids=["bytes", "stream", "dict"],
+)
+def test_extra_state_that_could_execute_is_refused_by_name(extra: Any, found: str, tmp_path: Path) -> None:
+    """Its module would unpickle it; whoever keeps it elsewhere can save the rest."""
+    model, optimizer, module = with_extra(extra)
+    with pytest.raises(mm.StateError, match=rf"up\.scales\.get_extra_state\(\): found .*{found}; needed numbers"):
+        mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    assert not (tmp_path / "checkpoint").exists()
+    module.get_extra_state = lambda: None  # type: ignore[method-assign]
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    mm.checkpoint.load(tmp_path / "checkpoint", model, optimizer)
 
 
 def alone_on_each_rank(path: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from muonmesh.checkpoint.agreed import agreed
+from muonmesh.checkpoint.extra import extra_of, give_back
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.groups import check_saved, merged, settings_of
@@ -27,10 +28,10 @@ from muonmesh.names import canonical_name
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Write a model and its optimizer, whatever holds them, so that `load` reads them into any other layout.
 
-    All ranks call it. Each writes the boxes of the whole tensors that it stores, replicas once: parameters, buffers
-    and frozen weights, momentum and AdamW's moments, what a rule keeps by row, column or matrix, running norms, and
-    the settings of the groups. Where there are masters, they are the weights. A parameter is known by its canonical
-    name, so DDP, torch.compile and activation checkpointing leave no trace.
+    All ranks call it. Each writes the boxes of the whole tensors that it stores, replicas once: parameters, buffers,
+    frozen weights and the modules' extra state, momentum and AdamW's moments, what a rule keeps by row, column or
+    matrix, running norms, and the settings of the groups. Where there are masters, they are the weights. A parameter is
+    known by its canonical name, so DDP, torch.compile and activation checkpointing leave no trace.
 
     Args:
         path: The folder, on a file system that all ranks share.
@@ -39,7 +40,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     Raises:
         StateError: on every rank: a step was interrupted while it wrote, ranks hold different things by one name, or a
-            setting is not plain data.
+            setting or a module's extra state is not plain data.
         FileError: the folder could not be written.
         TypeError: the optimizer is none of these.
     """
@@ -52,6 +53,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         host.refuse_if_interrupted()
         records.extend(host.checkpoint_records())
         untrained.update(_untrained(model, records, host.renamed(model)))
+        untrained.update(_placed(extra_of(model)))
         digests = {record.name: _digest(record.tensor, record.storage, trained=True) for record in records}
         digests |= {name: _digest(*held, trained=False) for name, held in untrained.items()}
         return digests, settings_of(records)
@@ -98,10 +100,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     check_saved(contents.path, contents.settings)
     records: list[Record] = []
     untrained: dict[str, tuple[Tensor, Storage]] = {}
+    extra: dict[str, tuple[nn.Module, Tensor]] = {}
 
     def collect() -> list[str]:
         records.extend(host.checkpoint_records())
         untrained.update(_untrained(model, records, host.renamed(model)))
+        extra.update(extra_of(model))
+        untrained.update(_placed(extra))
         return [*(record.name for record in records), *untrained]
 
     with host.whole(model, write=True):
@@ -116,6 +121,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         contents.read(dict(fitting.shares), wrong=_wrong, partly=True)  # `fit` has told what is too much
         agreed(fitting.check_counts)
         fitting.write()
+        give_back(extra, {name for name, *_ in fitting.untrained})
     host.checkpoint_restored()
 
 
@@ -156,7 +162,6 @@ def _untrained(
     """Return what no optimizer steps, by name: frozen parameters, and the buffers that a state dict keeps.
 
     Raises:
-        StateError: a module has a state that is no tensor.
         LayoutError: FSDP1 has flattened one.
     """
 
@@ -171,9 +176,6 @@ def _untrained(
     known = {id(record.tensor) for record in records}
     known |= {id(tensor) for name, tensor in tensors if saved_as(name) in names}
     for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found, needed = "get_extra_state()", "tensors alone: a checkpoint holds nothing that could execute"
-            raise StateError(explain_error(path or "the model", found, needed, "Register buffers for it"))
         kept = module._buffers.keys() - module._non_persistent_buffers_set
         tensors += [
             (f"{path}.{key}" if path else key, buffer)
@@ -188,6 +190,10 @@ def _untrained(
             refuse_flattened(name, tensor)
             untrained[name] = tensor, storage_of(name, tensor, None, needed=False)
     return untrained
+
+
+def _placed(extra: Mapping[str, tuple[nn.Module, Tensor]]) -> dict[str, tuple[Tensor, Storage]]:
+    return {name: (tensor, storage_of(name, tensor, None, needed=False)) for name, (_, tensor) in extra.items()}
 
 
 def _reshard(model: nn.Module) -> None:
