@@ -20,7 +20,7 @@ from tests.kills import COMMAND, begun_like, children, files, is_zombie, learn_f
 
 
 def killed(folder: Path, *options: object, seconds: float) -> dict[str, Any]:
-    """What `tests.kills` tells; no other kill is begun after so many seconds, and what is left must end in 5 minutes."""
+    """What `tests.kills` tells; after so many seconds no other kill is begun, and the rest may take 5 minutes."""
     learn_from(folder)
     command = [sys.executable, "-m", "tests.kills", str(folder), *map(str, options), "--seconds", str(seconds)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + 300)

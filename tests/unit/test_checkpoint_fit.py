@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import muonmesh as mm
 from muonmesh.step.muon import MuonStep
@@ -267,6 +273,51 @@ def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) 
         mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
     with pytest.raises(TypeError, match=r"optimizer: found a SGD; needed a muonmesh.Muon"):
         mm.checkpoint.save(tmp_path / "checkpoint", model, torch.optim.SGD(model.parameters()))
+
+
+def rename(state: dict[str, Any]) -> None:
+    state["state"]["qkw.weight"] = state["state"].pop("qkv.weight")
+    state["param_groups"][0]["params"][0] = "qkw.weight"
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda state: state["state"].pop("up.weight"), "Missing optimizer state for parameter 'up.weight'"),
+    "renamed": (rename, "Missing optimizer state for parameter 'qkv.weight'"),
+    "another shape": (
+        lambda state: state["state"]["up.weight"].update(momentum_buffer=torch.ones(9, 6)),
+        "up.weight: found momentum_buffer a plain tensor of shape (9, 6); needed a plain tensor of shape (9, 5)",
+    ),
+    "too much": (
+        lambda state: state["state"]["norm.bias"].update(stuff=torch.ones(5)),
+        "norm.bias: found 'stuff' in its state; needed tensors by the names step, exp_avg, exp_avg_sq",
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_in_a_full_state_dict_is_named(change: str, strict: bool) -> None:
+    """What is missing torch names, or leaves as it was; what does not fit we do, strict or not."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=strict)
+    first, one = make()
+    advance(first, one, 1)
+    full: Any = get_optimizer_state_dict(first, one, options=options)
+    do, message = CHANGES[change]
+    do(full)
+    model, optimizer = make(seed=5)
+    advance(model, optimizer, 2)
+    before = everything(model, optimizer)
+    if strict or change in ("another shape", "too much"):
+        with pytest.raises((mm.StateError, RuntimeError), match=re.escape(message)):
+            set_optimizer_state_dict(model, optimizer, full, options=options)
+        assert problem.differing(everything(model, optimizer), before) == []
+        return
+    set_optimizer_state_dict(model, optimizer, full, options=options)
+    left = "up.weight" if change == "missing" else "qkv.weight"
+    after = everything(model, optimizer)
+    for name, parameter in first.named_parameters():
+        for key, value in one.state[parameter].items():
+            assert torch.equal(after[f"{name}.{key}"], before[f"{name}.{key}"] if name == left else value), name
 
 
 class Calibrated(nn.Module):
