@@ -21,6 +21,7 @@ CUTS: dict[str, tuple[int, int | tuple[int, ...]]] = {
     "linear_proj.weight": (1, 1),
     "linear_fc1.weight": (0, 2),
     "linear_fc2.weight": (1, 1),
+    "eh_proj.weight": (0, 1),
     "linear_q_down_proj.weight": (0, 1),
     "linear_kv_down_proj.weight": (0, 1),
     "linear_q_up_proj.weight": (0, 1),

@@ -26,7 +26,7 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # noqa: E402
@@ -55,6 +55,7 @@ class Shape:
         late: Whether parameters are gathered in the next forward pass, with the distributed optimizer.
         tied: Whether embedding and output layer are one parameter.
         frozen: An expression; parameters in whose names it is found are not trained.
+        frozen_stage: Nor are those of this pipeline stage.
         model: Settings of TransformerConfig.
     """
 
@@ -69,6 +70,7 @@ class Shape:
     late: bool = False
     tied: bool = False
     frozen: str = "^$"
+    frozen_stage: int | None = None
     model: tuple[tuple[str, Any], ...] = ()
 
     def but(self, **changes: Any) -> Shape:
@@ -165,10 +167,19 @@ def spec_of(config: TransformerConfig) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
 
 
+def mtp_of(config: TransformerConfig, spec: Any, stage: dict[str, int]) -> Any:
+    """The spec of multi-token prediction on the stage that has it."""
+    if config.mtp_num_layers is None:
+        return None
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage)
+
+
 def gpt(config: TransformerConfig, shape: Shape, stage: dict[str, int]) -> nn.Module:
+    spec = spec_of(config)
     return GPTModel(
         config=config,
-        transformer_layer_spec=spec_of(config),
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp_of(config, spec, stage),
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
@@ -220,7 +231,8 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
         stage = {} if shape.vpp is None else {"vp_stage": chunk}
         model: nn.Module = mamba(config) if "mamba_state_dim" in dict(shape.model) else gpt(config, shape, stage)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(re.search(shape.frozen, name) is None)
+            trained = shape.frozen_stage != parallel_state.get_pipeline_model_parallel_rank()
+            parameter.requires_grad_(trained and re.search(shape.frozen, name) is None)
         if shape.dtype != torch.float32:
             model = Float16Module(config, model)
         ddp = DistributedDataParallelConfig(

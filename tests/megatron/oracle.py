@@ -15,6 +15,7 @@ MATRICES: dict[str, Any] = {
     "linear_proj.weight": "whole",
     "linear_fc1.weight": "halves",
     "linear_fc2.weight": "whole",
+    "eh_proj.weight": "whole",
     "linear_q_down_proj.weight": "whole",
     "linear_q_up_proj.weight": "whole",
     "linear_kv_down_proj.weight": ("rows", 8, 4),

@@ -40,3 +40,4 @@ DELTA_NET: Settings = (
     ("deterministic_mode", True),
 )
 MAMBA: Settings = (("mamba_state_dim", 4), ("mamba_head_dim", 8), ("mamba_num_groups", 2))
+MTP: Settings = (("mtp_num_layers", 1),)

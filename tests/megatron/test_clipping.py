@@ -6,6 +6,7 @@ comparison is what all of its optimizers go through: `ChainedOptimizer.step`, wh
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
-from tests.megatron.shapes import MOE, ONE_LAYER
+from tests.megatron.shapes import MOE, MTP, ONE_LAYER
 
 HUGE = 2.0**27  # a power of two, so that what does not depend on magnitudes keeps its bits
 
@@ -148,32 +149,33 @@ def test_experts_are_no_group_of_their_own(workers) -> None:
         assert with_huge == plain
 
 
-def apart(shape: Shape, make: Any, **settings: Any) -> tuple[dict[str, float], list[float], Any]:
-    """One step with a huge gradient in the second layer, whose norm is one of its own.
+MATRIX = re.compile(r"linear|eh_proj")
+
+
+def apart(shape: Shape, make: Any, part: str, **settings: Any) -> tuple[dict[str, float], list[float], Any]:
+    """One step with a huge gradient in a part of the model, the second layer say, whose norm is one of its own.
 
     Returns:
-        How far parameters moved; the norms of what clipping has left of AdamW's gradients, of the first layer and what
-        is around it, and of the second; and what `step` returned.
+        How far parameters moved; the norms of what clipping has left of AdamW's gradients, of what is around that part,
+        and of it; and what `step` returned.
     """
     host.begin(shape)
     chunks = host.chunks_of(shape)
     named = gathered.named(chunks)
     for name, parameter in named.items():
-        if "layers.1." in name:
+        if part in name:
             # As Megatron's main stamps what predicts further tokens (mtp_detach_heads); 0.16.1 does not.
             parameter.grad_norm_group = "mtp"
     optimizer = make(host.optimizer_config(shape, **settings), chunks)
     host.backward(shape, chunks, None, 0)
     for name, parameter in named.items():
-        parameter.main_grad.mul_(HUGE if "layers.1." in name else 1.0)
+        parameter.main_grad.mul_(HUGE if part in name else 1.0)
     before = {name: p.detach().clone() for name, p in named.items()}
     told = optimizer.step()
     left = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
     norms = [
         float(
-            torch.cat(
-                [g.flatten() for n, g in left.items() if "linear" not in n and ("layers.1." in n) == second]
-            ).norm()
+            torch.cat([g.flatten() for n, g in left.items() if not MATRIX.search(n) and (part in n) == second]).norm()
         )
         for second in (False, True)
     ]
@@ -181,11 +183,18 @@ def apart(shape: Shape, make: Any, **settings: Any) -> tuple[dict[str, float], l
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(tp=2), Shape(tp=2, flat=True), Shape(pp=2)], ids=["whole", "flat", "on one stage"]
+    ("shape", "part"),
+    [
+        (Shape(tp=2), "layers.1."),
+        (Shape(tp=2, flat=True), "layers.1."),
+        (Shape(pp=2), "layers.1."),
+        (Shape(tp=2, model=MTP), "mtp."),
+    ],
+    ids=["whole", "flat", "on one stage", "layers of multi-token prediction"],
 )
-def test_a_norm_group_is_clipped_apart(workers, shape: Shape) -> None:
+def test_a_norm_group_is_clipped_apart(workers, shape: Shape, part: str) -> None:
     """Megatron's ``grad_norm_group`` of versions after 0.16.1: neither norm holds the other's gradients."""
-    for moved, (main, other), (ok, norm, _) in workers(2).run(apart, shape, limited):
+    for moved, (main, other), (ok, norm, _) in workers(2).run(apart, shape, limited, part):
         assert ok
         assert norm < 1e3  # main's alone, which is also what `limited` lets no larger
         assert min(moved.values()) > 0

@@ -22,6 +22,7 @@ from tests.megatron.shapes import (
     LATENT,
     MAMBA,
     MOE,
+    MTP,
     NOT_GATED,
     ONE_LAYER,
     SEQUENCE,
@@ -32,6 +33,7 @@ Roles = dict[str, tuple[str, Any, tuple[int, ...]]]
 
 HALVES = ("heads", 2, 0)
 LAYER = "decoder.layers.0."
+AHEAD = "mtp.layers.0."
 
 
 def roles(shape: Shape) -> Roles:
@@ -131,6 +133,20 @@ CASES: dict[str, tuple[Any, dict[str, tuple[str, Any]], list[Shape]]] = {
             "decoder.layers.1.mlp.linear_fc1.weight": ("muon", HALVES),
             "decoder.layers.1.mlp.linear_fc2.weight": ("muon", "whole"),
             "output_layer.weight": ("adamw.head", None),
+        },
+        [Shape(), Shape(tp=2)],
+    ),
+    "multi-token prediction": (
+        MTP,
+        BLOCK
+        | QKV
+        | MLP
+        | {f"{AHEAD}{name}.weight": VECTOR for name in ("enorm", "hnorm", "final_layernorm")}
+        | {f"{AHEAD}eh_proj.weight": ("muon", "whole")}
+        | {
+            name.replace(LAYER, f"{AHEAD}transformer_layer."): said
+            for name, said in (BLOCK | QKV | MLP).items()
+            if name.startswith(LAYER)
         },
         [Shape(), Shape(tp=2)],
     ),

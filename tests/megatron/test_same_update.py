@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.megatron.host import Shape
-from tests.megatron.shapes import DELTA_NET, GROUPED, LATENT, MAMBA, MOE, ONE_LAYER, SEQUENCE
+from tests.megatron.shapes import DELTA_NET, GROUPED, LATENT, MAMBA, MOE, MTP, ONE_LAYER, SEQUENCE
 from tests.megatron.training import Trained, train
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -28,6 +28,9 @@ WHOLE = {
     # Megatron trains such experts in bf16 only.
     "GroupedMLP, EP 2 × DP 2": (2, Shape(ep=2, dtype=BF16, model=GROUPED + ONE_LAYER)),
     "GroupedMLP, TP 2": (2, Shape(tp=2, dtype=BF16, model=GROUPED + SEQUENCE + ONE_LAYER)),
+    "multi-token prediction, TP 2 × DP 2": (4, Shape(tp=2, model=MTP + ONE_LAYER)),
+    "multi-token prediction, PP 2": (2, Shape(pp=2, model=MTP)),
+    "PP 2, nothing to train on the first stage": (2, Shape(pp=2, frozen_stage=0)),
     "Mamba, TP 2 × DP 2": (4, Shape(tp=2, model=MAMBA)),
     "MLA, TP 2": (2, Shape(tp=2, model=LATENT + ONE_LAYER)),
     "gated delta net, TP 2 × DP 2": (4, Shape(tp=2, model=DELTA_NET + ONE_LAYER, frozen=UNREDUCED)),
@@ -41,6 +44,8 @@ FLAT = {
     "TP 2 × DP 2, bf16": (4, Shape(tp=2, flat=True, dtype=BF16)),
     "DP 4, parameters gathered in the next forward pass": (4, Shape(flat=True, overlap=True, late=True)),
     "PP 2 × DP 2, tied": (4, Shape(pp=2, flat=True, tied=True)),
+    "multi-token prediction, TP 2 × DP 2": (4, Shape(tp=2, flat=True, model=MTP + ONE_LAYER)),
+    "PP 2 × DP 2, nothing to train on the last stage": (4, Shape(pp=2, flat=True, frozen_stage=1)),
     "PP 2 × DP 2, fp16": (4, Shape(pp=2, flat=True, dtype=FP16)),
     "EP 2 × DP 4": (4, Shape(ep=2, flat=True, model=MOE + ONE_LAYER)),
     "GroupedMLP, EP 2 × DP 4, small overlapping buckets": (

@@ -63,8 +63,8 @@ def moves_of(plan: Plan) -> list[Move]:
     moves = []
     for rank in plan.ranks:
         (block,) = layout.blocks(rank)
-        routes = plan.routes(0, rank, gather=True).held
-        assert routes == plan.routes(0, rank, gather=False).held
+        routes = plan.routes(0, rank, gather=True).stored
+        assert routes == plan.routes(0, rank, gather=False).stored
         for owner, legs in routes.items():
             for leg in legs:
                 rows, cols = leg.piece.shape

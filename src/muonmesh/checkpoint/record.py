@@ -246,7 +246,7 @@ def records_of(
                     home.storage.layout,
                     home.storage,
                     tuple(local.shape) if same else local_shape(home.storage),
-                    home.dtype(precision),
+                    home.saved_dtype(precision),
                     precision.kept_on(local.device) if home.companion is None else local.device,
                     "element" if home.companion is None else home.companion.side,
                 )

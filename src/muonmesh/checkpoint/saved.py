@@ -21,6 +21,7 @@ from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.checkpoint.state import NEVER_NEGATIVE
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
 from muonmesh.errors import StateError, explain_error
+from muonmesh.layout import FlatShards
 from muonmesh.names import canonical_name
 
 
@@ -232,7 +233,10 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
     for record in records:
         layout = record.storage.layout
         holders = [rank for rank, digests in enumerate(said) if record.name in digests]
-        if layout is not None and not set(layout.ranks) <= set(holders):
+        needs = layout.ranks if layout is not None else ()
+        if isinstance(layout, FlatShards):  # of which a rank that holds nothing need not list a tensor
+            needs = tuple(rank for rank in layout.ranks if layout.holds(rank))
+        if not set(needs) <= set(holders):
             found = f"it on ranks {holders}"
-            needed = f"it on ranks {tuple(layout.ranks)}, which hold it"
+            needed = f"it on ranks {tuple(needs)}, which hold it"
             raise StateError(explain_error(record.name, found, needed, "Call save on all ranks, with their optimizers"))

@@ -227,7 +227,7 @@ def _restored(key: str, value: Tensor, parameter: Tensor, place: Place, precisio
     if key in RUNNING:
         dtype = torch.float32
     elif home is not None:
-        dtype = home.dtype(precision)
+        dtype = home.saved_dtype(precision)
     elif key == "master":
         dtype = precision.master or value.dtype
     else:

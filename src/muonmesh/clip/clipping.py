@@ -154,5 +154,5 @@ def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGr
     # Others of the set, or in the process group, may have an AdamW half where this rank has none.
     if planned.plan.elementwise or process_group is not None:
         return True
-    here = {INVARIANT: any(member is not None for member in planned.muon), FELT: any(planned.adamw)}
+    here = {INVARIANT: bool(planned.plan.parameters), FELT: any(planned.adamw)}
     return any(here[half] for half in measured)

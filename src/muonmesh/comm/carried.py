@@ -1,4 +1,4 @@
-"""What rules keep by row, column or matrix: it travels to the owners before the matrices are computed, and back after.
+"""Carries what rules keep by row, column or matrix to the owners before the matrices are computed, and back after.
 
 It is small beside the matrices, one number for a row of thousands, so all of it travels at once.
 """
@@ -15,7 +15,7 @@ from muonmesh.comm.views import place
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Work
 from muonmesh.layout.carried import Carried
-from muonmesh.layout.routes import Leg
+from muonmesh.layout.routes import Leg, Routes
 
 
 class CarriedExchange:
@@ -48,11 +48,10 @@ class CarriedExchange:
         self._dtype, self._device = dtype, device
 
     @cached_property
-    def _ways(self) -> tuple[Mapping[int, Sequence[Leg]], ...]:
-        """Legs by peer: stored here on the way to the owners and owned here on it; the same on the way back."""
+    def _routes(self) -> tuple[Routes, Routes]:
+        """The routes to the owners, and those back."""
         plan = self._carried.plan
-        there, back = (plan.routes(0, self._rank, gather=gather) for gather in (True, False))
-        return there.stored, there.assembled, back.stored, back.assembled
+        return plan.routes(0, self._rank, gather=True), plan.routes(0, self._rank, gather=False)
 
     @cached_property
     def _moves(self) -> tuple[bool, bool]:
@@ -61,7 +60,7 @@ class CarriedExchange:
 
     @cached_property
     def _owned(self) -> dict[int, Tensor]:
-        """The numbers of each part that this rank owns, by its assignment, whole: zeros until something arrives."""
+        """The numbers of each matrix that this rank owns, by their assignment; zeros until something arrives."""
         assignments = self._carried.plan.assignments
         return {
             number: torch.zeros(assignment.matrix.numel, dtype=self._dtype, device=self._device)
@@ -71,7 +70,8 @@ class CarriedExchange:
 
     def gather(self, work: Work) -> None:
         """Bring what is kept to the owners, and give it to the work; all ranks call it."""
-        stored, owned, _, _ = self._ways
+        to_owners, _ = self._routes
+        stored, owned = to_owners.stored, to_owners.assembled
         for leg in stored.get(self._rank, ()):
             self._read(work, leg, place(leg.piece, self._owned[leg.assignment]))
         if self._moves[0]:
@@ -91,7 +91,8 @@ class CarriedExchange:
 
     def scatter(self, work: Work) -> None:
         """Bring what the work has made of it to all ranks that store it; all ranks call it."""
-        _, _, stored, owned = self._ways
+        _, back = self._routes
+        stored, owned = back.stored, back.assembled
         for leg in stored.get(self._rank, ()):
             self._write(work, leg, place(leg.piece, self._owned[leg.assignment]))
         if self._moves[1]:

@@ -20,7 +20,7 @@ from muonmesh.comm.views import memory_of, place
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
-from muonmesh.layout.gram import Sum, aligned, slab, sums_of
+from muonmesh.layout.gram import GramBucket, aligned, gram_buckets, slab
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
@@ -33,8 +33,9 @@ class _Slab:
 
     Attributes:
         assignment: The matrix.
-        segments: How many sums it takes.
-        x: Two memories (rows, width): each segment reads one and writes what becomes of the columns to the other.
+        segments: How often its Gram matrix is summed; between two sums there are one or two steps.
+        x: Two memories (rows, width). Each segment reads the columns from one and writes what becomes of them to the
+            other.
         gram: X Xᵀ, (rows, rows): first that of this rank's columns, then the sum over the ranks.
     """
 
@@ -46,23 +47,24 @@ class _Slab:
 
 @dataclass(frozen=True)
 class _Stage:
-    """One sum as this rank sees it.
+    """One bucket as this rank sees it, with memory for it.
 
     Attributes:
         what: Names it in errors.
-        sum: Which sum of the plan it is.
+        bucket: Which bucket of the plan it is.
         group: The ranks that hold one copy.
         order: The places of these ranks in the group, in the order of the layout.
         stored: Assignments of which this rank stores something.
-        slabs: In the order of the sum.
-        reads: What is read into the slabs.
-        writes: What is written from where the slabs end.
-        whole: The Gram matrices one after the other, with what fills up the last share.
-        parts: A share of them from each rank.
+        slabs: In the order of the bucket.
+        reads: The legs of ``stored``, each with its place in the slab where the steps begin.
+        writes: The same legs, each with its place in the memory in which the steps leave the slab.
+        whole: The Gram matrices one after the other, and what pads the last share of them.
+        parts: As large as ``whole``. First the share of the Gram matrices that this rank adds up, as each rank has it;
+            then the sum of that share, once for each rank that it is sent to.
     """
 
     what: str
-    sum: Sum
+    bucket: GramBucket
     group: dist.ProcessGroup
     order: Tensor
     stored: tuple[int, ...]
@@ -76,10 +78,10 @@ class _Stage:
 class GramExchange:
     """Takes the matrices of a plan that have no owner through a step, in fp32 or, if asked for, fp64.
 
-    Sums are taken two at a time: while one travels, the other is computed.
+    Two buckets are worked on at a time: while one travels, the other is computed.
 
     Args:
-        plan: The plan whose sums to take.
+        plan: The plan of these matrices.
         wire: To the other ranks.
         rank: This one.
         dtype: Of the wire of an owner exchange; here it is at least fp32.
@@ -99,21 +101,22 @@ class GramExchange:
     ) -> None:
         self._plan, self._wire, self._rank, self._device = plan, wire, rank, device
         self._dtype = torch.promote_types(dtype, torch.float32)
-        self._sums = sums_of(plan, rank)
+        self._buckets = gram_buckets(plan, rank)
         self.memory: dict[str, Tensor] = {}  # by role; taken at the first step and kept, on a CPU (`Schedule` says why)
         self._kept: dict[int, _Stage] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for some in self._sums:  # in the same order on all ranks, so none waits for one that waits for it
-            if some.ranks not in self._groups:
-                group = group_of(some.ranks, meshes(plan.assignments[some.numbers[0]].parameter))
+        for bucket in self._buckets:  # in the same order on all ranks, so none waits for one that waits for it
+            if bucket.ranks not in self._groups:
+                group = group_of(bucket.ranks, meshes(plan.assignments[bucket.numbers[0]].parameter))
                 assert group is not None  # `fits` takes matrices that several ranks share
-                self._groups[some.ranks] = group
+                self._groups[bucket.ranks] = group
 
     def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
-        """Take every sum once; ``meanwhile`` is called while the first norms travel."""
+        """Take every bucket once; ``meanwhile`` is called while the first norms travel."""
         for pair in self._pairs:
-            # Each stage goes on until it has sent something. All ranks take turns by the number of the sum, so of two
-            # ranks with two sums in common neither waits in one for what the other sends after the other one.
+            # The two stages of a pair take turns, and a turn ends when the stage has sent something. All ranks take
+            # them in the order of the plan, so two ranks that have both buckets send alike,
+            # and neither waits for what the other would only send later.
             walks = [self._walk(self._stage(draft), work) for draft in pair]
             while walks:
                 walks = [walk for walk in walks if next(walk, False)]
@@ -123,13 +126,13 @@ class GramExchange:
 
     @cached_property
     def _pairs(self) -> list[list[_Draft]]:
-        """The stages, two that follow each other in the plan together; takes the memory that is kept."""
+        """The drafts in pairs that follow each other in the plan; takes the memory that is kept."""
         pairs: dict[int, list[_Draft]] = {}
         numels: dict[str, int] = {}
-        for draft in (_Draft(self._plan, some, self._rank) for some in self._sums):
-            pairs.setdefault(draft.sum.turn // 2, []).append(draft)
+        for draft in (_Draft(self._plan, bucket, self._rank) for bucket in self._buckets):
+            pairs.setdefault(draft.bucket.turn // 2, []).append(draft)
             for role, numel in draft.numels().items():
-                name = f"{role}.{draft.sum.turn % 2}"
+                name = f"{role}.{draft.bucket.turn % 2}"
                 numels[name] = max(numel, numels.get(name, 0))
         if self._device.type == "cpu":
             self.memory = memory_of(numels, self._dtype, self._device)
@@ -137,7 +140,7 @@ class GramExchange:
 
     def _stage(self, draft: _Draft) -> _Stage:
         """Return a stage with memory for it."""
-        turn, group = draft.sum.turn, self._groups[draft.sum.ranks]
+        turn, group = draft.bucket.turn, self._groups[draft.bucket.ranks]
         if not self.memory:
             return draft.stage(group, memory_of(draft.numels(), self._dtype, self._device))
         if turn not in self._kept:
@@ -145,46 +148,48 @@ class GramExchange:
         return self._kept[turn]
 
     def _walk(self, stage: _Stage, work: Work) -> Iterator[bool]:
-        """Orthogonalise the matrices of one sum; yields True whenever something is under way."""
+        """Orthogonalise the matrices of one bucket; yields True whenever something is under way."""
         work.prepare(stage.stored)
-        for part in stage.slabs:
-            part.x[0].zero_()  # a shard may lack what a matrix has
+        for one in stage.slabs:
+            one.x[0].zero_()  # a shard may lack what a matrix has
         work.read(stage.reads)
         norms = yield from self._norms(stage)
-        for part, norm in zip(stage.slabs, norms.unbind(), strict=True):
-            divide(part.x[0], norm)
+        for one, norm in zip(stage.slabs, norms.unbind(), strict=True):
+            divide(one.x[0], norm)
         for segment in range(stage.slabs[0].segments):
-            active = stage.slabs[: stage.sum.active(segment)]
-            for part in active:
-                gram_of(part.x[segment % 2], part.gram)
+            active = stage.slabs[: stage.bucket.active(segment)]
+            for one in active:
+                gram_of(one.x[segment % 2], one.gram)
             yield from self._add_up(stage, segment)
-            for part in active:
-                x, out = part.x[segment % 2], part.x[1 - segment % 2]
+            for one in active:
+                x, out = one.x[segment % 2], one.x[1 - segment % 2]
                 if x.numel():
-                    multiply(work.factor(part.assignment, segment, part.gram), x, out)
+                    multiply(work.factor(one.assignment, segment, one.gram), x, out)
         work.write(stage.writes)
 
     def _norms(self, stage: _Stage) -> Generator[bool, None, Tensor]:
         """Return the norms of the matrices, fp64 (n,)."""
-        squares = sums_of_squares([part.x[0] for part in stage.slabs])
+        squares = sums_of_squares([one.x[0] for one in stage.slabs])
         sent = squares.repeat(len(stage.order), 1)
         received = torch.empty_like(sent)
-        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group, stage.sum.ranks)
+        transfer = self._wire.swap_parts(f"the norms of {stage.what}", sent, received, stage.group, stage.bucket.ranks)
         yield True
         self._wire.finish(transfer)
         return norms_of(added(received[stage.order]))
 
     def _add_up(self, stage: _Stage, segment: int) -> Iterator[bool]:
-        """Replace the Gram matrices by their sums over the ranks."""
-        share, ranks = stage.sum.share(segment), len(stage.order)
+        """Replace the Gram matrices by their sums over the ranks: each rank adds up its share, and sends it to all."""
+        share, ranks = stage.bucket.share(segment), len(stage.order)
         whole, parts = stage.whole[: ranks * share], stage.parts[: ranks * share]
-        transfer = self._wire.swap_parts(f"{stage.what}, segment {segment}", whole, parts, stage.group, stage.sum.ranks)
+        transfer = self._wire.swap_parts(
+            f"{stage.what}, segment {segment}", whole, parts, stage.group, stage.bucket.ranks
+        )
         yield True
         self._wire.finish(transfer)
         of_each = parts.view(ranks, share)
         of_each.copy_(added(of_each[stage.order]))  # to each rank the same
         transfer = self._wire.swap_parts(
-            f"{stage.what}, segment {segment}, summed", parts, whole, stage.group, stage.sum.ranks
+            f"{stage.what}, segment {segment}, summed", parts, whole, stage.group, stage.bucket.ranks
         )
         yield True
         self._wire.finish(transfer)
@@ -193,11 +198,11 @@ class GramExchange:
 class _Draft:
     """A stage before there is memory for it."""
 
-    def __init__(self, plan: Plan, some: Sum, rank: int) -> None:
-        self.sum = some
+    def __init__(self, plan: Plan, bucket: GramBucket, rank: int) -> None:
+        self.bucket = bucket
         self._legs: list[tuple[Leg, ...]] = []
         self._widths: list[int] = []
-        for number in some.numbers:
+        for number in bucket.numbers:
             assignment = plan.assignments[number]
             found = slab(plan.parameters[assignment.parameter].target, rank, assignment.matrix)
             assert found is not None  # `fits` has seen to it
@@ -207,39 +212,39 @@ class _Draft:
 
     def numels(self) -> dict[str, int]:
         """Return how much memory the stage needs for each role."""
-        columns = sum(aligned(rows * width) for rows, width in zip(self.sum.rows, self._widths, strict=True))
-        squares = len(self.sum.ranks) * self.sum.share(0)
+        columns = sum(aligned(rows * width) for rows, width in zip(self.bucket.rows, self._widths, strict=True))
+        squares = len(self.bucket.ranks) * self.bucket.share(0)
         return {"x": columns, "next x": columns, "whole": squares, "parts": squares}
 
     def stage(self, group: dist.ProcessGroup, memory: Mapping[str, Tensor]) -> _Stage:
         """Return the stage with its views of the memory."""
         mine = {role: memory[role][:numel] for role, numel in self.numels().items()}
-        shapes = list(zip(self.sum.rows, self._widths, strict=True))
+        shapes = list(zip(self.bucket.rows, self._widths, strict=True))
         x, after = (_laid_out(mine[role], shapes) for role in ("x", "next x"))
-        grams = _laid_out(mine["whole"], [(rows, rows) for rows in self.sum.rows])
+        grams = _laid_out(mine["whole"], [(rows, rows) for rows in self.bucket.rows])
         slabs = tuple(
             _Slab(number, segments, (one, other), gram)
             for number, segments, one, other, gram in zip(
-                self.sum.numbers, self.sum.segments, x, after, grams, strict=True
+                self.bucket.numbers, self.bucket.segments, x, after, grams, strict=True
             )
         )
         peers = dist.get_process_group_ranks(group)
         return _Stage(
-            f"sum {self.sum.turn} of Gram matrices",
-            self.sum,
+            f"sum {self.bucket.turn} of Gram matrices",
+            self.bucket,
             group,
-            upload([peers.index(rank) for rank in self.sum.ranks], dtype=torch.int64, device=mine["x"].device),
-            tuple(number for number, legs in zip(self.sum.numbers, self._legs, strict=True) if legs),
+            upload([peers.index(rank) for rank in self.bucket.ranks], dtype=torch.int64, device=mine["x"].device),
+            tuple(number for number, legs in zip(self.bucket.numbers, self._legs, strict=True) if legs),
             slabs,
-            self._ends(slabs, lambda part: part.x[0]),
-            self._ends(slabs, lambda part: part.x[part.segments % 2]),
+            self._ends(slabs, lambda one: one.x[0]),
+            self._ends(slabs, lambda one: one.x[one.segments % 2]),
             mine["whole"],
             mine["parts"],
         )
 
     def _ends(self, slabs: Sequence[_Slab], which: Callable[[_Slab], Tensor]) -> Ends:
         return tuple(
-            (leg, place(leg.piece, which(part))) for part, legs in zip(slabs, self._legs, strict=True) for leg in legs
+            (leg, place(leg.piece, which(one))) for one, legs in zip(slabs, self._legs, strict=True) for leg in legs
         )
 
 

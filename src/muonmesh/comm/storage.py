@@ -307,6 +307,19 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def device_without_parameters() -> torch.device:
+    """Return where a rank that has no parameters takes part in collectives.
+
+    That is its accelerator, if the ranks have a backend for it besides gloo; else the CPU, where gloo's ranks train.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if world_size() > 1 else None
+    if accelerator is not None:
+        backends = dict(each.split(":", 1) for each in dist.get_backend_config().split(","))
+        if backends.get(accelerator.type, "gloo") != "gloo":
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
 class Signature(NamedTuple):
     """What must stay the same of a parameter for a plan to stay valid: cheap to read every step."""
 

@@ -9,7 +9,7 @@ from muonmesh.comm.wire import Wire
 
 
 class Team:
-    """One rank's part in a team, a `muonmesh.numerics.kernels.Share`.
+    """A team as one of its ranks sees it: the `muonmesh.numerics.kernels.TeamShare` that divides the products.
 
     Args:
         ranks: The members, the owner first.

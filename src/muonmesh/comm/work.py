@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.layout import Piece
 from muonmesh.layout.routes import Leg
-from muonmesh.numerics.kernels import Share
+from muonmesh.numerics.kernels import TeamShare
 
 Ends = tuple[tuple[Leg, Tensor], ...]
 """Legs whose storage is on this rank, each with the view that it is read into, or written from."""
@@ -81,7 +81,7 @@ class Work(Protocol):
         Those of one batch share their settings.
         """
 
-    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: TeamShare, *, owner: bool) -> None:
         """Orthogonalise one matrix x (1, rows, cols) into ``out`` with a team; all its members call this.
 
         What is done to the result beside that, which only the owner returns, only the ``owner`` does.
@@ -162,7 +162,7 @@ class Idle:
         for _, out, _ in batches:
             out.zero_()
 
-    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: TeamShare, *, owner: bool) -> None:
         """Never: there are teams on CPUs only, where no rank begins to move before all have agreed."""
         raise AssertionError(f"assignment {assignment} of a team, on a rank that stands aside")
 

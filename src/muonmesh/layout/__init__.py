@@ -8,7 +8,7 @@ from muonmesh.layout.cost import cost, gathered
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
 from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
-from muonmesh.layout.parameter import Elementwise, Parameter
+from muonmesh.layout.parameter import Elementwise, Parameter, listed_by
 from muonmesh.layout.plan import Assignment, Plan, make_plan
 from muonmesh.layout.rates import Rates, Teams
 from muonmesh.layout.region import Block, Piece, Region, overlap
@@ -41,6 +41,7 @@ __all__ = [
     "companion_matrices",
     "cost",
     "gathered",
+    "listed_by",
     "make_plan",
     "overlap",
     "split_matrices",

@@ -1,7 +1,7 @@
-"""Carried: the plan by which what rules keep by row, column or matrix travels to the owners of the matrices and back.
+"""Carried: the plan by which companions travel to the owners of their matrices before the step, and back after it.
 
-It is small beside the matrices, so it travels all at once: one bucket, before the first matrix is computed and after
-the last.
+A companion holds what a rule keeps by row, column or matrix. All companions are small beside the matrices, so they
+travel at once, in one bucket: to the owners before the first matrix is computed, and back after the last.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from muonmesh.layout.plan import Assignment, Plan
 
 @dataclass(frozen=True)
 class Carried:
-    """What travels beside the matrices of a plan.
+    """What travels beside the matrices of a plan, the main plan.
 
     Attributes:
-        plan: A plan of its own, of one bucket. Its parameters are the companions, and its matrices are the numbers of
-            one matrix each, which have the owner of that matrix.
-        of: For each assignment of ``plan`` the assignment of the other plan that it belongs to, and its companion.
-        members: For each parameter of ``plan`` the parameter of the other plan that it is a companion of.
+        plan: A plan of its own, with one bucket. Its parameters are the companions. Each of its assignments is the part
+            of a companion that belongs to one matrix of the main plan, and has the owner of that matrix. Of a team only
+            the owner gets it.
+        of: For each assignment of ``plan`` the number of that matrix's assignment in the main plan, and the companion.
     """
 
     plan: Plan
     of: tuple[tuple[int, Companion], ...]
-    members: tuple[int, ...]
 
     @staticmethod
     def beside(plan: Plan) -> Carried | None:
-        """Return what travels beside a plan's matrices; None if no rule keeps anything that has to."""
+        """Return what travels beside the matrices of the main plan; None if no rule keeps anything that has to."""
         numbers: dict[tuple[int, str], int] = {}
         parameters: list[Parameter] = []
         assignments: list[Assignment] = []
         of: list[tuple[int, Companion]] = []
-        members: list[int] = []
         for number, assignment in enumerate(plan.assignments):
             parameter = plan.parameters[assignment.parameter]
             for companion in parameter.companions:
@@ -43,13 +41,12 @@ class Carried:
                 if key not in numbers:
                     numbers[key] = len(parameters)
                     nothing = (0,) * len(companion.matrices)
-                    name, place = f"{parameter.name}.{companion.key}", companion.storage
+                    name, place = f"{parameter.name}.{companion.key}", companion.layout
                     parameters.append(Parameter(name, place, place, companion.matrices, nothing, ""))
-                    members.append(assignment.parameter)
                 part = companion.matrices[assignment.matrix.index]
                 assignments.append(Assignment(numbers[key], part, assignment.team[:1], 0))
                 of.append((number, companion))
         if not assignments:
             return None
         bucket = tuple(range(len(assignments)))
-        return Carried(Plan(plan.ranks, tuple(parameters), tuple(assignments), (bucket,)), tuple(of), tuple(members))
+        return Carried(Plan(plan.ranks, tuple(parameters), tuple(assignments), (bucket,)), tuple(of))

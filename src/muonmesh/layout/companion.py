@@ -29,18 +29,18 @@ class Companion:
     Attributes:
         key: Its name in the state of the parameter.
         side: What it has one number for.
-        storage: Where it lives.
+        layout: Where it lives.
         matrices: The numbers of each of the parameter's matrices, in their order: rows × 1, 1 × cols, or 1 × 1.
     """
 
     key: str
     side: Side
-    storage: Layout
+    layout: Layout
     matrices: tuple[Matrix, ...]
 
     def describe(self) -> str:
         """Return a short text for comparing plans between ranks."""
-        return f"{self.key} by {self.side} {self.storage.describe()}"
+        return f"{self.key} by {self.side} {self.layout.describe()}"
 
 
 def companion_matrices(

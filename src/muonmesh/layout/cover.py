@@ -28,9 +28,9 @@ def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -
             if parameter.target is not parameter.momentum_storage:
                 parameter.target.prove_cover()
             for companion in parameter.companions:
-                companion.storage.prove_cover()
+                companion.layout.prove_cover()
                 regions = [block.region for matrix in companion.matrices for block in matrix.blocks]
-                _prove_tiling(regions, companion.storage.shape)
+                _prove_tiling(regions, companion.layout.shape)
         except LayoutError as error:
             raise LayoutError(explain_error(parameter.name, str(error), _ONCE, _CORRECT)) from None
         if proved.get(shape) != blocks:  # layers are alike

@@ -88,6 +88,10 @@ class FlatShards(Layout):
         """Return the intervals of one rank."""
         return self.intervals[self.ranks.index(rank)] if rank in self.ranks else ()
 
+    def holds(self, rank: int) -> bool:
+        """Return whether ``rank`` holds any of it."""
+        return any(interval.length for interval in self.held(rank))
+
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores and where in its flat buffer."""
         if rank not in self._found:

@@ -20,7 +20,7 @@ from muonmesh.layout.routes import pieces
 
 
 def slab(layout: Layout, rank: int, matrix: Matrix) -> tuple[int, tuple[Piece, ...]] | None:
-    """Return the columns of a matrix, in its canonical orientation, that a rank stores, and where they lie.
+    """Return the columns of a matrix in its wide orientation that a rank stores, and where they lie.
 
     Returns:
         The number of columns, and the pieces, whose ``matrix_start`` and ``matrix_strides`` are their place in the slab
@@ -64,7 +64,7 @@ def is_cheaper(parameter: Parameter, matrix: Matrix, flops: int, itemsize: int, 
 
     An owner receives and returns the elements, ``itemsize`` bytes each; a rank sends its share of them. The Gram
     exchange sums rows² fp32 numbers for each segment over the ranks of a copy: each rank sends nearly all of them to
-    those that add them up, and its share of the sum to all others. What is rows × rows is repeated on every rank.
+    those that add them up, and its share of the sum to all others. Products of rows × rows are repeated on every rank.
     """
     rows, cols = matrix.shape
     ranks = len(parameter.target.ranks)
@@ -85,15 +85,15 @@ def aligned(numel: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sum:
-    """Matrices whose Gram matrices are added up together: one bucket of the Gram exchange.
+class GramBucket:
+    """One bucket of the Gram exchange: matrices whose Gram matrices are added up together.
 
     Attributes:
-        turn: Number of the bucket among all of the plan. Ranks of different sets take their common ones in this order.
+        turn: Number of the bucket among all of the plan. Every rank takes the buckets that it has in this order.
         ranks: Those that hold one copy, in the order of the layout, in which their parts are added.
         numbers: Of the assignments, those with most segments first.
         rows: Rows of each of these matrices.
-        segments: Sums of each.
+        segments: How often the Gram matrix of each is summed (`muonmesh.numerics.newton_schulz.gram_segments`).
     """
 
     turn: int
@@ -103,7 +103,7 @@ class Sum:
     segments: tuple[int, ...]
 
     def active(self, segment: int) -> int:
-        """Return how many of the matrices, from the first on, have a sum in this segment."""
+        """Return how many of the matrices, from the first on, are summed in this segment."""
         return sum(segment < segments for segments in self.segments)
 
     def share(self, segment: int) -> int:
@@ -117,13 +117,13 @@ class Sum:
         return 1 + 2 * max(self.segments)
 
     def bytes(self, itemsize: int) -> int:
-        """Return the bytes that each rank sends, and receives, if the numbers of a sum have ``itemsize`` bytes."""
+        """Return the bytes that each rank sends, and receives, if Gram matrices have ``itemsize`` bytes a number."""
         shares = sum(self.share(segment) for segment in range(max(self.segments)))
         return (len(self.ranks) - 1) * (8 * len(self.numbers) + 2 * itemsize * shares)
 
 
-def sums_of(plan: Plan, rank: int) -> tuple[Sum, ...]:
-    """Return the sums of a plan that ``rank`` takes part in, in order.
+def gram_buckets(plan: Plan, rank: int) -> tuple[GramBucket, ...]:
+    """Return the buckets of a plan's Gram exchange that ``rank`` takes part in, in order.
 
     Matrices that are cut among the same ranks are added up together, as many as make about ``plan.bucket_elements`` on
     a rank: its columns and the Gram matrix.
@@ -137,15 +137,15 @@ def sums_of(plan: Plan, rank: int) -> tuple[Sum, ...]:
         before = filled.get(copies, 0)
         buckets.setdefault((copies, before // plan.bucket_elements), []).append(number)
         filled[copies] = before + rows * (-(-cols // len(copies[0])) + rows)
-    sums = []
+    found = []
     for turn, ((copies, _), numbers) in enumerate(buckets.items()):
         ranks = next((copy for copy in copies if rank in copy), None)
         if ranks is not None:
             segments = {n: plan.parameters[plan.assignments[n].parameter].segments for n in numbers}
             order = tuple(sorted(numbers, key=lambda n: -segments[n]))
             rows_of = tuple(plan.assignments[n].matrix.shape[0] for n in order)
-            sums.append(Sum(turn, ranks, order, rows_of, tuple(segments[n] for n in order)))
-    return tuple(sums)
+            found.append(GramBucket(turn, ranks, order, rows_of, tuple(segments[n] for n in order)))
+    return tuple(found)
 
 
 def _cut_alike(layout: Layout) -> bool:

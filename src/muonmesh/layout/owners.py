@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.parameter import Parameter, text_of_ranks
+from muonmesh.layout.parameter import Parameter, listed_by, text_of_ranks
 from muonmesh.layout.rates import Teams
 
 
@@ -23,7 +23,7 @@ def assign_teams(
 ) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the team of each (parameter, matrix index), the owner first.
 
-    Owners: longest processing time first on FLOPs over all ranks that hold the parameter, replicas included
+    Owners: longest processing time first on FLOPs over all ranks that list the parameter, replicas included
     (Graham 1969; at most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole
     matrix keeps it, since that moves nothing, unless its load would exceed both what the busiest rank must carry
     anyhow and what the least busy one would carry. Among ranks with equal loads the owners are spread over replicas
@@ -51,17 +51,18 @@ def assign_teams(
         key=lambda job: job[:4],
     )
     loads = _Loads(ranks)
-    everywhere = [loads.heap(parameter.target.ranks) for parameter in parameters]
+    listed = [listed_by(parameter) for parameter in parameters]
+    everywhere = [loads.heap(some) for some in listed]
     # No plan's busiest rank carries less than the mean, or than the largest matrix that has one owner.
     mean = -sum(job[0] for job in jobs) / max(1, len(ranks))
     unavoidable = max(mean, -jobs[0][0] if jobs and allowed is None else 0)
     teams = {}
     alone = {rank: (rank,) for rank in ranks}
     members: dict[Sequence[int], frozenset[int]] = {}
-    for parameter in parameters:
-        if parameter.target.ranks not in members:
-            members[parameter.target.ranks] = frozenset(parameter.target.ranks)
-    may_join = [members[parameter.target.ranks] for parameter in parameters]
+    for some in listed:
+        if some not in members:
+            members[some] = frozenset(some)
+    may_join = [members[some] for some in listed]
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
         parameter = parameters[number]
         if (number, index) in asked:
@@ -74,7 +75,7 @@ def assign_teams(
         if allowed is not None and gathered:
             load = functools.partial(allowed.load, -minus_flops, gathered, itemsize)
             sizes = {size: load(size) for size in allowed.sizes}
-            team = loads.team(parameter.target.ranks, sizes, may=_LATE * max(mean, loads.busiest))
+            team = loads.team(listed[number], sizes, may=_LATE * max(mean, loads.busiest))
             if len(team) > 1:
                 teams[number, index] = team
                 for rank in team:
@@ -82,7 +83,7 @@ def assign_teams(
                 continue
         owner = loads.least(everywhere[number])
         holders = _holders_of_all(parameter.momentum_storage, matrix)
-        if holders and len(holders) < len(parameter.target.ranks):
+        if holders and len(holders) < len(listed[number]):
             local = loads.least(loads.heap(holders))
             if loads.flops(local) - minus_flops <= max(unavoidable, loads.flops(owner) - minus_flops):
                 owner = local
@@ -191,5 +192,5 @@ def _spread(ranks: Sequence[int]) -> list[int]:
 def _prove_team(parameter: Parameter, matrix: Matrix, team: Sequence[int], may_join: frozenset[int]) -> None:
     """Prove that a team is of one or more different ranks that hold the parameter."""
     if not team or len(set(team)) < len(team) or not may_join.issuperset(team):
-        needed = f"one or more different ones {text_of_ranks(parameter.target.ranks)}, the owner first"
+        needed = f"one or more different ones {text_of_ranks(listed_by(parameter))}, the owner first"
         raise LayoutError(explain_error(matrix.name, f"the team {tuple(team)}", needed, "Name each once"))

@@ -27,6 +27,8 @@ class Parameter:
         sums: How many sums over each of the matrices its rule asks for, before the weights are written.
         gathered: Elements of the products of each matrix, which a team gathers; 0 for one that no team can take. Empty
             if there are no teams.
+        unlisted_by: Ranks of ``target`` that hold nothing of it and have no tensor for it in their groups. They know
+            neither its rule nor its settings, so they own none of its matrices.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Parameter:
     companions: tuple[Companion, ...] = ()
     sums: int = 0
     gathered: tuple[int, ...] = ()
+    unlisted_by: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,13 @@ class Elementwise:
 
     name: str
     target: Layout
+    unlisted_by: tuple[int, ...] = ()
+
+
+def listed_by(parameter: Parameter | Elementwise) -> Sequence[int]:
+    """Return the ranks that have a tensor for a parameter in their groups, if an empty one."""
+    ranks, others = parameter.target.ranks, parameter.unlisted_by
+    return tuple(rank for rank in ranks if rank not in others) if others else ranks
 
 
 def describe(parameter: Parameter | Elementwise) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.balance import imbalance
 from muonmesh.layout.carried import Carried
-from muonmesh.layout.gram import sums_of
+from muonmesh.layout.gram import gram_buckets
 from muonmesh.numerics.rules import rule_of
 from muonmesh.report.memory import memory_of
 from muonmesh.report.traffic import moved, traffic
@@ -177,9 +177,9 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
         sent_elements, received_elements = elements
         carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize
     without_owner = set(plan.grams)
-    sums = sums_of(plan, rank)
-    collectives += sum(some.collectives for some in sums)
-    reduced = sum(some.bytes(max(itemsize, 4)) for some in sums)  # in fp32 at least
+    buckets = gram_buckets(plan, rank)
+    collectives += sum(bucket.collectives for bucket in buckets)
+    reduced = sum(bucket.bytes(max(itemsize, 4)) for bucket in buckets)  # in fp32 at least
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     kept = memory_of(planned, groups, precision)

@@ -49,9 +49,9 @@ def memory_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: 
         else:
             few += 2 * _FP32 * len(planned.matrices_of[member.tensor])  # running norms
             for home in member.homes.values():
-                size = _elements(member, home.storage) * home.created(precision).itemsize
+                size = _elements(member, home.storage) * home.kept_dtype(precision).itemsize
                 shaped, few = (shaped + size, few) if home.companion is None else (shaped, few + size)
-                if home.created(precision) != home.dtype(precision) and member.tensor not in coded:
+                if home.kept_dtype(precision) != home.saved_dtype(precision) and member.tensor not in coded:
                     coded.add(member.tensor)
                     few += _FP32 * planned.blocks.size(member.tensor)
         found[member.name] = Memory(shaped + few, shaped if precision.leaves(local.device) else 0)

@@ -9,6 +9,5 @@
    matrices at once. `adamw` runs under the first gather.
 
 `kept` is what an optimizer keeps from one step to the next, and `deferred` what `step(wait=False)` has put off.
-`update_squares` counts for `Muon.metrics`;
-`stalled`, `unsuited` and `rounding` warn.
+`update_squares` counts for `Muon.metrics`; `stalled`, `unsuited` and `rounding` warn.
 """

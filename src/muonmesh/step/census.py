@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.gradients import partial_axes
-from muonmesh.layout import Elementwise, Parameter, Plan
+from muonmesh.layout import Elementwise, Parameter, Plan, listed_by
 from muonmesh.numerics.kernels.memory import upload
 
 TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
@@ -101,8 +101,9 @@ class Census:
                 mesh = getattr(target, "mesh", ())
                 axes.append((number, width, len(mesh)))
                 width += len(mesh)
-            if len(target.ranks) > 1:
-                shared.setdefault(tuple(target.ranks), []).append(number)
+            ranks = tuple(listed_by(parameter))  # the others have set nothing for it
+            if len(ranks) > 1:
+                shared.setdefault(ranks, []).append(number)
         return Census(
             len(plan.assignments),
             tuple(presence),

@@ -1,7 +1,7 @@
 """Connection: the plan that fits the groups as they are now, and the exchange that all ranks of it share.
 
 `plan` reads and plans, without communication. `connect` also meets the ranks that share parameters, when that has not
-been done for these very parameters. `changed` says whether it must be done again.
+been done for these very parameters. `outdated` says whether that must be done again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.settings import check_dtype, check_group, check_structure
 from muonmesh.step.kept import Kept
-from muonmesh.step.members import likely_sets, members_of, replicas_of
+from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.rounding import rounding_of
 
@@ -186,6 +186,8 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
         kept.planned = plan_members(groups, members, signature, kept.precision, kept.bucket_cap_mb, kept.exchange)
     except (LayoutError, ValueError) as found:
         return None, sets, found
+    listed = {name for group in groups for name in group["param_names"]}
+    kept.planned.beyond = sets_without_tensor({n: entry for n, entry in kept.layouts.items() if n not in listed})
     return kept.planned, kept.planned.sets, None
 
 

@@ -29,13 +29,13 @@ class Home(NamedTuple):
     storage: Storage
     companion: Companion | None = None
 
-    def dtype(self, precision: Precision) -> torch.dtype:
+    def saved_dtype(self, precision: Precision) -> torch.dtype:
         """Return what it is saved in: ``state_dtype``, but fp32 or wider where there are few numbers of it."""
         return precision.state if self.companion is None else precision.carried
 
-    def created(self, precision: Precision) -> torch.dtype:
+    def kept_dtype(self, precision: Precision) -> torch.dtype:
         """Return what it is kept in: momentum in int8 if that is asked for, which is saved in fp32."""
-        return torch.int8 if precision.int8 and self.kept_as == "momentum" else self.dtype(precision)
+        return torch.int8 if precision.int8 and self.kept_as == "momentum" else self.saved_dtype(precision)
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,9 @@ def members_of(
     """Return the parameters of all groups in order, with where they live.
 
     Returns:
-        The members; the sets of ranks that share one; and the first error, since even a rank that found one must meet
-        the others: a parameter is held in a way that is unknown or not as declared, or an entry of ``layouts`` fits no
-        name.
+        The members; the sets of ranks that share one, or share a flat one of which this rank holds nothing; and the
+        first error, since even a rank that found one must meet the others: a parameter is held in a way that is unknown
+        or not as declared, or an entry of ``layouts`` fits no name.
     """
     if layouts == LOST_LAYOUTS:
         found = "an optimizer that was unpickled without its layouts, since meshes cannot be pickled"
@@ -109,11 +109,35 @@ def members_of(
                     'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."',
                 )
             )
+    sets += sets_without_tensor(unknown)
+    unknown = {name: entry for name, entry in unknown.items() if _holds_some(entry)}
     if unknown:
         write = "Correct the names: they have no prefixes such as module. and _orig_mod. in front"
-        needed = "names of parameters in the groups"
+        needed = "names of parameters in the groups, of all that this rank holds some of"
         error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
+
+
+def sets_without_tensor(layouts: Mapping[str, Declared]) -> list[tuple[int, ...]]:
+    """Return the ranks of each flat parameter of which this rank, one of them, holds nothing.
+
+    Such a rank need not list an empty tensor; its layout says with whom it has to meet.
+    """
+    flat = (layout for entry in layouts.values() if not _holds_some(entry) for layout in _flat_layouts(entry))
+    return [layout.ranks for layout in flat if this_rank() in layout.ranks]
+
+
+def _holds_some(entry: Declared) -> bool:
+    """Whether this rank must have a tensor for an entry of ``layouts``."""
+    found = _flat_layouts(entry)
+    return not found or any(layout.holds(this_rank()) for layout in found)
+
+
+def _flat_layouts(entry: Declared) -> list[FlatShards]:
+    """Return the layouts of an entry that says what flat tensors hold; nothing of one of another kind."""
+    entries = entry if isinstance(entry, (tuple, list)) else (entry,)
+    found = [each.layout if isinstance(each, FlatParameter) else each for each in entries]
+    return found if all(isinstance(layout, FlatShards) for layout in found) else []
 
 
 def keep_gradients_of_views(named: Sequence[tuple[object, object]], layouts: Mapping[str, Declared]) -> None:
@@ -135,7 +159,7 @@ def likely_sets(
     source: GradientSource,
 ) -> list[tuple[int, ...]]:
     """Return the ranks that share the parameters of groups in which something is wrong, to tell those ranks."""
-    sets = []
+    sets = sets_without_tensor(layouts)
     for group in groups:
         names = group.get("param_names")
         for number, tensor in enumerate(group.get("params") or ()):

@@ -15,7 +15,7 @@ from muonmesh.comm.views import contiguous, place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.routes import Leg
-from muonmesh.numerics.kernels import Share, select
+from muonmesh.numerics.kernels import TeamShare, select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
 from muonmesh.numerics.rules import Rule, parts
@@ -343,7 +343,7 @@ class MuonStep:
                 tasks.append((flops * len(assignments[some]), task))
         self._run(tasks)
 
-    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: Share, *, owner: bool) -> None:
+    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: TeamShare, *, owner: bool) -> None:
         """Orthogonalise one matrix with a team."""
         self._orthogonalize(x, out, [assignment], team=team, whole=owner)
 
@@ -375,7 +375,7 @@ class MuonStep:
         out: Tensor,
         assignments: Sequence[int],
         *,
-        team: Share | None = None,
+        team: TeamShare | None = None,
         whole: bool = True,
     ) -> None:
         rule = self._rule(assignments[0])

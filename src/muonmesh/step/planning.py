@@ -15,7 +15,14 @@ from torch import Tensor
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource
-from muonmesh.comm.storage import Declared, Signature, connected_ranks, local_of, this_rank
+from muonmesh.comm.storage import (
+    Declared,
+    Signature,
+    connected_ranks,
+    device_without_parameters,
+    local_of,
+    this_rank,
+)
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
@@ -60,8 +67,10 @@ class Planned:
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.
         momentum_holdings: The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it.
-        device: Of the Muon parameters, or of the first parameter if there are none; the CPU without any.
+        device: Of the Muon parameters, or of the first parameter if there are none; without any see
+            `device_without_parameters`.
         exchange: Made when the ranks have compared their plans.
+        beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """
 
     signature: object
@@ -74,6 +83,7 @@ class Planned:
     momentum_holdings: Holdings
     device: torch.device
     exchange: Exchange | None = None
+    beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = None
     _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
@@ -85,7 +95,7 @@ class Planned:
     @property
     def sets(self) -> list[tuple[int, ...]]:
         """The ranks of each parameter that several ranks know of."""
-        return [tuple(layout.ranks) for layout in self.plan.targets]
+        return [*(tuple(layout.ranks) for layout in self.plan.targets), *self.beyond]
 
     def group_names(self, names: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
         """Return the names of the groups of all ranks, in one order; the first call asks the others for theirs."""
@@ -231,7 +241,8 @@ def plan_members(
         tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
         for number, group in enumerate(groups)
     )
-    device = next((member.tensor.device for member in (*muon, *members)), torch.device("cpu"))
+    devices_here = (member.tensor.device for member in (*muon, *members))
+    device = next(devices_here, None) or device_without_parameters()
     return _planned(signature, muon, elementwise, adamw, plan, device)
 
 

@@ -153,9 +153,9 @@ def create_state(slot: Slot, precision: Precision) -> None:
         if key not in slot.state:
             shape = local.shape if home.storage is slot.storage else local_shape(home.storage)
             if home.companion is None:
-                zeros = fresh_zeros(shape, home.created(precision), local.device, precision)
+                zeros = fresh_zeros(shape, home.kept_dtype(precision), local.device, precision)
             else:
-                zeros = torch.zeros(shape, dtype=home.created(precision), device=local.device)
+                zeros = torch.zeros(shape, dtype=home.kept_dtype(precision), device=local.device)
             slot.state[key] = home.storage.wrap(zeros)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in slot.state:

@@ -28,7 +28,8 @@ class Found:
     """What one rank has of a model.
 
     Attributes:
-        groups: Param groups as `Muon` takes them, with Megatron's keys; the parameters are the model's.
+        groups: Param groups as `Muon` takes them, with Megatron's keys; the parameters are the model's. An empty one
+            where there are none.
         models: The chunks without wrappers.
         used: The overrides that have matched something here.
         experts: By the name of each expert of a GroupedMLP, which is in the groups in place of that, its place among
@@ -92,6 +93,9 @@ def find_groups(
                     for each in _EACH:
                         if each in group:
                             groups[key][each].append(name if each == "param_names" else group[each][i])
+    if not groups:  # a stage with nothing to train: schedulers and logs read one group at least
+        nothing = {"params": [], "param_names": [], "name": "nothing", "algorithm": "adamw"}
+        groups[()] = _group(config, nothing, {}, expert=False, rule=rule)
     return Found(list(groups.values()), models, used, experts)
 
 

@@ -13,7 +13,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from torch import Tensor
 
 from muonmesh.clip import GradNorms, Limits
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
@@ -74,7 +74,8 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
         self._axes, self._limits = axes, limits
-        self._device = holdings[0].parameter.device
+        tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
+        self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._one = torch.ones(1, device=self._device)
         self._world: ProcessGroup = "world"
         self._first_holder: dict[str, int] = {}
@@ -93,7 +94,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     def told(self) -> Any:
         """Return what the other ranks are to know: the names of the groups, and whether any feels magnitudes."""
-        return [(group["name"], group["algorithm"]) for group in self.optimizer.param_groups]
+        return [(group["name"], group["algorithm"]) for group in self.optimizer.param_groups if group["params"]]
 
     def meet(self, everyone: Sequence[Any]) -> None:
         """Hear what all ranks have told, and compare plans; all ranks call it once.

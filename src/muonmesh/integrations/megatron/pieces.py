@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
 from muonmesh.errors import LayoutError, explain_error
@@ -60,7 +61,9 @@ def pieces_of(model: nn.Module) -> dict[int, list[Piece]]:
     """
     model_state: Any = model
     found: dict[int, list[Piece]] = {}
-    for entry in nested_values(model_state.sharded_state_dict()):
+    # With the group that Megatron's own save adds: a stage with layers of multi-token prediction reads it.
+    metadata = ensure_metadata_has_dp_cp_group(None)
+    for entry in nested_values(model_state.sharded_state_dict(metadata=metadata)):
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, nn.Parameter):
             parts = [entry] if isinstance(entry, ShardedTensor) else list(_tensors(entry.build()))
             found[id(entry.data)] = [_piece(part, entry.data) for part in parts]

@@ -10,7 +10,7 @@ import torch
 from muonmesh.numerics.kernels.blocked import BLOCKED, blocked_products
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
-from muonmesh.numerics.kernels.share import Share
+from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.kernels.table import Matmuls
 from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, triton_products
 from muonmesh.numerics.kernels.widened import widened
@@ -18,7 +18,7 @@ from muonmesh.numerics.kernels.widened import widened
 KernelName: TypeAlias = Literal["auto", "torch", "triton"]
 """Who multiplies: "auto" is what is expected to be the fastest on the device, "torch" needs nothing but torch."""
 
-__all__ = ["DIVIDED_FROM_ROWS", "KernelName", "Matmuls", "Share", "select"]
+__all__ = ["DIVIDED_FROM_ROWS", "KernelName", "Matmuls", "TeamShare", "select"]
 
 # From here on column blocks save more than they cost [measured].
 _BLOCKED_FROM_ROWS = 384
@@ -39,7 +39,7 @@ def select(
     dtype: torch.dtype,
     rows: int,
     cols: int,
-    share: Share | None = None,
+    share: TeamShare | None = None,
 ) -> Matmuls:
     """Choose the products for matrices of one shape; the only function that looks at the hardware.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import keep, scratch
 from muonmesh.numerics.kernels.multiple import add_multiple
-from muonmesh.numerics.kernels.share import Share
+from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.kernels.table import Matmuls
 
 BLOCK = 128
@@ -94,7 +94,7 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
     return kept[key]
 
 
-def _fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object], share: Share | None) -> None:
+def _fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object], share: TeamShare | None) -> None:
     """Fill out (rows, rows); `multiply(number, entries)` writes those of a column block, down to the diagonal's.
 
     Every call counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and calls
@@ -148,7 +148,9 @@ def _after_each_other(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(torch.split(memory[: sum(sizes)], list(sizes)))
 
 
-def _fill_rows(c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float, share: Share | None) -> None:
+def _fill_rows(
+    c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float, share: TeamShare | None
+) -> None:
     """Write beta·C + alpha·A B, a few hundred rows at a time."""
     rows, cols = out.shape
     if rows < 2 * ROWS:  # too few to divide
@@ -168,11 +170,11 @@ def _fill_rows(c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alp
         out.copy_(everyone.view(-1, cols)[:rows])
 
 
-def blocked_products(share: Share | None = None) -> Matmuls:
+def blocked_products(share: TeamShare | None = None) -> Matmuls:
     """Return the table for one matrix at a time, since a batch of matrices this large gains nothing.
 
-    With a `Share` its products are divided among the ranks of a team; each then has the whole result, and its bits are
-    those of one rank.
+    With a `TeamShare` its products are divided among the ranks of a team; each then has the whole result, and its bits
+    are those of one rank.
     """
 
     def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:

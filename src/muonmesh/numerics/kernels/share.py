@@ -1,4 +1,4 @@
-"""Share: a rank's part in the products of a matrix that several ranks multiply together."""
+"""TeamShare: a rank's share in the products of a matrix that several ranks multiply together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Share(Protocol):
-    """One member's part in a team.
+class TeamShare(Protocol):
+    """What the products of a matrix need to know of a team: its size, this rank's place in it, and how to gather.
 
-    Each member computes some blocks of a product, and all gather the blocks of all. Nothing is ever added over ranks,
-    so nothing rounds otherwise than on one rank.
+    `muonmesh.comm.team.Team` is one. Each member computes some blocks of a product, and all gather the blocks of all.
+    Nothing is ever added over ranks, so nothing rounds otherwise than on one rank.
 
     Attributes:
         size: Members of the team.
