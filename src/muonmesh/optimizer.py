@@ -645,6 +645,10 @@ class Muon(torch.optim.Optimizer):
         """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
         self._kept.interrupted, self._kept.loaded, self._kept.clip = None, True, Clip()
 
+    def renamed(self, model: nn.Module) -> dict[str, str]:
+        """Return what a checkpoint calls otherwise than the model does: nothing, its names hold on all ranks."""
+        return {}
+
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
         """Return a context in which parameters that nobody trains are whole, which here they always are."""
         return nullcontext()

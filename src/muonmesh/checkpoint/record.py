@@ -206,6 +206,12 @@ class Recorded(Protocol):
     def checkpoint_restored(self) -> None:
         """Take note that weights, state and settings were replaced."""
 
+    def renamed(self, model: nn.Module) -> dict[str, str]:
+        """Return what a checkpoint calls otherwise than the model does, by the model's canonical names.
+
+        So it is where ranks call different tensors by one name, as DeepSpeed does with experts.
+        """
+
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
         """Return a context in which parameters of the model that nobody trains are whole; all ranks enter it.
 

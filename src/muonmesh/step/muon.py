@@ -393,6 +393,7 @@ class MuonStep:
                 out=out,
                 overwrite=True,
                 share=team,
+                times=self._steps_of(assignments),
             )
         else:
             out.copy_(batch)
@@ -400,6 +401,10 @@ class MuonStep:
             for assignment, matrix in zip(assignments, out.unbind(), strict=True):
                 own, size = self._rule(assignment), self._plan.assignments[assignment].matrix
                 parts.change_whole(own, matrix, self._kept_of_owned.get(assignment, {}), rows=size.rows, cols=size.cols)
+
+    def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
+        """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
+        return None
 
     def _rule(self, assignment: int) -> Rule:
         slot = self._slot(assignment)
