@@ -85,9 +85,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     afterwards, the learning rate among them, as with torch's ``load_state_dict``; set others after loading. Weights are
     never rounded to a lower precision than they were saved in; momentum takes this optimizer's ``state_dtype``.
 
-    Groups may be cut otherwise than they were, if parameters that now share a group had equal settings. A parameter may
-    be split into other matrices, since momentum has one number an element; not if its rule has kept numbers by row,
-    column or matrix, or if running norms have been measured.
+    Parameters may be in other groups than they were, if those that now share a group had equal settings. A parameter
+    may be split into other matrices than it was, since momentum has a number for each element. It may not if its rule
+    keeps something by row, column or matrix, or if its running norms have been measured.
 
     Args:
         path: The folder.
