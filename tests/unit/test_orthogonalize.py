@@ -619,6 +619,16 @@ def test_gram_multiplies_the_last_pair_in_full() -> None:
     assert gram <= 1.3 * plain
 
 
+@pytest.mark.parametrize(
+    ("coefficients", "method"), [("polar_express", "standard"), ("quintic", "gram"), ("qdwh", "auto")]
+)
+def test_results_are_multiplied_by_what_is_asked_for(coefficients: Any, method: Any) -> None:
+    x, times = torch.randn(3, 12, 20).double(), torch.tensor([0.5, 0.0, -3.0]).double()
+    ask = {"coefficients": coefficients, "method": method, "dtype": torch.float64}
+    found, plain = (orthogonalize(x, times=some, **ask) for some in (times, None))
+    torch.testing.assert_close(found, plain * times[:, None, None])
+
+
 def test_out_is_written_and_must_be_like_x() -> None:
     x = matrix(24, 40, "gaussian").float()
     out = torch.empty_like(x)

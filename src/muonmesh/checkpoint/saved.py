@@ -1,4 +1,9 @@
-"""Saved: a model and its optimizer as a checkpoint that any layout reads, and back."""
+"""Saved: a model and its optimizer as a checkpoint that any layout reads, and back.
+
+`save` asks the optimizer for its Records, makes a Share of each tensor in them, and has `folder.write` write these.
+`load` has `folder.look` check the folder, works out by `fitting.fit` what goes where, reads into fresh memory, and only
+then writes to the model and the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.agreed import agreed
 from muonmesh.checkpoint.extra import extra_of, give_back
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
@@ -19,6 +23,7 @@ from muonmesh.checkpoint.groups import check_saved, merged, settings_of
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.checkpoint.state import NEVER_NEGATIVE
+from muonmesh.checkpoint.together import agreed
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards
@@ -31,8 +36,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     All ranks call it. Each writes the boxes of the whole tensors that it stores, replicas once: parameters, buffers,
     frozen weights and the modules' extra state, momentum and AdamW's moments, what a rule keeps by row, column or
-    matrix, running norms, and the settings of the groups. Where there are masters, they are the weights. A parameter is
-    known by its canonical name, so DDP, torch.compile and activation checkpointing leave no trace.
+    matrix, running norms, and the settings of the groups. Of a parameter that has a master, the master is written as
+    the weights. A parameter is known by its canonical name, so DDP, torch.compile and activation checkpointing leave
+    no trace.
 
     Args:
         path: The folder, on a file system that all ranks share.
@@ -112,12 +118,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
 
     with host.whole(model, write=True):
         names = {name for some in agreed(collect) for name in some}
-        found: list[Fit] = []
+        found: list[Fit] = []  # not returned by the work below, since what is returned is sent to all ranks
 
-        def look_at() -> None:
+        def work_out() -> None:
             found.append(fit(path, contents.held, contents.settings, records, untrained, names, strict=strict))
 
-        agreed(look_at)
+        agreed(work_out)
         fitting = found[0]
         contents.read(dict(fitting.shares), wrong=_wrong, partly=True)  # `fit` has told what is too much
         agreed(fitting.check_counts)
@@ -127,7 +133,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
 
 
 def _wrong(name: str, tensor: Tensor) -> str:
-    """Say what no step leaves behind in a piece of the state; weights and buffers may be anything."""
+    """Say what is wrong with a piece of the state: what no step leaves behind. Weights and buffers may be anything."""
     if not name.startswith(f"{STATE}."):
         return ""
     if not bool(tensor.isfinite().all()):

@@ -53,6 +53,8 @@ class EngineMuon(torch.optim.Optimizer):
     def bind(self, calls: Sequence[Call], limits: Limits | None, engine: Any) -> None:
         """Hand over what the engine steps, how it is clipped, and the engine; create the state."""
         self._calls, self._engine = tuple(calls), engine
+        # Neither stage 0 nor every wrapper has it, and Accelerate looks for it once, when the engine has been made.
+        self._zero.overflow = False
         if limits is not None:
             self.clip_by(limits)
         for call in calls:
@@ -72,7 +74,6 @@ class EngineMuon(torch.optim.Optimizer):
         self._engine._config.gradient_clipping = 0.0  # read at each step at stage 0
         if hasattr(self._zero, "clip_grad"):
             self._zero.clip_grad = 0.0
-        self._zero.overflow = False  # not every wrapper has it
         self._clipping = Clipping(limits, self._zero)
 
     @property
