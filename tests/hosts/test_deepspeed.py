@@ -413,11 +413,23 @@ def test_a_model_with_convolutions_goes_back_to_a_state(pools: dict[int, Pool], 
         assert algorithms["depthwise.weight"] == "adamw"
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
-def test_training_with_deepspeed_s_own_muon_goes_on_here(pools: dict[int, Pool], tmp_path: Path, stage: int) -> None:
-    """Its Muon computes in bf16, as ours does here; AdamW's half is torch's on both sides."""
-    pool = pools[2]
-    found = pool.run(ds.converted, zero(stage, reduce_scatter=False), str(tmp_path / "theirs"), timeout=240.0)
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        pytest.param(stage, dtype, marks=() if (stage, dtype) in ((2, "fp32"), (3, "fp32")) else pytest.mark.soak)
+        for stage in (1, 2, 3)
+        for dtype in ("fp32", "bf16")
+    ],
+)
+def test_training_with_deepspeed_s_own_muon_goes_on_here(
+    pools: dict[int, Pool], tmp_path: Path, stage: int, dtype: str
+) -> None:
+    """Its Muon computes in bf16, as ours does here; AdamW's half is torch's on both sides.
+
+    A model in bf16 has masters in fp32, which ours steps.
+    """
+    pool, config = pools[2], zero(stage, reduce_scatter=False) | (BF16 if dtype == "bf16" else {})
+    found = pool.run(ds.converted, config, str(tmp_path / "theirs"), timeout=240.0)
     for apart in found:
         exact = {name: apart.pop(name) for name in ("embed.weight", "norm.weight", "head.bias")}
         assert max(exact.values()) < 1e-6, exact
