@@ -350,6 +350,10 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         if self.config.use_distributed_optimizer and self.model_chunks[0].ddp_config.overlap_param_gather:
             self.model_chunks[0].start_param_sync(force_sync=True)
 
+    def renamed(self, model: nn.Module) -> dict[str, str]:
+        """Return what a checkpoint calls otherwise than the model does: nothing, since other names are refused."""
+        return {}
+
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
         """Return a context in which parameters that nobody trains are whole, as far as tensor parallelism leaves them.
 
