@@ -8,8 +8,8 @@ Three cases, each one rank on one thread:
 - ``local``: 1,000 matrices of 64 × 64 in one process; nothing moves.
 - ``legs``: 300 matrices of 64 × 64, a row of each on this rank, one of 64 under FSDP2. It holds 300 legs and owns about
   as many, each way, to 64 peers. The process group is torch's ``fake`` one, which sends nothing.
-- ``device``: those of ``local``, by what runs on CUDA: pieces together, flags unread, Triton's kernels. The tensors are on
-  the CPU; tables for the kernels are written, but no kernel is started.
+- ``device``: those of ``local``, by what runs on CUDA: pieces together, flags unread, Triton's kernels. The tensors are
+  on the CPU; tables for the kernels are written, but no kernel is started.
 
 What is reported is the processor time of this thread in one step minus that of the step's arithmetic alone. For the
 latter, one step's calls of torch functions that read or write elements are recorded with their arguments, and repeated
