@@ -94,8 +94,9 @@ def check(found: dict[str, Any]) -> None:
         (2, {"data_parallel_shard_degree": 2}, "Shard(dim=0)"),
         (2, {"tensor_parallel_degree": 2}, "Shard(dim=1)"),
         (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}, "Replicate(), Shard(dim=0)"),
+        (4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}, "Shard(dim=0), Shard(dim=1)"),
     ],
-    ids=["one", "FSDP2", "TP", "HSDP"],
+    ids=["one", "FSDP2", "TP", "HSDP", "FSDP2 over TP"],
 )
 def test_the_trainer(workers, ranks: int, parallelism: dict[str, int], placement: str, tmp_path: Path) -> None:
     for found in workers(ranks).run(both, tmp_path, parallelism, timeout=300):

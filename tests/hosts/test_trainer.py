@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.distributed.configuration_utils import DistributedConfig
+from transformers import Trainer, TrainingArguments
 
 from muonmesh.integrations.transformers import MuonCallback, MuonFactory
 from tests.hosts.replay import Given, different, replayed, strengths
-from tests.hosts.tiny import MATRICES, Tokens, llama
+from tests.hosts.tiny import MATRICES, Tokens, llama, tensor_parallel_llama
 from tests.hosts.watch import Watch, losses
 from tests.hosts.world import accelerated, launched
 
@@ -45,14 +43,6 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
     return TrainingArguments(folder, **{**settings, **more})
 
 
-def tensor_parallel(folder: str) -> LlamaForCausalLM:
-    """The same weights, cut by `transformers` itself as it loads them."""
-    if dist.get_rank() == 0:
-        llama().save_pretrained(folder)
-    dist.barrier()
-    return LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))
-
-
 def train(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
     """Train under one way of launching; return what was found, which any process can compare."""
     more = {
@@ -66,7 +56,7 @@ def train(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
     with launched(), accelerated(how in more):
         args, watch = arguments(folder, **more.get(how, {})), Watch()
         trainer = Trainer(
-            tensor_parallel(folder) if how == "tp" else llama(),
+            tensor_parallel_llama(folder) if how == "tp" else llama(),
             args,
             train_dataset=Tokens(),
             callbacks=[watch, MuonCallback(metrics=True)],
@@ -114,12 +104,13 @@ def test_under_tensor_parallelism(workers: Any, tmp_path: Path) -> None:
     check(*first)
 
 
-def train_zero(folder: str, stage: int, resume: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The callback clips and skips, and a Trainer's own limit would stall AdamW; stage 0 is DDP."""
+def train_zero(folder: str, stage: int | None, resume: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The callback clips and skips, and a Trainer's own limit would stall AdamW; without a stage it is DDP."""
     config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
     config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
-    more: dict[str, Any] = {"use_cpu": False, "deepspeed": config} if stage else {}
-    with launched(), accelerated(stage > 0):
+    engine = stage is not None
+    more: dict[str, Any] = {"use_cpu": False, "deepspeed": config} if engine else {}
+    with launched(), accelerated(engine):
         args = arguments(folder, **more)
         factory = MuonFactory, {"args": args, **SETTINGS}
         trainer = Trainer(
@@ -134,18 +125,30 @@ def train_zero(folder: str, stage: int, resume: bool = False) -> tuple[dict[str,
         assert [entry["learning_rate/muon"] for entry in told] == [entry["learning_rate"] for entry in told]
         rates = trainer.lr_scheduler.get_last_lr()
         named = trainer.model.named_parameters()
+        assert type(trainer.model_wrapped).__name__ == ("DeepSpeedEngine" if engine else "DistributedDataParallel")
         if not stage:
             return {name: p.detach().clone() for name, p in named}, rates
-        assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
         return {name: safe_get_full_fp32_param(p).clone() for name, p in named}, rates
 
 
-def test_deepspeed_is_ddp(workers: Any, tmp_path: Path) -> None:
-    """At stage 1, whose gradients are the same bits; `test_accelerate` has the other stages."""
-    (expected, rates), _ = workers(2).run(train_zero, str(tmp_path / "ddp"), 0, timeout=90.0)
+@pytest.fixture(scope="module")
+def ddp(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """What DDP ends with, whose gradients DeepSpeed's are compared with."""
+    found: tuple[dict[str, torch.Tensor], list[float]]
+    found = workers(2).run(train_zero, str(tmp_path_factory.mktemp("ddp")), None, timeout=90.0)[0]
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_is_ddp(workers: Any, tmp_path: Path, ddp: Any, stage: int) -> None:
+    expected, rates = ddp
     assert rates == [0.05 * (1 - 2 / STEPS)] * 4  # of four steps two were skipped: one before it was saved, one after
-    folder = str(tmp_path / "zero")
-    for resume in (False, True):
-        (found, at), _ = workers(2).run(train_zero, folder, 1, resume=resume, timeout=90.0)
+    found, at = workers(2).run(train_zero, str(tmp_path), stage, timeout=90.0)[0]
+    if stage == 3:  # whose own backward rounds otherwise
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    else:
         assert different(found, expected) == []
-        assert at == rates
+    assert at == rates
+    again, at = workers(2).run(train_zero, str(tmp_path), stage, resume=True, timeout=90.0)[0]
+    assert different(again, found) == []
+    assert at == rates

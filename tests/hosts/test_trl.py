@@ -87,6 +87,7 @@ def test_a_trainer_of_trl_is_a_plain_loop_and_resumes(tmp_path: Path, make: Any)
 
 
 def on_a_rank(folder: Path) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train with both trainers, and again from the middle; return what they were wrapped in and the weights."""
     wrapped, ends = [], []
     for make in (sft, dpo):
         with launched():
@@ -95,10 +96,14 @@ def on_a_rank(folder: Path) -> tuple[list[str], dict[str, torch.Tensor], dict[st
             check(trainer, watch.given, watch.weights)
             wrapped.append(type(trainer.model_wrapped).__name__)
             ends.append(watch.weights[-1])
+            again, _ = make(folder / make.__name__)
+            again.train(resume_from_checkpoint=str(folder / make.__name__ / "checkpoint-2"))
+            assert losses(again.state.log_history) == losses(trainer.state.log_history)
+            assert different(weights(again.model), ends[-1]) == []
     return wrapped, *ends
 
 
-def test_two_ranks_are_a_plain_loop_too(workers: Any, tmp_path: Path) -> None:
+def test_two_ranks_are_a_plain_loop_and_resume_too(workers: Any, tmp_path: Path) -> None:
     first, second = workers(2).run(on_a_rank, tmp_path, timeout=300.0)
     for wrapped, after_sft, after_dpo in (first, second):
         assert wrapped == ["DistributedDataParallel"] * 2

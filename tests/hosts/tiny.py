@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.distributed.configuration_utils import DistributedConfig
 
 VOCABULARY = 64
 MATRICES = 14  # what Muon trains in `llama()`: seven a layer
@@ -20,6 +22,15 @@ def llama(**settings: object) -> LlamaForCausalLM:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(**{"vocab_size": VOCABULARY, "tie_word_embeddings": False, **sizes, **settings})
     return LlamaForCausalLM(config)
+
+
+def tensor_parallel_llama(folder: str) -> LlamaForCausalLM:
+    """Return `llama` cut by `transformers` itself over all ranks as it loads the weights, from a folder made here."""
+    if dist.get_rank() == 0:
+        llama().save_pretrained(folder)
+    dist.barrier()
+    split = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    return LlamaForCausalLM.from_pretrained(folder, distributed_config=split)
 
 
 class Tokens(Dataset[dict[str, Tensor]]):

@@ -27,7 +27,7 @@ from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, Te
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
 from muonmesh.numerics.precision import exact_fp32
-from muonmesh.numerics.rational import rational_factor
+from muonmesh.numerics.rational import rational_step
 from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -351,10 +351,7 @@ class _Iteration:
 
     def rational_step(self, abc: tuple[float, float, float]) -> None:
         """X ← x (a + b·x²) / (1 + c·x²) of X divided by a bound of its largest singular value."""
-        mean, bound = rational_factor(self.x, self._norm, abc, self._kernels, self._square("a"))
-        if mean is not None:
-            self._apply(self._square("a"), mean)
-        self._norm_is(self._norm * bound)
+        self._norm_is(self._norm * rational_step(self.x, self._norm, abc, self._kernels))
 
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
