@@ -148,11 +148,12 @@ def _factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
     for number, polynomial in enumerate(segment):
         step = polynomial[-1] * eye
         for coefficient in reversed(polynomial[:-1]):
-            step = torch.addmm(coefficient * eye, step, gram)
+            step = (coefficient * eye).addmm_(step, gram)
         factor = step @ factor
         if number + 1 < len(segment):
             gram = step @ gram @ step
-            gram = (gram + gram.mT) / 2
+            del step
+            gram = (gram + gram.mT).div_(2)
     return factor
 
 
@@ -395,22 +396,25 @@ class _Iteration:
         z = self._without_constant(p, a, "b", "c")
         spare = "c" if z is self._square("b") else "b"
         pa = matmuls.product(z, a, a, p0, self._square(spare))
+        # As few squares at once as there can be, for a square of a wide model is large: `held` has pap, `free` nothing.
         if last:
-            pap = symmetric_part(matmuls.full(z, pa, pa, p0, self._square("a")), self._square("d"), self._square("e"))
+            full, held, free = matmuls.full(z, pa, pa, p0, self._square("a")), spare, "a"
+            transposed = self._square("d") if self._device.type == "cpu" else None
+            pap = symmetric_part(full, transposed, self._square(held))
         else:
-            pap = matmuls.product(z, pa, pa, p0, self._square("a"))
-        w = self._without_constant(q, pap, spare, "d")
+            held, free = "a", spare
+            pap = matmuls.product(z, pa, pa, p0, self._square(held))
+        w = self._without_constant(q, pap, free, "d")
         if matmuls.join is not None:
-            self._apply(
-                *matmuls.join(z, w, p0, q0, self._square("a") if last else self._square("e"), symmetric=not last)
-            )
+            self._apply(*matmuls.join(z, w, p0, q0, self._square(held), symmetric=not last))
             return
+        other = self._square(free if w is self._squares.get("d") else "d")
         if last and not matmuls.sparing:
-            factor = matmuls.full(w, z, z, 0.0, self._square("a"))
-            factor = add_scaled(factor, z, q0, w, p0, self._square("e"))
+            factor = matmuls.full(w, z, z, 0.0, self._square(held))
+            factor = add_scaled(factor, z, q0, w, p0, other)
         else:
-            both = torch.lerp(z, w, p0 / (p0 + q0), out=self._square("a"))
-            factor = matmuls.product(w, z, both, p0 + q0, self._square("e"))
+            both = torch.lerp(z, w, p0 / (p0 + q0), out=self._square(held))
+            factor = matmuls.product(w, z, both, p0 + q0, other)
 
         # The diagonal of the factor again, in fp32 and rounded once.
         products = row_products(z, w)

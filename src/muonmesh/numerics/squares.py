@@ -9,16 +9,17 @@ from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import CACHED
 
 
-def symmetric_part(x: Tensor, spare: Tensor, out: Tensor) -> Tensor:
+def symmetric_part(x: Tensor, spare: Tensor | None, out: Tensor) -> Tensor:
     """Return (X + Xᵀ)/2 in `out`.
 
     Args:
         x: Shape (batch, rows, rows).
-        spare: Memory of that shape.
+        spare: Memory of that shape, needed on a CPU.
         out: Another one.
     """
     if x.device.type != "cpu":
         return torch.lerp(x, x.mT, 0.5, out=out)
+    assert spare is not None
     for matrix, transposed in zip(x, spare, strict=True):  # torch transposes fast only two dims at a time
         transposed.copy_(matrix.mT)
     return torch.lerp(x, spare, 0.5, out=out)

@@ -183,7 +183,9 @@ def _asked(group: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _frozen(value: Any) -> Any:
     """Return tuples for lists, so that what is changed in place differs from what was."""
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(one if isinstance(one, str) else _frozen(one) for one in value)  # names are many
 
 
 def holdings_of(plan: Plan, rank: int, *, momentum: bool) -> Holdings:

@@ -61,7 +61,7 @@ class Slot:
     @property
     def created(self) -> bool:
         """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
-        return all(key in self.state for key in self.homes)
+        return self.homes.keys() <= self.state.keys()
 
 
 class Collected(NamedTuple):
@@ -208,13 +208,13 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
             raise StateError(explain_error(slot.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
         place = slot.homes[key].storage if key in slot.homes else slot.storage
         local, same = local_of(value), place is slot.storage
-        needed = tuple(local_of(slot.tensor).shape) if same else local_shape(place)
-        if tuple(local.shape) != needed:
+        needed = held.shape if same else local_shape(place)
+        if local.shape != needed:
             raise StateError(
                 explain_error(
                     slot.name,
                     f"{key} of shape {tuple(local.shape)} on this rank",
-                    f"{needed}, the shape in which this rank stores it",
+                    f"{tuple(needed)}, the shape in which this rank stores it",
                     "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
                 )
             )

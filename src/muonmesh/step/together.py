@@ -59,8 +59,8 @@ class MuonStepTogether(MuonStep):
             ready, key = self._ready[leg.parameter], (leg.assignment, leg.piece)
             if ready.gradient is None or ready.folded is None:  # no replica has had a gradient so far
                 into.zero_()
-            elif key in found and found[key].into is None:
-                found[key] = found[key]._replace(into=into)
+            elif (known := found.get(key)) is not None and known.into is None:
+                found[key] = Folded(known.gradient, known.state, known.matrix, True, into)
             else:
                 gradient, views = view_of(ready.gradient, leg.piece), values_of(ready.folded, leg.assignment, leg.piece)
                 found[key, len(found)] = Folded(gradient, views, leg.assignment, False, into)
@@ -122,7 +122,7 @@ class MuonStepTogether(MuonStep):
             _, weights, beside, scale = self._written(leg)
             rounded = None if ready.master is None else view_of(ready.weights, leg.piece)
             sums, told = self._matrix_sums.get(leg.assignment, ((), {}))
-            copies = ready.slot.storage.copies
+            copies = 1 if self._update_squares is None else ready.slot.storage.copies
             piece = Updated(weights, update, beside, leg.assignment, scale, rounded, sums, told, copies)
             by_group.setdefault(ready.slot.group, []).append(piece)
         for group, pieces in by_group.items():
@@ -142,10 +142,10 @@ class MuonStepTogether(MuonStep):
     def _every_scale(self) -> Tensor:
         """The update scale of each matrix, fp64 (n,), in one copy; 0 for what this rank does not store."""
         found = []
-        for assignment in self._plan.assignments:
+        for number, assignment in enumerate(self._plan.assignments):
             slot = self._slots[assignment.parameter]
             rule = None if slot is None else self._rules[slot.group]
-            found.append(0.0 if rule is None else rule.scale(assignment.matrix.rows, assignment.matrix.cols))
+            found.append(0.0 if slot is None or rule is None else self._scale(number, slot.group, rule))
         return upload(found, dtype=torch.float64, device=self._device)
 
     @cached_property

@@ -146,9 +146,9 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
     rule, active = factors.rule, factors.active
     rest = []
     if _folds_as_muon(rule):
-        in_one, by_torch = [], []
+        in_one, by_torch, known = [], [], dict[object, bool]()
         for piece in pieces:
-            if piece.folds and _can_fuse(piece.gradient, _momentum(piece), piece.into):
+            if piece.folds and _can_fuse(known, piece.gradient, _momentum(piece), piece.into):
                 in_one.append(piece)
             elif _momentum(piece).dtype == torch.float32:
                 by_torch.append(piece)
@@ -181,9 +181,9 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     if type(rule).apply is Rule.apply and rule.decay_mode == "full" and not type(rule).asks_for_sums():
         if squares is not None:
             squares.append(_squares(pieces, factors))
-        in_one, rest = list[Updated](), list[Updated]()
+        in_one, rest, known = list[Updated](), list[Updated](), dict[object, bool]()
         for piece in pieces:
-            (in_one if _can_fuse(piece.weights, piece.rounded, piece.update) else rest).append(piece)
+            (in_one if _can_fuse(known, piece.weights, piece.rounded, piece.update) else rest).append(piece)
         _apply_fused(in_one, factors)
         _apply_plain(rest, factors)
         pieces = rest  # the kernel has rounded the masters of the others
@@ -311,10 +311,15 @@ def _squares(pieces: Sequence[Updated], factors: Factors) -> Tensor:
 # ------------------------------------------------------------------ by one kernel
 
 
-def _can_fuse(*tensors: Tensor | None) -> bool:
-    """Whether one kernel takes these tensors of a piece."""
+def _can_fuse(known: dict[object, bool], *tensors: Tensor | None) -> bool:
+    """Whether one kernel takes these tensors of a piece; ``known`` has the answers so far, for pieces of one kind."""
     given = [tensor for tensor in tensors if tensor is not None]
-    return fused.can_fuse(given[0].device, [t.dtype for t in given]) and given[0].ndim <= 3
+    first, dtypes = given[0], [tensor.dtype for tensor in given]
+    kind = (first.device, first.ndim, *dtypes)
+    found = known.get(kind)
+    if found is None:
+        found = known[kind] = first.ndim <= 3 and fused.can_fuse(first.device, dtypes)
+    return found
 
 
 def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
