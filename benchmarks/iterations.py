@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.coefficients import Coefficients, coefficient_schedule
 from muonmesh.numerics.newton_schulz import orthogonalize
 
 # For singular values from 5e-3 on, each nearest to 1 on at least the upper 95 % of what is left, at x / 1.01.
@@ -119,7 +119,10 @@ def accuracy(momentum: Path | None, rows: int, cols: int) -> list[dict[str, Any]
                 "polar": float((result - u @ vh).norm() / (u @ vh).norm()),
                 "largest": float(torch.linalg.matrix_norm(result, 2)),
             }
-        for contender, values in (("qdwh", _qdwh(s)), ("polar_express", _polynomials(s / s.norm()))):
+        for contender, values in (
+            ("qdwh", qdwh_of(s)),
+            ("polar_express", polynomials_of(s / s.norm(), "polar_express")),
+        ):
             own = (u * values) @ vh
             row[contender]["own"] = float((CONTENDERS[contender](x).double() - own).norm() / own.norm())
         table.append(row)
@@ -128,13 +131,15 @@ def accuracy(momentum: Path | None, rows: int, cols: int) -> list[dict[str, Any]
     return table
 
 
-def _polynomials(s: Tensor) -> Tensor:
-    for polynomial in coefficient_schedule("polar_express"):
+def polynomials_of(s: Tensor, coefficients: Coefficients) -> Tensor:
+    """What a set of polynomials makes of singular values, without rounding."""
+    for polynomial in coefficient_schedule(coefficients):
         s = sum((c * s ** (2 * k + 1) for k, c in enumerate(polynomial)), torch.zeros_like(s))
     return s
 
 
-def _qdwh(s: Tensor) -> Tensor:
+def qdwh_of(s: Tensor) -> Tensor:
+    """What "qdwh" makes of singular values, without rounding."""
     a, b, c = 251.99210505067546, 15749.259199442326, 16000.251304493
     s = s / (1.005 * (s**4).sum() ** 0.25)
     s = s * (a + b * s**2) / (1 + c * s**2)

@@ -3,11 +3,13 @@
     python benchmarks/python_time.py
     python benchmarks/python_time.py --against ../muonmesh-before --rounds 9 --json python_time.json
 
-Two cases, each one rank on one thread:
+Three cases, each one rank on one thread:
 
 - ``local``: 1,000 matrices of 64 × 64 in one process; nothing moves.
 - ``legs``: 300 matrices of 64 × 64, a row of each on this rank, one of 64 under FSDP2. It holds 300 legs and owns about
   as many, each way, to 64 peers. The process group is torch's ``fake`` one, which sends nothing.
+- ``device``: those of ``local``, by what runs on CUDA: pieces together, flags unread, Triton's kernels. The tensors are on
+  the CPU; tables for the kernels are written, but no kernel is started.
 
 What is reported is the processor time of this thread in one step minus that of the step's arithmetic alone. For the
 latter, one step's calls of torch functions that read or write elements are recorded with their arguments, and repeated
@@ -44,7 +46,7 @@ LEGS, PEERS = 300, 64
 STEPS = 5
 """Steps timed in a round; the fastest one counts."""
 
-CASES = {"local": COUNT, "legs": LEGS}
+CASES = {"local": COUNT, "legs": LEGS, "device": COUNT}
 """Matrices of each case."""
 
 PRODUCTS = ("bmm", "baddbmm", "mm", "addmm")
@@ -67,7 +69,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a call and pass it on."""
-        if getattr(func, "__name__", "") not in self._views:
+        ours = "muonmesh" in str(func)  # writes a table and starts nothing
+        if getattr(func, "__name__", "") not in self._views and not ours:
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -98,6 +101,22 @@ def local() -> torch.optim.Optimizer:
     return mm.Muon(weights)
 
 
+def device() -> torch.optim.Optimizer:
+    """Matrices of one process, as on a device."""
+    os.environ["TRITON_INTERPRET"] = "1"  # so the kernels' operators take tensors of a CPU
+    optimizer = local()
+    from muonmesh.numerics import newton_schulz
+    from muonmesh.numerics.kernels import launch
+    from muonmesh.numerics.kernels.triton import triton_products
+    from muonmesh.step import muon
+
+    launch.Launch.run = lambda self, device: None
+    torch.ops.muonmesh.multiply = lambda *arguments: None  # the launch's arguments are a few for all matrices
+    newton_schulz.select = muon.select = lambda *arguments, **options: triton_products(at_once=1 << 18)
+    optimizer._kept.waits, optimizer._kept.together = False, True
+    return optimizer
+
+
 def legs() -> torch.optim.Optimizer:
     """Rows of matrices, on the first of many ranks that are not there."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -125,7 +144,7 @@ def serve(case: str) -> None:
     """Step whenever a line comes in; answer with the microseconds a matrix."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    optimizer = {"local": local, "legs": legs}[case]()
+    optimizer = {"local": local, "legs": legs, "device": device}[case]()
     leave_out_products()
     for _ in range(3):
         optimizer.step()

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from muonmesh.checkpoint.record import Record, records_of
-from muonmesh.checkpoint.state import Place, SavedGroup, refuse_flat, restore_state, saved_state, widen_state
+from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_flat, restore_state, saved_state, widen_state
 from muonmesh.clip import (
     ClipPolicy,
     GradNorms,
@@ -397,7 +397,7 @@ class Muon(torch.optim.Optimizer):
         if put_off is None:
             kept.interrupted = None
         else:
-            kept.deferred = Deferred(*put_off, lambda: self._write(tails))
+            kept.deferred = Deferred(*put_off, lambda: self._finish_tails(tails))  # until then it counts as interrupted
         kept.unsuited = unsuited_of(planned, rules, work.unsuited)
         if kept.unsuited is not None and kept.unsuited.arrived is None:
             kept.unsuited.warn(kept.unsuited_told)
@@ -432,11 +432,12 @@ class Muon(torch.optim.Optimizer):
             self._kept.brought_back.synchronize()
 
     def _finish_deferred(self) -> None:
-        """The same, but for the host that does not read state, which is in the order of the device by itself."""
+        """Write what the last step has put off, and no more: what the device does next comes after it by itself."""
         if self._kept.deferred is not None:
             self._kept.deferred.finish()
 
-    def _write(self, tails: Iterable[Tail]) -> None:
+    def _finish_tails(self, tails: Iterable[Tail]) -> None:
+        """Wait for the results that a step has put off, and write them: the step is over then."""
         self._kept.deferred = None
         for tail in tails:
             tail.finish()
@@ -447,7 +448,7 @@ class Muon(torch.optim.Optimizer):
     ) -> tuple[Sequence[Tensor], Collection[nn.Module]] | None:
         """Return the parameters that are still to be written and the modules that hold them, looked up once a plan.
 
-        None if there are none, or others may read them after the step.
+        None if nothing may be put off: no parameter is left, or somebody may read one that no module announces.
         """
         kept = self._kept
         tensors = tuple(m.tensor for tail in tails for n in tail.parameters if (m := planned.muon[n]) is not None)
@@ -605,12 +606,12 @@ class Muon(torch.optim.Optimizer):
                 nothing has been loaded.
         """
         self.finish()
-        kept, places = self._kept, dict[Tensor, Place]()
+        kept, expected = self._kept, dict[Tensor, Expected]()
         if state_dict.get("state"):  # hosts load an empty state before they replace the parameters
             planned = plan(self.param_groups, kept)
-            places = {m.tensor: Place.of(m, planned) for m in planned.members}
-        restore_state(self, state_dict, kept.precision, places, super().load_state_dict)
-        kept.interrupted, kept.loaded = None, bool(places)
+            expected = {m.tensor: Expected.of(m, planned) for m in planned.members}
+        restore_state(self, state_dict, kept.precision, expected, super().load_state_dict)
+        kept.interrupted, kept.loaded = None, bool(expected)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
@@ -643,6 +644,10 @@ class Muon(torch.optim.Optimizer):
     def checkpoint_restored(self) -> None:
         """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
         self._kept.interrupted, self._kept.loaded, self._kept.clip = None, True, Clip()
+
+    def renamed(self, model: nn.Module) -> dict[str, str]:
+        """Return what a checkpoint calls otherwise than the model does: nothing, its names hold on all ranks."""
+        return {}
 
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
         """Return a context in which parameters that nobody trains are whole, which here they always are."""

@@ -13,6 +13,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import sys
 import unittest.mock
 import warnings
@@ -731,6 +732,9 @@ class Parallel(nn.Module):
         return self.head(self.plain(x)).square().mean()
 
 
+EXPERTS = 4
+
+
 class Experts(nn.Module):
     """A network with a layer of four experts."""
 
@@ -738,7 +742,7 @@ class Experts(nn.Module):
         super().__init__()
         self.inward = nn.Linear(12, 16)
         expert = nn.Sequential(nn.Linear(16, 24, bias=False), nn.ReLU(), nn.Linear(24, 16, bias=False))
-        self.moe = MoE(16, expert, num_experts=4, ep_size=ep_size, k=1, use_rts=False, capacity_factor=4.0)
+        self.moe = MoE(16, expert, num_experts=EXPERTS, ep_size=ep_size, k=1, use_rts=False, capacity_factor=4.0)
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -831,3 +835,98 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
         wrong += [f"loaded: {line}" for line in differences(found, needed)]
     engine.destroy()
     return wrong
+
+
+LOCAL = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*) \(experts of rank (\d+) of (\d+)\)")
+
+
+def held_experts(engine: Any) -> dict[str, Tensor]:
+    """Weights and momenta of all ranks, whole, by names in which experts have their number among those of all ranks."""
+    found = {}
+    for call, name, tensor, algorithm in entries_of(engine.basic_optimizer):
+        called = name
+        if local := LOCAL.fullmatch(name):
+            start, number, rest, rank, size = local.groups()
+            name = f"{start}{int(number) + int(rank) * (EXPERTS // int(size))}{rest}"
+        state = engine.basic_optimizer.state[tensor]
+        keys = ("exp_avg",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
+        kept = {"": tensor.detach(), **{f".{key}": state[key] for key in keys}}
+        for key, value in kept.items():
+            whole = gather(call, called, value)
+            found[name + key] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    merged: dict[str, Tensor] = {}
+    for some in everyone:
+        for name, value in some.items():
+            assert torch.equal(merged.setdefault(name, value), value), name
+    return merged
+
+
+def experts_engine(config: dict[str, Any], kind: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    return engine_for(config, Experts(int(kind)), overrides={}, adamw={"lr": 0.01})
+
+
+def train_experts(engine: Any, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(100 * step + dist.get_rank())
+        engine.backward(engine(torch.randn(8, 12)))
+        engine.step()
+
+
+def save_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train and save; everything as it is then, and after two more steps."""
+    engine = experts_engine(config, kind, 0)
+    train_experts(engine, range(2))
+    mm.checkpoint.save(folder, engine, engine)
+    then = held_experts(engine)
+    train_experts(engine, range(2, 4))
+    found = then, held_experts(engine)
+    engine.destroy()
+    return found
+
+
+def load_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Load into what has trained on something else; everything as it is then, and after two more steps."""
+    engine = experts_engine(config, kind, 7)
+    train_experts(engine, range(5, 6))
+    mm.checkpoint.load(folder, engine, engine)
+    then = held_experts(engine)
+    computed = {name for name, p in engine.module.named_parameters() if not bool(p.isfinite().all())}
+    assert not computed
+    train_experts(engine, range(2, 4))
+    found = then, held_experts(engine)
+    engine.destroy()
+    return found
+
+
+def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
+    """Load into a plain module that one process has to itself; what differs from what is needed."""
+    model = nn.Module()
+    groups: dict[str, dict[str, Any]] = {
+        key: {"name": key, "algorithm": key.split()[0], "params": [], "param_names": []}
+        for key in ("muon", "adamw", "adamw of vectors")
+    }
+    weights = {name: value for name, value in needed.items() if ".exp_avg" not in name}
+    for name, value in weights.items():
+        *path, key = name.split(".")
+        owner = model
+        for part in path:
+            owner.add_module(part, owner._modules.get(part) or nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(key, nn.Parameter(torch.zeros_like(value)))
+        kind = "muon" if f"{name}.exp_avg_sq" not in needed else "adamw" if value.ndim > 1 else "adamw of vectors"
+        group = groups[kind]
+        group["params"].append(model.get_parameter(name))
+        group["param_names"].append(name)
+    for key, buffer in Experts(1).named_buffers():
+        model.get_submodule(key.rpartition(".")[0]).register_buffer(key.rpartition(".")[2], buffer)
+    optimizer = mm.Muon(list(groups.values()), process_group="local", compute_dtype=torch.float32)
+    mm.checkpoint.load(folder, model, optimizer)
+    found = dict(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        found[f"{name}.exp_avg"] = state.get("momentum_buffer", state.get("exp_avg"))
+        found |= {f"{name}.exp_avg_sq": state["exp_avg_sq"]} if "exp_avg_sq" in state else {}
+    return differences({name: value.detach() for name, value in found.items()}, needed)

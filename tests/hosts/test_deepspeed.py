@@ -272,6 +272,33 @@ def test_experts(peers: dict[int, Pool], tmp_path: Path, stage: int, kind: str, 
     assert peers[world].run(ds.parallel, zero(stage), kind, folder) == [[]] * world
 
 
+# Stage, ranks, and over how many of them the four experts are dealt.
+EXPERTS = [(2, 2, "2"), (1, 4, "4"), (0, 2, "2"), (2, 4, "2"), (1, 2, "1"), (0, 4, "4")]
+MOVES = [((2, 2, "2"), (1, 4, "4")), ((0, 4, "4"), (2, 2, "2")), ((1, 2, "1"), (0, 2, "2"))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(a, b, id=f"{a} to {b}", marks=() if (a, b) in MOVES else pytest.mark.soak)
+        for a in EXPERTS
+        for b in EXPERTS
+    ],
+)
+def test_experts_go_to_any_number_of_ranks(
+    peers: dict[int, Pool], tmp_path: Path, before: tuple[int, int, str], after: tuple[int, int, str]
+) -> None:
+    """Every expert with its momentum, bit for bit, at any stage, and in one process without DeepSpeed."""
+    (stage, world, kind), (other_stage, others, other_kind) = before, after
+    folder = str(tmp_path / "checkpoint")
+    saved, later = peers[world].run(ds.save_experts, zero(stage), kind, folder)[0]
+    assert sum("deepspeed_experts" in name and ".exp_avg" not in name for name in saved) == 8
+    for found, trained in peers[others].run(ds.load_experts, zero(other_stage), other_kind, folder):
+        assert ds.differences(found, saved) == []
+        assert before != after or ds.differences(trained, later) == []
+    assert peers[world].run(ds.load_without_deepspeed, folder, saved) == [[]] * world
+
+
 def test_experts_at_stage_3_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape('Write "zero_optimization": {"stage": 2}')):
         initialize(model=ds.Experts(1), config=zero(3))

@@ -19,10 +19,11 @@ from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from tests.kills import COMMAND, begun_like, children, files, is_zombie, learn_from, losses, options
 
 
-def killed(folder: Path, *options: object) -> dict[str, Any]:
+def killed(folder: Path, *options: object, seconds: float) -> dict[str, Any]:
+    """What `tests.kills` tells; after so many seconds no other kill is begun, and the rest may take 5 minutes."""
     learn_from(folder)
-    command = [sys.executable, "-m", "tests.kills", str(folder), *map(str, options)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
+    command = [sys.executable, "-m", "tests.kills", str(folder), *map(str, options), "--seconds", str(seconds)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + 300)
     assert result.returncode == 0, result.stderr[-4000:]
     outcome: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     print(json.dumps(outcome, indent=2))
@@ -35,7 +36,8 @@ NOTHING = {"processes": 0, "zombies": 0, "ports": 0, "locks": 0, "files": [], "t
 @pytest.mark.slow
 @pytest.mark.soak
 def test_a_hundred_kills_change_no_bit_and_leave_nothing(tmp_path: Path) -> None:
-    outcome = killed(tmp_path, "--kills", 100)
+    """Nine minutes on two quiet cores; where they are too busy for 100 kills in 25 it fails, by their number."""
+    outcome = killed(tmp_path, "--kills", 100, seconds=1500)
     assert outcome["exit"] == 0
     assert outcome["left"] == NOTHING
     assert outcome["apart"] == 0.0, "bit for bit, at the same number of ranks"
@@ -47,7 +49,9 @@ def test_a_hundred_kills_change_no_bit_and_leave_nothing(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.soak
 def test_restarts_with_other_numbers_of_ranks_lose_nothing(tmp_path: Path) -> None:
-    outcome = killed(tmp_path, "--kills", 12, "--steps", 60, "--ranks", 2, 1, 4)
+    """About two minutes; a machine that is too busy makes fewer kills in the ten that they may take."""
+    outcome = killed(tmp_path, "--kills", 12, "--steps", 60, "--ranks", 2, 1, 4, seconds=600)
+    assert outcome["kills"] >= 4, "each number of ranks was killed"
     assert outcome["exit"] == 0
     assert outcome["left"] == NOTHING
     assert outcome["apart"] < 1e-3, "sums over other numbers of ranks round otherwise"
@@ -63,6 +67,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 600.0) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_torchrun_restarts_its_ranks_and_takes_them_along_when_it_is_killed(tmp_path: Path) -> None:
+    """About two minutes."""
     whole, run, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "said.txt"
     line = [*COMMAND, *options(whole, learn_from(tmp_path), steps=20, ranks=2)]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL)

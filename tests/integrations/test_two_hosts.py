@@ -36,6 +36,7 @@ def both(hosts: tuple[Host, Host], run: Path, folder: Path, name: str) -> list[t
 @pytest.mark.slow
 @pytest.mark.soak
 def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_right(tmp_path: Path) -> None:
+    """About two minutes."""
     with two_hosts(delay=0.002, loss=0.005) as (one, other, wire):
         text = learn_from(tmp_path)
         whole, run = tmp_path / "whole", tmp_path / "cut"

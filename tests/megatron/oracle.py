@@ -28,6 +28,16 @@ MATRICES: dict[str, Any] = {
 }
 
 
+# Where every head is a matrix: 4 heads of queries, 2 of keys, 2 of values; of MLA 4 of 12 rows, and 4 of keys and
+# values each.
+HEADS: dict[str, Any] = {
+    "linear_qkv.weight": ("heads", 8, 0),
+    "linear_q_up_proj.weight": ("heads", 4, 0),
+    "linear_kv_up_proj.weight": ("heads", 8, 0),
+    "linear_proj.weight": ("heads", 4, 1),
+}
+
+
 class Oracle:
     """Steps whole parameters with whole gradients.
 
@@ -35,9 +45,18 @@ class Oracle:
         wholes: Initial parameters by name.
         settings: Of `muonmesh.Muon`, such as ``lr``.
         muon: Settings of Muon's groups.
+        per_head: Whether attention weights are a matrix for each head.
     """
 
-    def __init__(self, wholes: dict[str, Tensor], *, muon: dict[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        wholes: dict[str, Tensor],
+        *,
+        muon: dict[str, Any] | None = None,
+        per_head: bool = False,
+        **settings: Any,
+    ) -> None:
+        self._table = {**MATRICES, **(HEADS if per_head else {})}
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in sorted(wholes.items())}
         kinds: dict[str, list[str]] = {"muon": [], "matrices": [], "vectors": []}
         for name, value in self.parameters.items():
@@ -54,10 +73,10 @@ class Oracle:
             if kind == "vectors":
                 group["weight_decay"] = 0.0
             groups += [group] if names else []
-        self.optimizer = mm.Muon(groups, process_group="local", gradients=_Given(), **settings)
+        self.optimizer = mm.Muon(groups, gradients=_Given(), **{"process_group": "local", **settings})
 
     def _matrices(self, name: str) -> Any:
-        matrices = next(value for end, value in MATRICES.items() if name.endswith(end))
+        matrices = next(value for end, value in self._table.items() if name.endswith(end))
         rows = len(self.parameters[name])
         return ("rows", rows // 2, rows // 2) if matrices == "halves" else matrices
 

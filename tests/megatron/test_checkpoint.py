@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from torch import Tensor
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch import Tensor, nn
 
+import muonmesh as mm
+from muonmesh.errors import StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
-from tests.megatron.shapes import GROUPED, MOE, ONE_LAYER, SEQUENCE
+from tests.megatron.oracle import Oracle
+from tests.megatron.shapes import GROUPED, MOE, MTP, ONE_LAYER, SEQUENCE
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -32,7 +37,8 @@ class Run:
 
     def state(self, is_loading: bool) -> dict[str, Any]:
         (chunk,) = self.chunks
-        model = chunk.module.sharded_state_dict()
+        # With the group that Megatron's own save adds, which layers of multi-token prediction ask for.
+        model = chunk.module.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
     def save(self, path: Path) -> None:
@@ -90,6 +96,69 @@ def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any
     return same
 
 
+def bag(values: Mapping[str, nn.Parameter]) -> nn.Module:
+    """Modules that hold these parameters under these names."""
+    root = nn.Module()
+    for name, value in values.items():
+        module, (*path, key) = root, name.split(".")
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(key, value)
+    return root
+
+
+def through_plain(shape: Shape, folder: Path) -> tuple[dict[str, float], bool, bool]:
+    """Two steps with Megatron, and on from there by whole parameters without it, and from there with it again.
+
+    Returns:
+        By how much the plain parameters differ after one more step; whether Megatron's next steps from what the plain
+        ones saved have the same losses and parameters as without any of this.
+    """
+    run = Run(shape, 7, {})
+    run.train(range(2))
+    mm.checkpoint.save(folder / "megatron", run.chunks[0], run.optimizer)
+    wholes = gathered.gather(gathered.held(gathered.named(run.chunks)))
+    zeros = {name: torch.zeros_like(value).float() for name, value in wholes.items()}
+    plain = Oracle(zeros, process_group="world")
+    mm.checkpoint.load(folder / "megatron", bag(plain.parameters), plain.optimizer)
+    run.optimizer.zero_grad()
+    host.backward(shape, run.chunks, run.optimizer, 2)
+    reduced = gathered.gather(gathered.held(gathered.named(run.chunks), gathered.gradients(run.chunks)))
+    run.optimizer.step()
+    plain.step(reduced, policy="per_matrix")
+    rounded = {name: value.detach().to(shape.dtype) for name, value in plain.parameters.items()}
+    wholes = gathered.gather(gathered.held(gathered.named(run.chunks)))
+    differing = {name: float((rounded[name] - wholes[name]).float().abs().max()) for name in wholes}
+    mm.checkpoint.save(folder / "plain", bag(plain.parameters), plain.optimizer)
+    back = Run(shape, 9, {})
+    mm.checkpoint.load(folder / "plain", back.chunks[0], back.optimizer)
+    (losses, after), (again, expected) = back.train(range(3, 5)), run.train(range(3, 5))
+    same = all(torch.equal(after[name], expected[name]) for name in expected)
+    return {name: value for name, value in differing.items() if value}, losses == again, same
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(tp=2), Shape(flat=True), Shape(tp=2, flat=True, dtype=BF16)],
+    ids=["TP 2", "distributed optimizer", "bf16, TP 2, distributed optimizer"],
+)
+def test_to_the_plain_optimizer_and_back(workers, tmp_path: Path, shape: Shape) -> None:
+    """`muonmesh.checkpoint` reads and writes Megatron's runs where names are those of the whole model."""
+    assert workers(2).run(through_plain, shape, tmp_path, timeout=120.0) == [({}, True, True)] * 2
+
+
+def refused(folder: Path) -> None:
+    run = Run(Shape(pp=2), 7, {})
+    with pytest.raises(StateError, match=r"2 pipeline stages.*one stage.*Save with megatron.core.dist_checkpointing"):
+        mm.checkpoint.save(folder / "saved", run.chunks[0], run.optimizer)
+
+
+def test_other_names_than_those_of_the_whole_model_are_refused(workers, tmp_path: Path) -> None:
+    workers(2).run(refused, tmp_path)
+
+
 CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
     "fp32": (Shape(tp=2), [Shape(tp=4), Shape(flat=True)], {}),
     "bf16, distributed optimizer": (
@@ -102,6 +171,10 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
         [Shape(tied=True, flat=True, dtype=FP16)],
         {"shard_state": True},
     ),
+    # The embedding is on the last stage too, under the same name.
+    "multi-token prediction over stages": (Shape(pp=2, model=MTP), [Shape(tp=2, flat=True, model=MTP)], {}),
+    # No other run knows of the stage that has none.
+    "nothing to train on a stage": (Shape(pp=2, frozen_stage=0), [Shape(pp=2, flat=True, frozen_stage=0)], {}),
     # Without expert parallelism experts are in the groups of the dense weights.
     "experts": (
         Shape(ep=2, model=MOE + ONE_LAYER),

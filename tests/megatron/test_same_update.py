@@ -76,3 +76,13 @@ def test_distributed_data_parallel(workers, name: str) -> None:
 def test_distributed_optimizer(workers, name: str) -> None:
     ranks, shape = FLAT[name]
     check(workers(ranks).run(train, shape))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [(2, Shape(tp=2)), (4, Shape(tp=2, flat=True)), (2, Shape(tp=2, model=LATENT + ONE_LAYER))],
+    ids=["TP 2", "TP 2 × DP 2, distributed optimizer", "MLA, TP 2"],
+)
+def test_one_matrix_for_each_head(workers, ranks: int, shape: Shape) -> None:
+    """Heads are those of the whole weight: a shard of it has fewer."""
+    check(workers(ranks).run(train, shape, per_head=("q", "k", "v", "o")))

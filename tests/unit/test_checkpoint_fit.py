@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import muonmesh as mm
 from muonmesh.step.muon import MuonStep
@@ -265,6 +273,123 @@ def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) 
         mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
     with pytest.raises(TypeError, match=r"optimizer: found a SGD; needed a muonmesh.Muon"):
         mm.checkpoint.save(tmp_path / "checkpoint", model, torch.optim.SGD(model.parameters()))
+
+
+def rename(state: dict[str, Any]) -> None:
+    state["state"]["qkw.weight"] = state["state"].pop("qkv.weight")
+    state["param_groups"][0]["params"][0] = "qkw.weight"
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda state: state["state"].pop("up.weight"), "Missing optimizer state for parameter 'up.weight'"),
+    "renamed": (rename, "Missing optimizer state for parameter 'qkv.weight'"),
+    "another shape": (
+        lambda state: state["state"]["up.weight"].update(momentum_buffer=torch.ones(9, 6)),
+        "up.weight: found momentum_buffer a plain tensor of shape (9, 6); needed a plain tensor of shape (9, 5)",
+    ),
+    "too much": (
+        lambda state: state["state"]["norm.bias"].update(stuff=torch.ones(5)),
+        "norm.bias: found 'stuff' in its state; needed tensors by the names step, exp_avg, exp_avg_sq",
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_in_a_full_state_dict_is_named(change: str, strict: bool) -> None:
+    """What is missing torch names, or leaves as it was; what does not fit we do, strict or not."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=strict)
+    first, one = make()
+    advance(first, one, 1)
+    full: Any = get_optimizer_state_dict(first, one, options=options)
+    do, message = CHANGES[change]
+    do(full)
+    model, optimizer = make(seed=5)
+    advance(model, optimizer, 2)
+    before = everything(model, optimizer)
+    if strict or change in ("another shape", "too much"):
+        with pytest.raises((mm.StateError, RuntimeError), match=re.escape(message)):
+            set_optimizer_state_dict(model, optimizer, full, options=options)
+        assert problem.differing(everything(model, optimizer), before) == []
+        return
+    set_optimizer_state_dict(model, optimizer, full, options=options)
+    left = "up.weight" if change == "missing" else "qkv.weight"
+    after = everything(model, optimizer)
+    for name, parameter in first.named_parameters():
+        for key, value in one.state[parameter].items():
+            assert torch.equal(after[f"{name}.{key}"], before[f"{name}.{key}"] if name == left else value), name
+
+
+class Calibrated(nn.Module):
+    """A module with extra state, like those of Transformer Engine."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra, self.given = extra, 0
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+        self.given += 1
+
+
+def with_extra(extra: Any, seed: int = 0) -> tuple[Model, mm.Muon, Calibrated]:
+    model, optimizer = make(seed=seed)
+    model.get_submodule("up").add_module("scales", Calibrated(extra))
+    advance(model, optimizer, 1)
+    return model, optimizer, model.get_submodule("up.scales")  # type: ignore[return-value]
+
+
+def test_extra_state_of_numbers_comes_back(tmp_path: Path) -> None:
+    """Before anything is loaded it is looked at like a buffer: name, shape and dtype."""
+    model, optimizer, _ = with_extra(torch.tensor([1.5, 2.5]))
+    mm.checkpoint.save(tmp_path / "numbers", model, optimizer)
+    held = torch.zeros(2)
+    other, two, module = with_extra(held, seed=5)
+    mm.checkpoint.load(tmp_path / "numbers", other, two)
+    assert torch.equal(module.extra, torch.tensor([1.5, 2.5]))
+    assert module.given == 1
+    assert torch.equal(held, torch.zeros(2))
+    other, two, module = with_extra(torch.zeros(3), seed=5)
+    with pytest.raises(mm.StateError, match=r"up\.scales\._extra_state of shape \(2,\), where \(3,\) is needed"):
+        mm.checkpoint.load(tmp_path / "numbers", other, two)
+    assert module.given == 0
+    assert "model.up.scales._extra_state, which nothing here has" in refused(tmp_path / "numbers")
+
+
+@pytest.mark.parametrize("extra", [None, torch.empty(0, dtype=torch.uint8)], ids=["None", "empty"])
+def test_extra_state_that_is_none_leaves_no_trace(extra: Any, tmp_path: Path) -> None:
+    """So modules of Transformer Engine have it where they do not compute in FP8."""
+    model, optimizer, _ = with_extra(extra)
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    plain, one = make(seed=5)
+    mm.checkpoint.load(tmp_path / "checkpoint", plain, one)
+    other, two, module = with_extra(extra, seed=6)
+    mm.checkpoint.load(tmp_path / "checkpoint", other, two)
+    assert module.given == 0
+    assert problem.differing(everything(other, two), everything(plain, one)) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "found"),
+    [
+        (torch.frombuffer(bytearray(pickle.dumps({})), dtype=torch.uint8), "bytes in a tensor"),
+        (io.BytesIO(b"some"), "a BytesIO"),
+        ({"scale": 1.0}, "a dict"),
+    ],
+    ids=["bytes", "stream", "dict"],
+)
+def test_extra_state_that_could_execute_is_refused_by_name(extra: Any, found: str, tmp_path: Path) -> None:
+    """Its module would unpickle it; whoever keeps it elsewhere can save the rest."""
+    model, optimizer, module = with_extra(extra)
+    with pytest.raises(mm.StateError, match=rf"up\.scales\.get_extra_state\(\): found .*{found}; needed numbers"):
+        mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    assert not (tmp_path / "checkpoint").exists()
+    module.get_extra_state = lambda: None  # type: ignore[method-assign]
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    mm.checkpoint.load(tmp_path / "checkpoint", model, optimizer)
 
 
 def alone_on_each_rank(path: str) -> None:

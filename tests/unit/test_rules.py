@@ -541,3 +541,23 @@ def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
         results.append([*(weight.detach() for weight in weights), *state])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
+    """Results arrive as steps where nothing else is done to them; equal matrices are orthogonalised together."""
+    results = []
+    for together_ in (False, True):
+        weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
+        alone = ({"lr": 0.1}, {"lr": 0.3, "extra_scale_factor": 0.5}, {"lr": 0.2, "decay_mode": "cautious"})
+        groups = [{"params": [weight], **settings} for weight, settings in zip(weights, alone, strict=True)]
+        optimizer = mm.Muon(groups, weight_decay=0.1, compute_dtype=torch.float32)
+        optimizer._kept.together, optimizer._kept.waits = together_, not together_
+        for number, weight in enumerate(weights):
+            weight.grad = random(12, 20, seed=10 + number).float()
+        optimizer.metrics()
+        optimizer.step()
+        sizes = [value for name, value in optimizer.metrics().items() if name.endswith("/update_rms")]
+        assert len(sizes) == 3
+        results.append([*(weight.detach() for weight in weights), *(torch.as_tensor(size).double() for size in sizes)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)

@@ -35,8 +35,8 @@ class Held(NamedTuple):
     state: Mapping[Any, Mapping[str, Any]]
 
 
-class Place(NamedTuple):
-    """A parameter of ours: what it is, whose it is, and where what is kept of it lives."""
+class Recipient(NamedTuple):
+    """A parameter of ours that is given state: its name, what steps it, and where the state that it keeps lives."""
 
     name: str
     parameter: Tensor
@@ -87,7 +87,7 @@ def convert(
     if package is not None and package not in PACKAGES:
         needed = "one of " + ", ".join(map(repr, PACKAGES))
         raise ValueError(explain_error("package", f"{package!r}", needed, 'Write package="torch", or whose it is'))
-    groups, places = _places(model)
+    groups, recipients = _recipients(model)
     sources = [source] if isinstance(source, Optimizer | Mapping | str | os.PathLike) else list(source)
     opened = [state for given in sources for state in _opened(given)]
     orders = _orders(params, [len(held.groups) for held in opened])
@@ -97,24 +97,26 @@ def convert(
         memory = PACKAGES[package or held.package or package_of(held.groups)].memory
         if momentum is not None:
             memory = replace(memory, sums=momentum == "sum")
-        for name, remembered in _remembered(held, memory, _names(held, order, places), lacking):
+        for name, remembered in _remembered(held, memory, _names(held, order, recipients), lacking):
             found.setdefault(name, remembered)
-    return _state_dict(groups, places, found, lacking)
+    return _state_dict(groups, recipients, found, lacking)
 
 
 # ---------------------------------------------------------------- ours
 
 
-def _places(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], dict[str, Place]]:
+def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], dict[str, Recipient]]:
     """Return our groups, and each parameter by its name."""
-    places: dict[str, Place] = {}
+    recipients: dict[str, Recipient] = {}
     if isinstance(model, nn.Module):
         split = split_params(model)
         for group in split:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 storage = storage_of(name, parameter, None, needed=False)
-                places[name] = _place(name, parameter, group["algorithm"], storage, {"momentum_buffer": storage})
-        return split, places
+                recipients[name] = _recipient(
+                    name, parameter, group["algorithm"], storage, {"momentum_buffer": storage}
+                )
+        return split, recipients
     members = getattr(model, "members", None)
     if members is None:
         found, write = f"a {type(model).__name__}", "Write convert(source, muonmesh.from_model(model))"
@@ -128,18 +130,20 @@ def _places(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], 
             needed = "a whole parameter or a DTensor"
             write = "Convert for the whole model, and load that with set_optimizer_state_dict"
             raise StateError(explain_error(member.name, found, needed, write))
-        places[member.name] = _place(member.name, member.tensor, algorithm, member.storage, homes)
-    return groups, places
+        recipients[member.name] = _recipient(member.name, member.tensor, algorithm, member.storage, homes)
+    return groups, recipients
 
 
-def _place(name: str, parameter: Tensor, algorithm: str, storage: Storage, homes: Mapping[str, Storage]) -> Place:
+def _recipient(
+    name: str, parameter: Tensor, algorithm: str, storage: Storage, homes: Mapping[str, Storage]
+) -> Recipient:
     if algorithm == "adamw":
-        return Place(name, parameter, algorithm, {"exp_avg": storage, "exp_avg_sq": storage})
+        return Recipient(name, parameter, algorithm, {"exp_avg": storage, "exp_avg_sq": storage})
     if [*homes] != ["momentum_buffer"]:
         found, needed = f"rule {algorithm!r}, which keeps {', '.join(homes)}", "momentum alone, which all packages keep"
         write = 'Write rule="muon", or train on with new state'
         raise StateError(explain_error(name, found, needed, write))
-    return Place(name, parameter, "muon", homes)
+    return Recipient(name, parameter, "muon", homes)
 
 
 # ---------------------------------------------------------------- theirs
@@ -190,10 +194,10 @@ def _orders(
 
 
 def _names(
-    held: Held, order: Sequence[Sequence[str | Tensor]] | None, places: Mapping[str, Place]
+    held: Held, order: Sequence[Sequence[str | Tensor]] | None, recipients: Mapping[str, Recipient]
 ) -> list[Sequence[str]]:
     """Return the names of the parameters of each group."""
-    ours = {id(place.parameter): place.name for place in places.values()}
+    ours = {id(recipient.parameter): recipient.name for recipient in recipients.values()}
     names = []
     for number, group in enumerate(held.groups):
         keys = group["params"]
@@ -212,24 +216,24 @@ def _names(
                 "Write params=[...], for each group its parameters in the order in which that optimizer was given them"
             )
             raise StateError(explain_error("source", found, needed, write))
-        strangers = [name for name in given if name not in places]
+        strangers = [name for name in given if name not in recipients]
         if len(given) != len(keys) or strangers:
             found = f"{len(keys)} parameters in group {number}, for which the names are {', '.join(given[:4])}"
             needed = f"parameters of this model, not {strangers[0]}" if strangers else "as many names"
             write = "Convert for the model and the groups that the state was saved with"
             raise StateError(explain_error("source", found, needed, write))
-        names.append(_as_sorted(given, [held.state.get(key, {}) for key in keys], places))
+        names.append(_as_sorted(given, [held.state.get(key, {}) for key in keys], recipients))
     return names
 
 
 def _as_sorted(
-    names: Sequence[str], entries: Sequence[Mapping[str, Any]], places: Mapping[str, Place]
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]], recipients: Mapping[str, Recipient]
 ) -> Sequence[str]:
     """Return the names in the order of the state: KellerJordan's distributed Muon sorts its matrices by shape.
 
     The sort is stable. So where the shapes fit in the order given, that is the one, sorted or not.
     """
-    shapes = [places[name].parameter.shape for name in names]
+    shapes = [recipients[name].parameter.shape for name in names]
     saved = [[value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim] for entry in entries]
 
     def fits(order: Sequence[int]) -> bool:
@@ -265,7 +269,7 @@ def _remembered(
 
 def _state_dict(
     groups: Sequence[Mapping[str, Any]],
-    places: Mapping[str, Place],
+    recipients: Mapping[str, Recipient],
     found: Mapping[str, Remembered],
     lacking: Mapping[str, StateError],
 ) -> dict[str, Any]:
@@ -275,32 +279,33 @@ def _state_dict(
         numbers = range(len(state), len(state) + len(group["params"]))
         saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
         for number, name in zip(numbers, group["param_names"], strict=True):
-            place, memory = places[name], found.get(name)
+            recipient, memory = recipients[name], found.get(name)
             if memory is None:
                 if name in lacking:
                     raise lacking[name]
                 needed, write = "its state", "Hand over all optimizers of the model, and the files of all ranks"
                 raise StateError(explain_error(name, "no parameter of that name in the source", needed, write))
-            if memory.algorithm != place.algorithm:
-                needed = f"that of {place.algorithm}, to which the parameter belongs here"
+            if memory.algorithm != recipient.algorithm:
+                needed = f"that of {recipient.algorithm}, to which the parameter belongs here"
                 write = f'Write overrides={{r"{name}": "{memory.algorithm}"}} for from_model'
                 raise StateError(explain_error(name, f"the state of {memory.algorithm}", needed, write))
             state[number] = {
-                key: _placed(place, key, value) if key in place.keeps else value for key, value in memory.state.items()
+                key: _placed(recipient, key, value) if key in recipient.keeps else value
+                for key, value in memory.state.items()
             }
     return {"state": state, "param_groups": saved}
 
 
-def _placed(place: Place, key: str, value: Tensor) -> Tensor:
+def _placed(recipient: Recipient, key: str, value: Tensor) -> Tensor:
     """Return a tensor where ours lives: as it is if it does, else gathered where it is cut, and cut where ours is."""
-    storage = place.keeps[key]
+    storage = recipient.keeps[key]
     shape = torch.Size(storage.shape)
     if value.shape != shape and len(shape) > 2 and value.shape == (shape[0], prod(shape[1:])):
         value = value.reshape(shape)  # a convolution that was flattened
     if value.shape != shape:
         found, needed = f"{key} of shape {tuple(value.shape)}", f"{tuple(shape)}, that of the parameter"
         write = "Convert for the model that the state was saved with, whole or as DTensors"
-        raise StateError(explain_error(place.name, found, needed, write))
+        raise StateError(explain_error(recipient.name, found, needed, write))
     if isinstance(value, DTensor):
         if storage.mesh == value.device_mesh and storage.placements == tuple(value.placements):
             return value

@@ -23,8 +23,8 @@ SECOND_MOMENT = "exp_avg_sq"
 class CheckpointReader(FileSystemReader):
     """Reads what `muonmesh.checkpoint.metadata.read_metadata` has accepted.
 
-    Torch's own reader would unpickle the metadata. The tensors it reads with ``torch.load(weights_only=True)``; entries
-    of other kinds, for which it would not, the metadata cannot name.
+    Torch's own reader would unpickle the metadata. It reads tensors with ``torch.load(weights_only=True)``, and entries
+    of other kinds without that; but metadata with such entries are not accepted.
     """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
@@ -32,11 +32,11 @@ class CheckpointReader(FileSystemReader):
         self.folder, self.metadata = folder, metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what was read before."""
+        """Return the metadata that this reader was made with: torch asks for it, and must not unpickle the file."""
         return self.metadata
 
     def check_known(self, names: Collection[str]) -> None:
-        """Make sure that every file with tensors is one of these.
+        """Make sure that every file with tensors is one of ``names``, those of the manifest.
 
         Raises:
             FileError: naming the first that is not.

@@ -32,8 +32,8 @@ class Fit:
         state: Parts of the state that are written, with the name of what was read; None: as before the first step.
         settings: Groups with their new settings.
         untrained: What nobody trains in the model, with its name and where it lives.
-        measured: Parameters that split into other matrices than they did, with the name of how many gradients the
-            running norm of each of the old matrices has seen.
+        measured: Parameters that split into other matrices than when they were saved. Each with the name of the saved
+            tensor that says how many gradients the running norms of these matrices had seen.
     """
 
     shares: dict[str, Share] = field(default_factory=dict)

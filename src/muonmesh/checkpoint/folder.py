@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from muonmesh.checkpoint.entries import CheckpointReader
 from muonmesh.checkpoint.manifest import REMEDY, Entry, check_entries, entry_of, read_manifest, write_manifest
@@ -65,8 +65,8 @@ def write(
         keep: Of the checkpoints called as this one but for the number at the end of the name, how many stay, this one
             included: the newest whole ones by their numbers. None: all.
         settings_file: What the settings are called in the folder.
-        beside: What an error says is kept.
-        again: What an error says to do once there is room.
+        beside: What else is kept, as an error about a full disk tells it.
+        again: What to do once there is room, as that error tells it.
 
     Raises:
         FileError: on every rank: it could not be written, something else is there, or another process writes there.
@@ -137,16 +137,17 @@ class Contents:
     ) -> None:
         """Load into tensors, in place. Called on all ranks.
 
-        Nothing is written before all pieces of all tensors have been read and looked at; the ranks share that work.
+        The pieces in the files are read twice. First each is read by one rank, which looks at it. Only when all of them
+        are right does every rank read what it needs into its tensors.
 
         Args:
             tensors: By name, as `write` takes them; not mappings.
-            wrong: What is wrong with a piece of a tensor, in words; nothing where it says nothing.
+            wrong: Returns what is wrong with a piece of a tensor, in words; empty if nothing is.
             partly: Whether these may be fewer than all that the checkpoint holds.
 
         Raises:
-            FileError: on every rank, naming the first tensor that lacks, is too many, has another shape or dtype, or
-                could not be read.
+            FileError: on every rank, naming the first tensor that is missing, that nobody asked for, that has another
+                shape or dtype, or that could not be read.
         """
         names = {name for each in gathered(sorted(tensors), self._group) for name in each}
         names.update(self.held if partly else ())
@@ -155,7 +156,7 @@ class Contents:
         together(lambda: self._reader.check_tensors(share=share, of=of, wrong=wrong), self._group)
         try:
             with _quietly():
-                load(tensors, storage_reader=self._reader, process_group=self._group)
+                torch_load(tensors, storage_reader=self._reader, process_group=self._group)
         except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
             raise FileError(f"{self.path}: could not be loaded: {reason(first)}. {REMEDY}") from error
@@ -221,7 +222,7 @@ def _write_tensors(
     failed: str | None = None
     try:
         with _quietly():
-            save(tensors, storage_writer=FileSystemWriter(scratch), process_group=group)
+            torch_save(tensors, storage_writer=FileSystemWriter(scratch), process_group=group)
     except CheckpointException as error:
         failed = cannot_write(place, next(iter(error.failures.values()))[0], beside=beside, again=again)
     own: dict[str, Entry] = {}

@@ -26,7 +26,7 @@ STATE = "optimizer.state"
 """What the names of weights and of state begin with: the names under which torch saves a model and an optimizer."""
 
 IN_PLACE = Precision(torch.float32, torch.float32, None)
-"""What an engine that places its state itself has."""
+"""The precision of a Record whose state lies beside its parameter: an engine makes that state itself."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,18 @@ class Part:
 
     Attributes:
         key: Its name in a checkpoint.
-        stored: Its name in the state of this rank.
+        stored: Its name in the optimizer's state.
         shape: Of the whole.
         layout: Which rank stores what; None: every rank all of it.
         storage: How a local tensor is wrapped; None: it is not.
         local: Shape of the local tensor.
-        dtype: In which it is kept.
-        device: Where.
-        side: "element", or what it has one number for: "rows", "cols", "matrix", or the "parameter".
+        dtype: In which it is saved.
+        device: Where it is kept.
+        side: What it has one number for: each "element", each of the "rows" or "cols", each "matrix", or the
+            "parameter".
         needed: Whether a parameter that has state must have it.
-        columns: Where its numbers are among those of all parameters of a flat tensor; None: it is alone.
+        positions: Where its numbers are in what the state keeps, which has those of all parameters of a flat tensor one
+            after the other; None: the state keeps these alone.
     """
 
     key: str
@@ -57,11 +59,11 @@ class Part:
     device: torch.device
     side: str = "element"
     needed: bool = True
-    columns: slice | None = None
+    positions: slice | None = None
 
     def view(self, stored: Tensor) -> Tensor:
         """Return what belongs to this parameter of a contiguous local tensor."""
-        return stored if self.columns is None else stored.view(-1)[self.columns]
+        return stored if self.positions is None else stored.view(-1)[self.positions]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Record:
         tensor: What the optimizer steps: the parameter, or a flat tensor that holds it among others.
         storage: Where it lives.
         states: The optimizer's state by tensor; an entry is made when a checkpoint is loaded.
-        parts: What is in it.
+        parts: The tensors that the state of this parameter may have, besides the master.
         group: The param group, whose settings are written too.
         spec: How it splits into matrices.
         master: Dtype of the master that the optimizer keeps beside weights of a lower precision; None without.
@@ -158,7 +160,7 @@ class Record:
         if share is None:
             for box in boxes_of(part.view(local), part.layout, part.shape).values():
                 box.zero_()
-        elif part.columns is not None:
+        elif part.positions is not None:
             fill(part.view(local), None, share)
         else:
             fill(local, part.layout, share)
@@ -204,6 +206,12 @@ class Recorded(Protocol):
     def checkpoint_restored(self) -> None:
         """Take note that weights, state and settings were replaced."""
 
+    def renamed(self, model: nn.Module) -> dict[str, str]:
+        """Return what a checkpoint calls otherwise than the model does, by the model's canonical names.
+
+        So it is where ranks call different tensors by one name, as DeepSpeed does with experts.
+        """
+
     def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:
         """Return a context in which parameters of the model that nobody trains are whole; all ranks enter it.
 
@@ -222,7 +230,7 @@ def records_of(
     Raises:
         StateError: something is in their state that nobody reads.
     """
-    first: dict[int, int] = {}  # for each tensor how many matrices the parameters before have
+    first: dict[int, int] = {}  # for each tensor how many matrices its parameters before this one have
     records = []
     for member in planned.members:
         group = groups[member.group]
@@ -250,8 +258,8 @@ def records_of(
             count = len(split_matrices(member.name, shape, member.spec))
             begin = first.setdefault(id(member.tensor), 0)
             first[id(member.tensor)] += count
-            columns = slice(begin, begin + count)
-            parts += running_parts(count, every, columns, local.device)
+            positions = slice(begin, begin + count)
+            parts += running_parts(count, every, positions, local.device)
         else:
             kept_on = precision.kept_on(local.device)
             parts += adamw_parts(member.storage, tuple(local.shape), master or local.dtype, local.device, kept_on)
@@ -267,12 +275,12 @@ def records_of(
     return records
 
 
-def running_parts(count: int, every: int, columns: slice, device: torch.device) -> list[Part]:
-    """Return the running norms of ``count`` matrices of a tensor that holds ``every``."""
+def running_parts(count: int, every: int, positions: slice, device: torch.device) -> list[Part]:
+    """Return the running norms of ``count`` matrices, at these positions among those of all ``every`` of a tensor."""
     shape, alone = running_shape(count), count == every
-    local, where = running_shape(every), None if alone else columns
+    local, where = running_shape(every), None if alone else positions
     return [
-        Part(key, key, shape, None, None, local, torch.float32, device, "matrix", needed=False, columns=where)
+        Part(key, key, shape, None, None, local, torch.float32, device, "matrix", needed=False, positions=where)
         for key in RUNNING
     ]
 

@@ -1,23 +1,29 @@
-"""Saved: a model and its optimizer as a checkpoint that any layout reads, and back."""
+"""Saved: a model and its optimizer as a checkpoint that any layout reads, and back.
+
+`save` asks the optimizer for its Records, makes a Share of each tensor in them, and has `folder.write` write these.
+`load` has `folder.look` check the folder, works out by `fitting.fit` what goes where, reads into fresh memory, and only
+then writes to the model and the optimizer.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.agreed import agreed
+from muonmesh.checkpoint.extra import extra_of, give_back
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.groups import check_saved, merged, settings_of
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.checkpoint.state import NEVER_NEGATIVE
+from muonmesh.checkpoint.together import agreed
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards
@@ -28,10 +34,11 @@ from muonmesh.names import canonical_name
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Write a model and its optimizer, whatever holds them, so that `load` reads them into any other layout.
 
-    All ranks call it. Each writes the boxes of the whole tensors that it stores, replicas once: parameters, buffers
-    and frozen weights, momentum and AdamW's moments, what a rule keeps by row, column or matrix, running norms, and
-    the settings of the groups. Where there are masters, they are the weights. A parameter is known by its canonical
-    name, so DDP, torch.compile and activation checkpointing leave no trace.
+    All ranks call it. Each writes the boxes of the whole tensors that it stores, replicas once: parameters, buffers,
+    frozen weights and the modules' extra state, momentum and AdamW's moments, what a rule keeps by row, column or
+    matrix, running norms, and the settings of the groups. Of a parameter that has a master, the master is written as
+    the weights. A parameter is known by its canonical name, so DDP, torch.compile and activation checkpointing leave
+    no trace.
 
     Args:
         path: The folder, on a file system that all ranks share.
@@ -40,7 +47,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     Raises:
         StateError: on every rank: a step was interrupted while it wrote, ranks hold different things by one name, or a
-            setting is not plain data.
+            setting or a module's extra state is not plain data.
         FileError: the folder could not be written.
         TypeError: the optimizer is none of these.
     """
@@ -52,7 +59,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     def collect() -> tuple[dict[str, str], dict[str, Any]]:
         host.refuse_if_interrupted()
         records.extend(host.checkpoint_records())
-        untrained.update(_untrained(model, records))
+        untrained.update(_untrained(model, records, host.renamed(model)))
+        untrained.update(_placed(extra_of(model)))
         digests = {record.name: _digest(record.tensor, record.storage, trained=True) for record in records}
         digests |= {name: _digest(*held, trained=False) for name, held in untrained.items()}
         return digests, settings_of(records)
@@ -99,29 +107,33 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     check_saved(contents.path, contents.settings)
     records: list[Record] = []
     untrained: dict[str, tuple[Tensor, Storage]] = {}
+    extra: dict[str, tuple[nn.Module, Tensor]] = {}
 
     def collect() -> list[str]:
         records.extend(host.checkpoint_records())
-        untrained.update(_untrained(model, records))
+        untrained.update(_untrained(model, records, host.renamed(model)))
+        extra.update(extra_of(model))
+        untrained.update(_placed(extra))
         return [*(record.name for record in records), *untrained]
 
     with host.whole(model, write=True):
         names = {name for some in agreed(collect) for name in some}
-        found: list[Fit] = []
+        found: list[Fit] = []  # not returned by the work below, since what is returned is sent to all ranks
 
-        def look_at() -> None:
+        def work_out() -> None:
             found.append(fit(path, contents.held, contents.settings, records, untrained, names, strict=strict))
 
-        agreed(look_at)
+        agreed(work_out)
         fitting = found[0]
         contents.read(dict(fitting.shares), wrong=_wrong, partly=True)  # `fit` has told what is too much
         agreed(fitting.check_counts)
         fitting.write()
+        give_back(extra, {name for name, *_ in fitting.untrained})
     host.checkpoint_restored()
 
 
 def _wrong(name: str, tensor: Tensor) -> str:
-    """Say what no step leaves behind in a piece of the state; weights and buffers may be anything."""
+    """Say what is wrong with a piece of the state: what no step leaves behind. Weights and buffers may be anything."""
     if not name.startswith(f"{STATE}."):
         return ""
     if not bool(tensor.isfinite().all()):
@@ -151,23 +163,26 @@ _INNER = ("basic_optimizer", "optimizer", "_optimizer", "init_optimizer")
 """By which names engines and wrappers hold the optimizer that they were given."""
 
 
-def _untrained(model: nn.Module, records: Iterable[Record]) -> dict[str, tuple[Tensor, Storage]]:
+def _untrained(
+    model: nn.Module, records: Iterable[Record], renamed: Mapping[str, str]
+) -> dict[str, tuple[Tensor, Storage]]:
     """Return what no optimizer steps, by name: frozen parameters, and the buffers that a state dict keeps.
 
     Raises:
-        StateError: a module has a state that is no tensor.
         LayoutError: FSDP1 has flattened one.
     """
+
+    def saved_as(name: str) -> str:
+        name = canonical_name(name)
+        return renamed.get(name, name)
+
     records = list(records)
     names = {record.name for record in records}
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     # A tied parameter has several names, and an optimizer may step a copy in another precision.
     known = {id(record.tensor) for record in records}
-    known |= {id(tensor) for name, tensor in tensors if canonical_name(name) in names}
+    known |= {id(tensor) for name, tensor in tensors if saved_as(name) in names}
     for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found, needed = "get_extra_state()", "tensors alone: a checkpoint holds nothing that could execute"
-            raise StateError(explain_error(path or "the model", found, needed, "Register buffers for it"))
         kept = module._buffers.keys() - module._non_persistent_buffers_set
         tensors += [
             (f"{path}.{key}" if path else key, buffer)
@@ -176,12 +191,16 @@ def _untrained(model: nn.Module, records: Iterable[Record]) -> dict[str, tuple[T
         ]
     untrained = {}
     for name, tensor in tensors:
-        name = canonical_name(name)
+        name = saved_as(name)
         if id(tensor) not in known and name not in names:
             known.add(id(tensor))
             refuse_flattened(name, tensor)
             untrained[name] = tensor, storage_of(name, tensor, None, needed=False)
     return untrained
+
+
+def _placed(extra: Mapping[str, tuple[nn.Module, Tensor]]) -> dict[str, tuple[Tensor, Storage]]:
+    return {name: (tensor, storage_of(name, tensor, None, needed=False)) for name, (_, tensor) in extra.items()}
 
 
 def _reshard(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint: loading optimizer state without losing precision, and refusing what does not fit."""
+"""State: what `Muon.state_dict` returns, and how it is loaded without torch's casts; what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -35,8 +35,14 @@ _LEFT_OUT = (*_WORKED_OUT, "param_names")
 """What may be None in a saved group."""
 
 
-class Place(NamedTuple):
-    """Where a parameter lives, where each thing lives that its rule keeps, and how many matrices its tensor holds."""
+class Expected(NamedTuple):
+    """What the state of a parameter has to look like: where it lives, and for how many matrices of its tensor.
+
+    Attributes:
+        storage: Where the parameter lives.
+        homes: Where each thing lives that its rule keeps, by key.
+        matrices: How many matrices its tensor holds; 0 for AdamW's.
+    """
 
     storage: Storage
     homes: Mapping[str, Home]
@@ -53,9 +59,9 @@ class Place(NamedTuple):
         return (*self.needed, *(RUNNING if self.matrices else ()), "master")
 
     @staticmethod
-    def of(member: Member, planned: Planned) -> Place:
+    def of(member: Member, planned: Planned) -> Expected:
         """Read it off a plan."""
-        return Place(member.storage, member.homes, len(planned.matrices_of.get(member.tensor, ())))
+        return Expected(member.storage, member.homes, len(planned.matrices_of.get(member.tensor, ())))
 
 
 class SavedGroup(OrderedDict[str, Any]):
@@ -159,7 +165,7 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     precision: Precision,
-    places: Mapping[Tensor, Place],
+    expected: Mapping[Tensor, Expected],
     load: Callable[[dict[str, Any]], None],
 ) -> None:
     """Load a state dict through torch's ``load``, then undo its casts to the parameters' dtypes.
@@ -171,7 +177,7 @@ def restore_state(
         optimizer: Its groups and state are written.
         state_dict: As from ``state_dict()``.
         precision: The dtypes to keep.
-        places: Where each parameter lives.
+        expected: What the state of each parameter has to look like.
         load: Torch's ``load_state_dict``.
 
     Raises:
@@ -182,8 +188,8 @@ def restore_state(
 
     def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any] | None:
         given.update(seen)
-        _check(before, seen, places, precision)
-        if not any(precision.leaves(parameter.device) for parameter in places):
+        _check(before, seen, expected, precision)
+        if not any(precision.leaves(parameter.device) for parameter in expected):
             return None
         return {**seen, "state": {key: {} for key in seen["state"]}}  # or torch would bring all of it to the device
 
@@ -195,7 +201,7 @@ def restore_state(
         for parameter, saved in _pairs(before, given):
             for key, value in saved.items():
                 optimizer.state[parameter][key] = _restored(
-                    key, _tensor(key, value), parameter, places[parameter], precision
+                    key, _tensor(key, value), parameter, expected[parameter], precision
                 )
 
     # Ours is the last hook before torch loads and the first after it, so users' hooks see what they expect.
@@ -220,8 +226,8 @@ def _pairs(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> list[
     return pairs
 
 
-def _restored(key: str, value: Tensor, parameter: Tensor, place: Place, precision: Precision) -> Tensor:
-    device, home = parameter.device, place.homes.get(key)
+def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, precision: Precision) -> Tensor:
+    device, home = parameter.device, expected.homes.get(key)
     if key == "step":
         return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
     if key in RUNNING:
@@ -233,7 +239,7 @@ def _restored(key: str, value: Tensor, parameter: Tensor, place: Place, precisio
     else:
         dtype = precision.master or parameter.dtype
     if precision.leaves(device) and key not in RUNNING and (home is None or home.companion is None):
-        storage = place.storage if home is None else home.storage
+        storage = expected.storage if home is None else home.storage
         local = local_of(value.detach())
         return storage.wrap(fresh_zeros(local.shape, dtype, device, precision).copy_(local))
     fresh = value.detach().to(device, dtype, copy=True)
@@ -261,7 +267,10 @@ _AS_SAVED = "Build the groups as when the state was saved"
 
 
 def _check(
-    groups: list[dict[str, Any]], state_dict: Mapping[str, Any], places: Mapping[Tensor, Place], precision: Precision
+    groups: list[dict[str, Any]],
+    state_dict: Mapping[str, Any],
+    expected: Mapping[Tensor, Expected],
+    precision: Precision,
 ) -> None:
     saved_groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
@@ -297,15 +306,15 @@ def _check(
         for parameter, name, key in zip(group["params"], group["param_names"], saved["params"], strict=True):
             entry = state_dict["state"].get(key)
             if entry:
-                _check_entry(name, parameter, places[parameter], group["algorithm"], entry)
+                _check_entry(name, parameter, expected[parameter], group["algorithm"], entry)
                 if "master" in entry and precision.master is None:
                     found, needed = "a master in its state", "an optimizer that keeps masters"
                     write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
                     raise StateError(explain_error(name, found, needed, write))
 
 
-def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, entry: Mapping[str, Any]) -> None:
-    missing = [key for key in place.needed if key not in entry]
+def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: str, entry: Mapping[str, Any]) -> None:
+    missing = [key for key in expected.needed if key not in entry]
     if missing:
         raise StateError(
             explain_error(
@@ -317,18 +326,18 @@ def _check_entry(name: str, parameter: Tensor, place: Place, algorithm: str, ent
         )
     for key, given in entry.items():
         value = _tensor(str(key), given)
-        if key not in place.known or not isinstance(value, Tensor):
+        if key not in expected.known or not isinstance(value, Tensor):
             found = f"{key!r} = {given!r}" if not isinstance(given, Tensor) else repr(key)
-            needed = f"tensors by the names {', '.join(place.known)}: nobody would read it"
+            needed = f"tensors by the names {', '.join(expected.known)}: nobody would read it"
             raise StateError(explain_error(name, f"{found} in its state", needed, "Remove it from the state"))
-        if key in RUNNING and tuple(value.shape) != running_shape(place.matrices):
-            found, shape = f"{key} of shape {tuple(value.shape)}", running_shape(place.matrices)
+        if key in RUNNING and tuple(value.shape) != running_shape(expected.matrices):
+            found, shape = f"{key} of shape {tuple(value.shape)}", running_shape(expected.matrices)
             raise StateError(explain_error(name, found, f"{shape}, one a matrix", "Split it as when it was saved"))
         if key == "step" and value.numel() != 1:
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
         if key != "step" and key not in RUNNING:
-            storage = place.homes[key].storage if key in place.homes else place.storage
+            storage = expected.homes[key].storage if key in expected.homes else expected.storage
             if not _fits(value, storage, parameter):
                 raise StateError(
                     explain_error(
@@ -358,9 +367,9 @@ def _fits(value: Tensor, storage: Storage, parameter: Tensor) -> bool:
         return (
             not isinstance(value, DTensor) and storage.mesh is None and tuple(value.shape) == _shape(storage, parameter)
         )
-    expected = local_shape(storage)
+    local = local_shape(storage)
     placed = tuple(value.placements) == storage.placements and tuple(value.shape) == storage.shape
-    return placed and tuple(local_of(value).shape) == expected
+    return placed and tuple(local_of(value).shape) == local
 
 
 def _shape(storage: Storage, parameter: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,8 @@
-"""Together: work that one rank may fail at, and then all do, with the same sentence."""
+"""Together: work that every rank does, and that fails on all ranks if it fails on one.
+
+`together` is for work on files, where every rank raises the same FileError; `agreed` is for what each rank works out of
+its own model and optimizer, and gives every rank the results of all.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from muonmesh.errors import FileError
+from muonmesh.errors import FileError, StateError, about
 
 T = TypeVar("T")
 
@@ -52,6 +56,28 @@ def together(work: Callable[[], None], group: dist.ProcessGroup | None = None) -
     for found in everyone:
         if found is not None:
             raise FileError(found)
+
+
+def agreed(work: Callable[[], T]) -> list[T]:
+    """Return what the work gives on each rank, in their order. Called on all ranks; what is returned is pickled.
+
+    Raises:
+        Exception: on a rank whose work failed, what it raised.
+        StateError: on the other ranks then, with the message of the first that failed.
+    """
+    mine: T | None = None
+    failure: Exception | None = None
+    try:
+        mine = work()
+    except Exception as error:
+        failure = error
+    everyone: list[Any] = gathered((mine, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, message) in enumerate(everyone):
+        if message is not None:
+            raise StateError(about(f"rank {rank}", message))
+    return [value for value, _ in everyone]
 
 
 def on_first_rank(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:

@@ -118,22 +118,22 @@ def add_squares(
             places.append(half)
             parts.append(part)
             copies.append(member.storage.copies)
-    for place, (assignment, pieces) in enumerate(zip(planned.plan.assignments, planned.holdings, strict=True)):
+    for matrix, (assignment, pieces) in enumerate(zip(planned.plan.assignments, planned.holdings, strict=True)):
         if assignment.parameter in gradients:
             member = planned.muon[assignment.parameter]
             assert member is not None
             for piece in pieces:
-                places.append(first + place)
+                places.append(first + matrix)
                 parts.append(view_of(gradients[assignment.parameter], piece))
                 copies.append(member.storage.copies)
     if parts:
         index = upload(places, dtype=torch.int64, device=sums.device)
-        shares = upload(copies, dtype=torch.float64, device=sums.device)
-        sums.index_add_(0, index, sums_of_squares(parts) / shares)
+        stored_by = upload(copies, dtype=torch.float64, device=sums.device)
+        sums.index_add_(0, index, sums_of_squares(parts) / stored_by)
     # Of a matrix that is not held here nothing has been added, so it may count anywhere.
     halves = [norm_of.get(assignment.parameter, INVARIANT) for assignment in planned.plan.assignments]
     for half in dict.fromkeys(halves) if matrices else ():
-        which = [first + place for place, its in enumerate(halves) if its == half]
+        which = [first + matrix for matrix, its in enumerate(halves) if its == half]
         sums[half] += sums[upload(which, dtype=torch.int64, device=sums.device)].sum()
     return error
 

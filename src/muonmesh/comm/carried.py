@@ -87,7 +87,7 @@ class CarriedExchange:
         for number, numbers in self._owned.items():
             assignment, companion = self._carried.of[number]
             kept.setdefault(assignment, {})[companion.key] = numbers
-        work.carry(kept)
+        work.take_kept(kept)
 
     def scatter(self, work: Work) -> None:
         """Bring what the work has made of it to all ranks that store it; all ranks call it."""

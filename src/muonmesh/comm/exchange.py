@@ -33,7 +33,10 @@ class Strategy(Protocol):
     def run(self, work: Work, meanwhile: Callable[[], None]) -> Tail | None:
         """Take its matrices of the plan through one step; all ranks of the plan call it.
 
-        ``meanwhile`` is called once, where something travels if anything does. What is returned is still to be done.
+        ``meanwhile`` is called once: while something travels, if anything does.
+
+        Returns:
+            What is left to be done, see `Tail`; None if nothing is.
         """
 
 
@@ -48,12 +51,12 @@ class Exchange:
         plan: The same on every rank of the group.
         group: Process group of exactly ``plan.ranks``; None when that is one rank.
         dtype: Dtype of the wire and of the orthogonalisation.
-        carried: Dtype of what rules keep by row, column or matrix, which travels too.
+        carried_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the buffers live.
         blocks: How many blocks of momentum in int8 the ranks agree on.
         teams: A process group for each team of several ranks that this rank is in, by its ranks.
-        meshes: Gives the process groups that there are already among the ranks of a parameter of the plan, the same on
-            each of them; asked for with numbers of parameters that this rank holds.
+        meshes: Given the number of a parameter of the plan that this rank holds, returns the process groups that exist
+            already among the ranks of that parameter, the same on each of them.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
-        carried: torch.dtype = torch.float32,
+        carried_dtype: torch.dtype = torch.float32,
         device: torch.device,
         blocks: int = 0,
         teams: Mapping[tuple[int, ...], dist.ProcessGroup] = MappingProxyType({}),
@@ -78,9 +81,9 @@ class Exchange:
         self._blocks, self._device = blocks, device
         self._strategies: list[Strategy] = []
         if plan.buckets or not plan.grams:
-            shares = {ranks: Team(ranks, group, self._wire, rank=rank) for ranks, group in teams.items()}
+            joined = {ranks: Team(ranks, own, self._wire, rank=rank) for ranks, own in teams.items()}
             self._strategies.append(
-                OwnerExchange(plan, self._wire, rank=rank, peers=peers, dtype=dtype, device=device, teams=shares)
+                OwnerExchange(plan, self._wire, rank=rank, peers=peers, dtype=dtype, device=device, teams=joined)
             )
         if plan.grams:
             self._strategies.append(
@@ -90,7 +93,9 @@ class Exchange:
         beside = Carried.beside(plan)
         self._carried: CarriedExchange | None = None
         if beside is not None:
-            self._carried = CarriedExchange(beside, self._wire, rank=rank, peers=peers, dtype=carried, device=device)
+            self._carried = CarriedExchange(
+                beside, self._wire, rank=rank, peers=peers, dtype=carried_dtype, device=device
+            )
 
     @property
     def counts(self) -> Counts:

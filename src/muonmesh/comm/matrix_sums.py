@@ -50,36 +50,38 @@ class MatrixSums:
             what: Names the matrices in errors.
         """
         counted = [end for end in ends if end[0].assignment in asked and self._counts(end[0].assignment)]
+        # The sums over all matrices are one vector; each matrix has a slice of it.
         starts = dict(zip(asked, itertools.accumulate(asked.values(), initial=0), strict=False))
-        rows = {number: slice(start, start + asked[number]) for number, start in starts.items()}
+        sums_of = {number: slice(start, start + asked[number]) for number, start in starts.items()}
         total = sum(asked.values())
 
         exponents = torch.zeros(total, dtype=torch.int64, device=self._device)
         for leg, found in self._of_each(counted, asked, (), work.exponents):
-            mine = exponents[rows[leg.assignment]]
+            mine = exponents[sums_of[leg.assignment]]
             torch.maximum(mine, found, out=mine)
         self._reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
 
+        # One vector again: two limbs for each sum, and behind them what the owners keep of their matrices.
         keys = {number: self._plan.told(number) for number in asked}
         ends_of = itertools.accumulate((len(some) for some in keys.values()), initial=2 * total)
-        places = {number: slice(end, end + len(keys[number])) for number, end in zip(asked, ends_of, strict=False)}
+        told_of = {number: slice(end, end + len(keys[number])) for number, end in zip(asked, ends_of, strict=False)}
         numbers = torch.zeros(2 * total + sum(map(len, keys.values())), dtype=torch.int64, device=self._device)
         limbs = numbers[: 2 * total].view(total, 2)
-        # What an owner keeps of a matrix goes along as the bits of fp64 numbers, to which the others add zeros.
-        for number, place in places.items():
-            work.write_told(number, numbers[place].view(torch.float64))
+        # What an owner keeps goes along as the bits of fp64 numbers, to which the other ranks add zeros.
+        for number, told in told_of.items():
+            work.write_told(number, numbers[told].view(torch.float64))
 
         def add(leg: Leg, update: Tensor, into: Tensor) -> None:
-            work.limbs(leg, update, exponents[rows[leg.assignment]], into)
+            work.limbs(leg, update, exponents[sums_of[leg.assignment]], into)
 
         for leg, found in self._of_each(counted, asked, (2,), add):
-            limbs[rows[leg.assignment]] += found
+            limbs[sums_of[leg.assignment]] += found
         self._reduce(numbers, dist.ReduceOp.SUM, f"the sums over {what}")
 
-        for number, place in rows.items():
+        for number, sums in sums_of.items():
             count = self._plan.assignments[number].matrix.numel
-            told = numbers[places[number]].view(torch.float64)
-            work.take_sums(number, total_of(limbs[place], exponents[place], count=count), told)
+            told_now = numbers[told_of[number]].view(torch.float64)
+            work.take_sums(number, total_of(limbs[sums], exponents[sums], count=count), told_now)
 
     def _of_each(
         self,

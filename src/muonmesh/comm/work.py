@@ -51,12 +51,12 @@ class Work(Protocol):
     def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
 
-        Called before anything else where momentum is kept in int8 and there are such blocks. Read again when the
-        momentum is written: the tensor then has the maxima over all ranks.
+        Called before anything else where momentum is kept in int8 and there are such blocks. Keep ``into``: when the
+        momentum is written, it has the maxima over all ranks.
         """
 
     def fetch(self, assignments: Sequence[int]) -> None:
-        """Begin to bring what is kept elsewhere of matrices, which are prepared after those that are prepared next."""
+        """Begin to bring the state of matrices that lies on the host: called a bucket before they are prepared."""
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Get ready to read what this rank stores of these matrices.
@@ -96,8 +96,11 @@ class Work(Protocol):
         ``key`` names it among what is kept of the parameter of the assignment.
         """
 
-    def carry(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take what is kept of the matrices that this rank owns, by assignment and key, to be written in place."""
+    def take_kept(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take what rules keep by row, column or matrix of the matrices that this rank owns: by assignment and key.
+
+        The work writes it in place, and it is read from there when it travels back.
+        """
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep numbers that `read_kept` has read and the owner has changed, unless their matrix is left alone."""
@@ -174,7 +177,7 @@ class Idle:
         """Send zeros."""
         into.zero_()
 
-    def carry(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def take_kept(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Nothing."""
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:

@@ -136,9 +136,16 @@ FUSED = (
 LOOKS_FUSED = re.compile(r"qkv|query_key_value|kv_proj$|gate_up|c_attn|w13|in_proj", re.IGNORECASE)
 
 
+WHOLE = "muonmesh_shape"
+"""Attribute of a parameter that is a plain shard: the shape of the whole."""
+
+
 def global_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape before sharding: a DTensor states it itself, DeepSpeed's ZeRO-3 keeps it in `ds_shape`."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """The shape before sharding: a DTensor states it itself, DeepSpeed's ZeRO-3 keeps it in `ds_shape`.
+
+    Of a plain shard an integration says it by `WHOLE`.
+    """
+    return tuple(getattr(parameter, WHOLE, getattr(parameter, "ds_shape", parameter.shape)))
 
 
 def class_names(module: nn.Module, library: str = "") -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.fused import class_names
+from muonmesh.groups.fused import WHOLE, class_names
 from muonmesh.groups.sites import Role, Site
 
 HeadPart: TypeAlias = Literal["q", "k", "v", "o"]
@@ -75,6 +75,7 @@ def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role,
         return _tagged(site, role, tag), wanted
     if not wanted or not any("Attention" in name for name in class_names(owner)):
         return role, ()
+    _refuse_shard(site, owner)
     form: Any = role.matrices
     transposed = isinstance(form, tuple) and form[0] == "transposed"
     if transposed:
@@ -86,6 +87,16 @@ def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role,
         told = ", ".join(named)  # all of what lies head by head
     matrices: Any = ("transposed", cut) if transposed else cut
     return replace(role, matrices=matrices, reason=f"{role.reason}; one matrix for each head of {told}"), wanted
+
+
+def _refuse_shard(site: Site, owner: nn.Module) -> None:
+    """Raise if a weight is a plain shard of an unknown whole: its heads would be counted as all heads."""
+    parameter, ranks = site.parameter, said_by(owner, "tensor_model_parallel_size") or 1
+    if ranks > 1 and getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, WHOLE, None) is None:
+        found = f"a tensor-parallel shard of {site.shape}, one of {ranks}"
+        write = "Use get_megatron_optimizer(..., per_head=True) of muonmesh.integrations.megatron, or write "
+        write += f"parameter.{WHOLE} = (rows, columns) of the whole before split_params"
+        raise ValueError(explain_error(site.name, found, "the whole shape, in which heads are counted", write))
 
 
 def _tagged(site: Site, role: Role, tag: object) -> Role:
@@ -174,13 +185,20 @@ def _cut(
 
 def heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
     """Return how many heads a projection has and how large each is; None for what the module does not say."""
-    queries = said_by(
-        owner, "num_attention_heads", "num_heads", "n_heads", "n_head", "num_attention_heads_per_partition"
-    )
+    queries = said_by(owner, "num_attention_heads", "num_heads", "n_heads", "n_head")
+    queries = queries or said_by(owner, "num_attention_heads_per_partition")  # of a shard, unless there is none
     grouped = said_by(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
     count = queries if part in ("q", "o") else grouped or queries
     value = said_by(owner, "v_head_dim")
-    names = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "hidden_size_per_attention_head")
+    names: tuple[str, ...] = (
+        "qk_head_dim",
+        "head_dim",
+        "attention_head_size",
+        "head_size",
+        "hidden_size_per_attention_head",
+    )
+    if part == "q":
+        names = ("q_head_dim", *names)  # Megatron's latent attention, whose qk_head_dim is without the rotary part
     size = value if part in ("v", "o") and value is not None else said_by(owner, *names)
     if size is None and queries is not None and (width := said_by(owner, "embed_dim", "hidden_size")) is not None:
         size = width // queries if width % queries == 0 else None

@@ -48,7 +48,7 @@ def slab(layout: Layout, rank: int, matrix: Matrix) -> tuple[int, tuple[Piece, .
 
 
 def fits(parameter: Parameter, matrix: Matrix) -> bool:
-    """Whether a matrix is cut along its long dim only, all copies at the same places, and momentum lies there too.
+    """Whether a matrix is cut along its long dim only, each copy at the same places, and its momentum lies with it.
 
     Copies that are cut differently would add up sums that round differently, and drift apart.
     """

@@ -75,7 +75,7 @@ def assign_teams(
         if allowed is not None and gathered:
             load = functools.partial(allowed.load, -minus_flops, gathered, itemsize)
             sizes = {size: load(size) for size in allowed.sizes}
-            team = loads.team(listed[number], sizes, may=_LATE * max(mean, loads.busiest))
+            team = loads.team(listed[number], sizes, at_most=_LATE * max(mean, loads.busiest))
             if len(team) > 1:
                 teams[number, index] = team
                 for rank in team:
@@ -129,13 +129,13 @@ class _Loads:
         self.busiest = max(self.busiest, before[0] + flops)
         self._of[rank] = (before[0] + flops, before[1] + numel, *before[2:])
 
-    def team(self, ranks: Sequence[int], sizes: Mapping[int, int], *, may: float) -> tuple[int, ...]:
-        """Return the smallest team that ends within ``may`` FLOPs, the one that carries least; or that ends first.
+    def team(self, ranks: Sequence[int], sizes: Mapping[int, int], *, at_most: float) -> tuple[int, ...]:
+        """Return the smallest team that ends within ``at_most`` FLOPs, the one that carries least; or that ends first.
 
         Args:
             ranks: Of which.
             sizes: What each member carries, by the size of the team, the smallest first.
-            may: What the busiest rank may carry.
+            at_most: What the busiest rank may carry.
         """
         found: list[tuple[int, int, tuple[int, ...]]] = []
         for size, load in sizes.items():
@@ -146,9 +146,9 @@ class _Loads:
                 heapq.heapreplace(blocks, (most, *blocks[0][1:]))
             block = blocks[0][2]
             found.append((most + load, size, block))
-            if most + load <= may:
+            if most + load <= at_most:
                 break
-        _, _, block = found[-1] if found[-1][0] <= may else min(found)
+        _, _, block = found[-1] if found[-1][0] <= at_most else min(found)
         owner = min(block, key=self._of.__getitem__)
         return owner, *(rank for rank in block if rank != owner)
 

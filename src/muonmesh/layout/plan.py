@@ -73,7 +73,7 @@ class Plan:
         assembled: dict[int, list[Leg]] = {}
         for number in self.buckets[bucket]:
             assignment = self.assignments[number]
-            place = self._place(assignment, gather=gather)
+            place = self._layout(assignment, gather=gather)
             members = _at_matrix(assignment, gather=gather)
             if rank in members:
                 holders = place.replica(rank) if gather else place.ranks
@@ -122,12 +122,12 @@ class Plan:
     def distance(self, assignment: int, holder: int) -> int:
         """Return how many replicas a rank that holds some of a matrix comes after the owner's, in a circle."""
         some = self.assignments[assignment]
-        target = self._place(some, gather=False)
+        target = self._layout(some, gather=False)
         return (target.replica_number(holder) - target.replica_number(some.owner)) % target.copies()
 
     def counts(self, assignment: int, rank: int) -> bool:
         """Return whether what a rank holds of a matrix counts in sums over it: what the owner's own replica holds."""
-        target = self._place(self.assignments[assignment], gather=False)
+        target = self._layout(self.assignments[assignment], gather=False)
         return rank in target.ranks and self.distance(assignment, rank) == 0
 
     def moves(self, number: int) -> bool:
@@ -136,7 +136,7 @@ class Plan:
 
     def _moves(self, number: int, *, gather: bool) -> bool:
         assignment = self.assignments[number]
-        place = self._place(assignment, gather=gather)
+        place = self._layout(assignment, gather=gather)
         if not gather and place.copies() > 1:
             return True
         members = _at_matrix(assignment, gather=gather)
@@ -147,8 +147,8 @@ class Plan:
             for rank in members
         )
 
-    def _place(self, assignment: Assignment, *, gather: bool) -> Layout:
-        """Return where the other end of an assignment's routes is."""
+    def _layout(self, assignment: Assignment, *, gather: bool) -> Layout:
+        """Return the layout that an assignment's routes lead from, of the momentum, or back to, of the parameter."""
         parameter = self.parameters[assignment.parameter]
         return parameter.momentum_storage if gather else parameter.target
 

@@ -27,7 +27,7 @@ from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, Te
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store
 from muonmesh.numerics.precision import exact_fp32
-from muonmesh.numerics.rational import rational_factor
+from muonmesh.numerics.rational import rational_step
 from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
@@ -58,6 +58,7 @@ def orthogonalize(
     out: Tensor | None = None,
     overwrite: bool = False,
     share: TeamShare | None = None,
+    times: Tensor | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -78,6 +79,8 @@ def orthogonalize(
         overwrite: Whether x may be used as working memory; its contents are lost then.
         share: This rank's part in a team. Every member calls with the same matrix, divides the products with the
             others, and gets the whole result, with the bits of one rank.
+        times: What the results are multiplied by, 1-D fp32 or wider, one number for each matrix. It is multiplied
+            into 1/ν, so it takes no operation of its own, and no rounding.
 
     Returns:
         `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
@@ -106,12 +109,14 @@ def orthogonalize(
     matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     target = result.view(matrices.shape)
+    numbers = None if times is None else times.to(torch.promote_types(dtype, torch.float32))[:, None, None]
     at_once = max(1, min(matmuls.at_once, len(matrices)))
     iteration = _Iteration((at_once, rows, cols), matmuls, kernels, dtype=dtype, device=x.device)
     with exact_fp32(dtype):
         for start in range(0, len(matrices), at_once):
             some = slice(start, start + at_once)
-            iteration.run(matrices[some], target[some], segments, prepared, overwrite=overwrite)
+            own = None if numbers is None else numbers[some]
+            iteration.run(matrices[some], target[some], segments, prepared, own, overwrite=overwrite)
     return result
 
 
@@ -283,12 +288,14 @@ class _Iteration:
         out: Tensor,
         segments: Sequence[tuple[Polynomial, ...]],
         prepared: CoefficientSet,
+        times: Tensor | None,
         *,
         overwrite: bool,
     ) -> None:
         """Orthogonalise `matrices`, shape (batch, m, n), into `out`: at most as many as there is memory for.
 
-        `prepared` says what they need before the polynomials of `segments`.
+        `prepared` says what they need before the polynomials of `segments`, and `times`, (batch, 1, 1), what the
+        results are multiplied by.
         """
         count, together = len(matrices), self._matmuls.together
         first = matrices if overwrite and self._serves(matrices) else self._long(0, count)
@@ -304,7 +311,7 @@ class _Iteration:
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
             self._norm_is(load(matrices, self.x, together=together))
-        self._last = False
+        self._last, self._times = False, times
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
         if prepared.rational is not None:
@@ -343,10 +350,7 @@ class _Iteration:
 
     def rational_step(self, abc: tuple[float, float, float]) -> None:
         """X ← x (a + b·x²) / (1 + c·x²) of X divided by a bound of its largest singular value."""
-        mean, bound = rational_factor(self.x, self._norm, abc, self._kernels, self._square("a"))
-        if mean is not None:
-            self._apply(self._square("a"), mean)
-        self._norm_is(self._norm * bound)
+        self._norm_is(self._norm * rational_step(self.x, self._norm, abc, self._kernels))
 
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
@@ -421,15 +425,19 @@ class _Iteration:
         return self._matmuls.gram(self.x, self._inverse_square, self._square("a"))
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
-        """X ← a·X + B X, in the last segment divided by ν.
+        """X ← a·X + B X, in the last segment divided by ν and multiplied by what the caller asks for.
 
         Where a is from the data and the products can only add what the host multiplies, it is X + B/a X, and ν takes a:
         the sum is rounded once, and B, which is smaller than X, instead of X an element more.
         """
         if isinstance(a, Tensor) and self._matmuls.sparing:
             b, a = b.div_(a), self._defer(a)
-        self._matmuls.apply(self.x, b, a, self._inverse if self._last else 1.0, self._next)
+        self._matmuls.apply(self.x, b, a, self._final_factor() if self._last else 1.0, self._next)
         self.x, self._next = self._next, self.x
+
+    def _final_factor(self) -> Tensor:
+        """Return what the last product is multiplied by, (count, 1, 1)."""
+        return self._inverse if self._times is None else self._inverse * self._times
 
     def _defer(self, a: Tensor) -> float:
         """Leave a factor of X to the products that divide by ν, and return the one that is left."""

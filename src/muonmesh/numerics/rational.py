@@ -16,20 +16,15 @@ from muonmesh.numerics.normalize import sums
 from muonmesh.numerics.precision import exact_fp32
 from muonmesh.numerics.threads import run_on_one_thread
 
-_ROUNDED_FROM_ROWS = 384
-"""From here on the factor is rounded to the compute dtype. A singular value that dominates all others stands in it
-as the small difference of entries that are larger the fewer the rows are: rounded, it is 1.5 at 40 rows [measured]."""
-
 _ABOVE = 1.005
 """By how much the bound of the largest singular value is widened, since X is rounded."""
 
 
-def rational_factor(
-    x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName, out: Tensor
-) -> tuple[Tensor | None, Tensor]:
-    """Write the factor of X less the mean of its diagonal, which rounding to bf16 would shift as a whole.
+def rational_step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName) -> Tensor:
+    """Write P X over X, and return by what X is divided beside its norm, (batch, 1, 1).
 
-    X with few rows is multiplied here, in fp32 and in place, and nothing else is written.
+    P is not rounded: a singular value that dominates all others stands in it as a small difference of its entries. In
+    bf16 one entry a million times the others became 25 at 384 rows, and rows that are all alike 13 [measured].
 
     On a CPU each matrix has one thread: sums round otherwise on another number of threads, products and LAPACK's too.
 
@@ -38,39 +33,29 @@ def rational_factor(
         norm: Their Frobenius norms, shape (batch, 1, 1).
         step: (a, b, c).
         kernels: Implementation of the products.
-        out: Shape (batch, rows, rows), compute dtype, written.
-
-    Returns:
-        The means, None if X has been multiplied; and by what X is divided beside its norm: both (batch, 1, 1).
     """
     if x.device.type != "cpu":
-        return _factor(x, norm, step, kernels, out)
-    means: list[Tensor] = []
+        return _step(x, norm, step, kernels)
     bounds: list[Tensor] = []
 
     def each() -> None:
         for i in range(len(x)):  # in fp32 a batch has other bits than a matrix alone
             one = slice(i, i + 1)
-            mean, bound = _factor(x[one], norm[one], step, kernels, out[one])
-            bounds.append(bound)
-            if mean is not None:
-                means.append(mean)
+            bounds.append(_step(x[one], norm[one], step, kernels))
 
     run_on_one_thread(each, device=x.device)
-    return torch.cat(means) if means else None, torch.cat(bounds)
+    return torch.cat(bounds)
 
 
-def _factor(
-    x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName, out: Tensor
-) -> tuple[Tensor | None, Tensor]:
+def _step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: KernelName) -> Tensor:
     a, b, c = step
     exact = torch.promote_types(x.dtype, torch.float32)
-    rows, cols = x.shape[1:]
+    count, rows, cols = x.shape
     with exact_fp32(exact):
         wide = x
         if x.dtype != exact or x.device.type == "cpu":
             wide = scratch("rational x", x.shape, dtype=exact, device=x.device).copy_(x)
-        square = scratch("rational square", out.shape, dtype=exact, device=x.device)
+        square = scratch("rational square", (count, rows, rows), dtype=exact, device=x.device)
         matmuls = select(kernels, device=x.device, dtype=exact, rows=rows, cols=cols)
         gram = matmuls.gram(wide, norm.square().reciprocal(), square)
         # ‖X Xᵀ‖² is the sum of the fourth powers of the singular values, so its fourth root bounds the largest.
@@ -79,11 +64,6 @@ def _factor(
         gram.mul_(c / bound.square()).diagonal(dim1=-2, dim2=-1).add_(1.0)
         lower, _ = torch.linalg.cholesky_ex(gram)
         inverse = torch.cholesky_inverse(lower).mul_(a - b / c).contiguous()
-        if rows < _ROUNDED_FROM_ROWS:
-            moved = scratch("rational result", x.shape, dtype=exact, device=x.device)
-            x.copy_(matmuls.apply(wide, inverse, b / c, 1.0, moved))
-            return None, bound
-    diagonal = inverse.diagonal(dim1=-2, dim2=-1)
-    mean = diagonal.mean(-1, keepdim=True)[..., None]
-    out.copy_(inverse).diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean[..., 0])
-    return mean + b / c, bound
+        moved = scratch("rational result", x.shape, dtype=exact, device=x.device)
+        x.copy_(matmuls.apply(wide, inverse, b / c, 1.0, moved))
+    return bound

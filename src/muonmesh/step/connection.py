@@ -73,7 +73,7 @@ def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
         planned.plan,
         group=group,
         dtype=kept.precision.compute,
-        carried=kept.precision.carried,
+        carried_dtype=kept.precision.carried,
         device=planned.device,
         blocks=planned.blocks.count if kept.precision.int8 else 0,
         teams=_groups_of_teams(planned, candidates),
@@ -172,7 +172,7 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
             return kept.planned, kept.planned.sets, None
         for group in groups:
             check_members(group, groups, kept)
-        kept.found_group = _found(groups, kept)
+        kept.found_group = _group_found(groups, kept)
         signature = _signature(groups, kept)  # with the names as they are now
     except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
         before = kept.connected
@@ -191,7 +191,7 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
     return kept.planned, kept.planned.sets, None
 
 
-def _found(groups: Groups, kept: Kept) -> dist.ProcessGroup | None:
+def _group_found(groups: Groups, kept: Kept) -> dist.ProcessGroup | None:
     """Return who holds plain tensors by what wrappers say, if that was left to them; declared ones need no wrapper."""
     if kept.process_group != "auto" or world_size() == 1:
         return None

@@ -26,12 +26,15 @@ class Deferred:
     """What a step has put off: to wait for the last results, and to write them.
 
     It is done before a module runs that may read what it writes, and before ``state_dict`` of a module that holds it. A
-    hook on all modules sees to that until it is done. A module that is about to run may read all that
-    is below it, except what is in a ``ModuleList``, ``ModuleDict`` or ``Sequential`` there: their members are called,
-    and wait for themselves. (So an attention module that reads its projection's weight is safe.) FSDP2 gathers all
-    weights of an ``FSDPModule`` before it runs, so only members that are such modules themselves wait for themselves
-    there. Where more is gathered ahead (``set_modules_to_forward_prefetch``), or on a device, where FSDP2's streams
-    wait for the optimizer once, before the outermost module, all is done before that runs.
+    hook on all modules sees to that until it is done. The hook decides when a module is about to run:
+
+    - The module may read the weights of all modules below it. So an attention module that reads its projection's weight
+      is safe. Members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` are left out: they are called one by one,
+      and the hook decides for each of them when it is called. Then all that is below the member counts.
+    - FSDP2 gathers all weights of an ``FSDPModule`` before it runs. So below such a module only members that are an
+      ``FSDPModule`` too are left out.
+    - An ``FSDPModule`` may read everything if it gathers others ahead (``set_modules_to_forward_prefetch``), and on a
+      device, where FSDP2's streams wait for the optimizer only once, before the outermost module.
 
     Args:
         tensors: The parameters that are still to be written.
@@ -43,8 +46,8 @@ class Deferred:
         self._tensors = {id(tensor): tensor for tensor in tensors}
         self._finish = finish
         self._gradients = [_stamp(tensor) for tensor in tensors]
-        self._members: set[nn.Module] = set()  # of lists that have been seen: each waits for all that is below it
-        self._free: set[nn.Module] = set()  # they and what is below them read nothing of it
+        self._members: set[nn.Module] = set()  # of lists that were left out: decided on when they run
+        self._free: set[nn.Module] = set()  # modules that were found to read nothing of what is put off
         self._on_device = any(local_of(tensor).device.type != "cpu" for tensor in tensors)
         self._hooks: list[RemovableHandle] = [register_module_forward_pre_hook(self._before)]
         self._hooks += [
@@ -53,7 +56,7 @@ class Deferred:
         ]
 
     def finish(self) -> None:
-        """Do it."""
+        """Wait for the last results, and write them."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -83,13 +86,13 @@ class Deferred:
             self.finish()
 
     def _reads(self, module: nn.Module) -> bool:
-        """Whether a module may read what is put off before another one is called; if not, note which are."""
+        """Whether a module may read what is put off; if not, note the members of lists that are decided on later."""
         gathers = isinstance(module, FSDPModule)
         if isinstance(module, FSDPModule):
             ahead = module._get_fsdp_state()._states_to_forward_prefetch
             if self._on_device or ahead:
                 return True
-        if module in self._members:  # of all that is below a member, only other gatherers wait for themselves
+        if module in self._members:  # whatever is below it counts
             if self._holds(module.modules()):
                 return True
             self._free.update(module.modules())

@@ -21,8 +21,8 @@ class Home(NamedTuple):
     Attributes:
         kept_as: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix.
         storage: Where it lives.
-        companion: How it travels to the owners of the matrices; None for what has a number for each element, which does
-            not travel: directions are made of the momentum, and "weights" written, where they are stored.
+        companion: How it travels to the owners of the matrices. None for what has a number for each element: that is
+            read and written where it is stored, and does not travel.
     """
 
     kept_as: KeptAs

@@ -111,7 +111,7 @@ class MuonStep:
         self.step_adamw = step_adamw
         self._update_squares = update_squares
         self._ready: dict[int, _Ready] = {}  # by parameter; filled before threads read it
-        self._carried: Mapping[int, Mapping[str, Tensor]] = {}
+        self._kept_of_owned: Mapping[int, Mapping[str, Tensor]] = {}
         self._scales: dict[tuple[int, int, int], float] = {}
         self._alone = MatrixSums(plan, rank=this_rank(), device=device)
         # By assignment: sums over it that its rule asks for, and what that keeps of the matrix as one number.
@@ -318,9 +318,9 @@ class MuonStep:
         else:
             into.zero_()
 
-    def carry(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def take_kept(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take what is kept of the matrices that this rank owns."""
-        self._carried = kept
+        self._kept_of_owned = kept
 
     def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep the numbers by row, column or matrix that `Rule.whole` has changed, unless the matrix is left alone."""
@@ -393,13 +393,18 @@ class MuonStep:
                 out=out,
                 overwrite=True,
                 share=team,
+                times=self._steps_of(assignments),
             )
         else:
             out.copy_(batch)
         if whole and rule.changes_matrices():
             for assignment, matrix in zip(assignments, out.unbind(), strict=True):
                 own, size = self._rule(assignment), self._plan.assignments[assignment].matrix
-                parts.change_whole(own, matrix, self._carried.get(assignment, {}), rows=size.rows, cols=size.cols)
+                parts.change_whole(own, matrix, self._kept_of_owned.get(assignment, {}), rows=size.rows, cols=size.cols)
+
+    def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
+        """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
+        return None
 
     def _rule(self, assignment: int) -> Rule:
         slot = self._slot(assignment)
@@ -428,7 +433,7 @@ class MuonStep:
 
     def write_told(self, assignment: int, into: Tensor) -> None:
         """Write what is kept of a matrix as one number, if this rank owns it."""
-        kept = self._carried.get(assignment, {})
+        kept = self._kept_of_owned.get(assignment, {})
         for key, number in zip(self._plan.told(assignment), into.unbind(), strict=True):
             if key in kept:
                 number.copy_(kept[key].view(()))
@@ -439,7 +444,7 @@ class MuonStep:
         self._matrix_sums[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
         if self._slots[self._plan.assignments[assignment].parameter] is None:
             return
-        rule, kept = self._rule(assignment), self._carried.get(assignment, {})
+        rule, kept = self._rule(assignment), self._kept_of_owned.get(assignment, {})
         if all(key in kept for key in keys):
             rule.keep({key: kept[key].view(()) for key in keys}, found)
         unsuited, flag = rule.unsuited(found), self._nonzero[assignment]

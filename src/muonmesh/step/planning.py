@@ -178,7 +178,7 @@ def signature_of(
 def _asked(group: Mapping[str, Any]) -> tuple[object, ...]:
     """Return what a group's rule keeps, and how many sums it asks for."""
     rule: Rule = rule_of(group)
-    return (*rule.keeps().items(), rule.sums())
+    return (*rule.keeps().items(), rule.count_of_sums())
 
 
 def _frozen(value: Any) -> Any:
@@ -186,12 +186,14 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-def holdings_of(plan: Plan, rank: int, *, state: bool) -> Holdings:
+def holdings_of(plan: Plan, rank: int, *, momentum: bool) -> Holdings:
     """Return for each Matrix of a plan the pieces of it that ``rank`` stores, or stores the momentum of."""
     found = []
     for assignment in plan.assignments:
         parameter = plan.parameters[assignment.parameter]
-        found.append(tuple(pieces(parameter.momentum_storage if state else parameter.target, rank, assignment.matrix)))
+        found.append(
+            tuple(pieces(parameter.momentum_storage if momentum else parameter.target, rank, assignment.matrix))
+        )
     return tuple(found)
 
 
@@ -313,9 +315,9 @@ def _planned(
     device: torch.device,
 ) -> Planned:
     rank = this_rank()
-    holdings = holdings_of(plan, rank, state=False)
+    holdings = holdings_of(plan, rank, momentum=False)
     shared = any(parameter.momentum_storage is not parameter.target for parameter in plan.parameters)
-    momentum_holdings = holdings_of(plan, rank, state=True) if shared else holdings
+    momentum_holdings = holdings_of(plan, rank, momentum=True) if shared else holdings
     return Planned(signature, muon, elementwise, adamw, plan, rank, holdings, momentum_holdings, device)
 
 
@@ -358,6 +360,6 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
         settings,
         segments,
         companions,
-        rule_of(group).sums(),
+        rule_of(group).count_of_sums(),
         tuple(shared[matrix.rows, matrix.cols] for matrix in matrices),
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from muonmesh.comm.views import place
 from muonmesh.comm.work import Ends, Local
 from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.newton_schulz import gram_segments
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated
 from muonmesh.step.muon import MuonStep, values_of
@@ -98,6 +99,19 @@ class MuonStepTogether(MuonStep):
             self._alone.take(asked, ends, self)
         self.write(ends)
 
+    def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
+        """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
+        if self._every_step is None:
+            return None
+        return together.of_each(assignments, self._every_step)[0][:, 0]
+
+    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
+        """Return what a segment of the steps multiplies a matrix by; the last one, by its step too."""
+        found, rule = super().factor(assignment, segment, gram), self._rule(assignment)
+        if self._every_step is not None and segment + 1 == len(gram_segments(rule.coefficients, rule.steps)):
+            found.mul_(self._every_step[assignment])
+        return found
+
     def write(self, ends: Ends) -> None:
         """Decay and update legs' elements, unless their matrix is left alone."""
         by_group: dict[int, list[Updated]] = {}
@@ -133,6 +147,22 @@ class MuonStepTogether(MuonStep):
             rule = None if slot is None else self._rules[slot.group]
             found.append(0.0 if rule is None else rule.scale(assignment.matrix.rows, assignment.matrix.cols))
         return upload(found, dtype=torch.float64, device=self._device)
+
+    @cached_property
+    def _every_step(self) -> Tensor | None:
+        """What the result of each matrix is multiplied by before it travels, (n,), fp32 or wider; None: by nothing.
+
+        By its step where that is all that its weights need of it (`together.Factors.arrives`), else by 1.
+        """
+        slots = [self._slots[assignment.parameter] for assignment in self._plan.assignments]
+        groups = sorted({slot.group for slot in slots if slot is not None})
+        if not any(self._factors_of(group).arrives for group in groups):
+            return None
+        steps = [self._factors_of(group).step for group in groups]
+        if len(groups) > 1:
+            rows = [0 if slot is None else groups.index(slot.group) for slot in slots]
+            steps = [torch.stack(steps).gather(0, upload([rows], dtype=torch.int64, device=self._device))[0]]
+        return steps[0].to(torch.promote_types(self._precision.compute, torch.float32))
 
     def _group(self, assignment: int) -> int:
         return self._ready[self._plan.assignments[assignment].parameter].slot.group

@@ -223,7 +223,7 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
             "update": torch.randn(length, generator=numbers),
         }
         inputs |= {key: torch.randn(length, generator=numbers).abs() for key in keeps}
-        if rule.sums() and (key := _written_by_summands(rule, inputs)):
+        if rule.count_of_sums() and (key := _written_by_summands(rule, inputs)):
             return (
                 f"{type(rule).__name__}.summands: {key!r} has been written; needed all but the update read only, since "
                 "it is called more than once in a step. What is kept belongs into apply_with()"
@@ -260,7 +260,7 @@ def _run_parts(rule: Rule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[T
     rule.fold(inputs["gradient"], folded)
     direction = rule.direction(inputs["gradient"], folded).clone()
     found: dict[str, Sequence[Tensor]] = {"fold": tuple(folded.values()), "direction": (direction,)}
-    asked = rule.sums()
+    asked = rule.count_of_sums()
     if asked:
         found["summands"] = rule.summands(weights, update.clone(), 0.01, applied)
         sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64) for number in range(asked))

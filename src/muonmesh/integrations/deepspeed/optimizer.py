@@ -14,7 +14,7 @@ from muonmesh.clip import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.clipping import Clipping
-from muonmesh.integrations.deepspeed.saved import engine_records, frozen_whole, publish
+from muonmesh.integrations.deepspeed.saved import engine_records, expert_names, frozen_whole, publish
 from muonmesh.step.slots import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
@@ -201,7 +201,11 @@ class EngineMuon(torch.optim.Optimizer):
 
     def checkpoint_records(self) -> list[Record]:
         """Return every parameter with its state, for `muonmesh.checkpoint`; no communication."""
-        return list(engine_records(self._calls, self.param_groups, self.state))
+        return list(engine_records(self._calls, self.param_groups, self.state, expert_names(self._engine.module)))
+
+    def renamed(self, model: nn.Module) -> dict[str, str]:
+        """Return what a checkpoint calls the experts of this rank, by the names that the model has for them."""
+        return expert_names(model)
 
     def checkpoint_restored(self) -> None:
         """Let the engine compute with the weights that `muonmesh.checkpoint.load` has written."""

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.moe.experts import Experts
+from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.record import Record, adamw_parts
 from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.integrations.deepspeed.shards import name_in_model
+from muonmesh.names import canonical_name
 
 _THEIRS = {"momentum_buffer": "exp_avg"}
 """What DeepSpeed calls the state of ours."""
 
 
 def engine_records(
-    calls: Iterable[Call], groups: Iterable[dict[str, Any]], states: MutableMapping[Tensor, dict[str, Any]]
+    calls: Iterable[Call],
+    groups: Iterable[dict[str, Any]],
+    states: MutableMapping[Tensor, dict[str, Any]],
+    renamed: Mapping[str, str],
 ) -> Iterator[Record]:
     """Yield the parameters of all calls, with their state under DeepSpeed's names.
 
@@ -28,7 +36,13 @@ def engine_records(
         calls: What the engine steps.
         groups: Of the engine's optimizer, whose settings count.
         states: Of the engine's optimizer.
+        renamed: See `expert_names`.
     """
+
+    def saved_as(name: str) -> str:
+        in_model = name_in_model(name)
+        return renamed.get(in_model, in_model)
+
     group_of = {name: group for group in groups for name in group["parameters"]}
     for call in calls:
         if call.layouts and call.algorithm == "adamw":
@@ -38,7 +52,7 @@ def engine_records(
             for name, layout in call.layouts.items():
                 storage, tensor = Storage(layout, layout.shape), call.tensor
                 parts = adamw_parts(storage, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.device)
-                yield Record(name, tensor, storage, states, tuple(parts), group_of[name])
+                yield Record(saved_as(name), tensor, storage, states, tuple(parts), group_of[name])
             continue
         for record in call.muon.checkpoint_records():
             parts = []
@@ -49,7 +63,27 @@ def engine_records(
                     states[record.tensor]["step"] = torch.as_tensor(held, dtype=torch.float32).clone()
                 dtype = held.dtype if isinstance(held, Tensor) else part.dtype
                 parts.append(replace(part, stored=stored, dtype=dtype))
-            yield replace(record, states=states, parts=tuple(parts), group=group_of[record.name])
+            name, group = saved_as(record.name), group_of[record.name]
+            yield replace(record, name=name, states=states, parts=tuple(parts), group=group)
+
+
+def expert_names(model: nn.Module) -> dict[str, str]:
+    """Return what a checkpoint calls the parameters and buffers of experts, by the names that the model has for them.
+
+    In the model the experts of each rank are numbered from 0 on; in a checkpoint each has its number among those of
+    all ranks, so that it loads at any size of expert parallelism.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, Experts):
+            continue
+        size, ranks = module.num_local_experts, next((p.group_name for p in module.parameters()), None)
+        first = 0 if ranks is None else size * deepspeed_groups._get_expert_parallel_rank(ranks)
+        for number, expert in enumerate(module.deepspeed_experts):
+            for name, _ in chain(expert.named_parameters(remove_duplicate=False), expert.named_buffers()):
+                names = [f"{path}.deepspeed_experts.{each}.{name}" for each in (number, first + number)]
+                found[canonical_name(names[0])] = canonical_name(names[1])
+    return found
 
 
 def frozen_whole(model: nn.Module, *, write: bool) -> AbstractContextManager[Any]:

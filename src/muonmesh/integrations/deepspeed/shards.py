@@ -13,6 +13,13 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import MeshLayout, Placement, Replicate, StridedShard
 from muonmesh.layout import Shard as ShardOf
 
+_EXPERTS = " (experts of rank"
+
+
+def name_in_model(name: str) -> str:
+    """Return the canonical name that the module of this rank has for what is called so among all ranks."""
+    return name.partition(_EXPERTS)[0]
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -86,7 +93,7 @@ def shard_of(
     if experts is not None:
         size = deepspeed_groups._get_expert_parallel_world_size(experts)
         rank = deepspeed_groups._get_expert_parallel_rank(experts)
-        name = f"{name} (experts of rank {rank} of {size})" if size > 1 else name
+        name = f"{name}{_EXPERTS} {rank} of {size})" if size > 1 else name
     placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
     shard = Shard(name, shape, matrices, reason, tensor_parallel, placement)
     peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), (placement,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from muonmesh.clip import ClipPolicy, Limits
 from muonmesh.comm.storage import Declared
 from muonmesh.errors import LayoutError, explain_error
+from muonmesh.groups.heads import HeadPart
 from muonmesh.integrations.megatron.axes import Axes
 from muonmesh.integrations.megatron.declared import stamped_placement
 from muonmesh.integrations.megatron.experts import expert_of
@@ -41,6 +42,7 @@ def get_megatron_optimizer(
     adamw: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     policy: ClipPolicy = "adamw_only",
+    per_head: bool | Collection[HeadPart] = False,
 ) -> MegatronOptimizer:
     """Return one optimizer with Muon's and AdamW's half, experts too; all ranks of the world call it.
 
@@ -62,6 +64,8 @@ def get_megatron_optimizer(
         overrides: Name or regular expression → "muon", "adamw" or settings, as `split_params` takes them. Names are
             those of the whole model: layers and experts have the numbers that they have there.
         policy: What ``config.clip_grad`` clips, see `Muon.clip_grad_norm_`.
+        per_head: Which attention weights are one matrix for each head, as `split_params` takes it. ``linear_qkv`` is
+            then one for each head of queries, keys and values.
 
     Raises:
         ValueError, TypeError, LayoutError: on the ranks that find something wrong.
@@ -85,6 +89,7 @@ def get_megatron_optimizer(
             adamw=adamw or {},
             overrides=overrides or {},
             rule=settings.get("rule", "muon"),
+            per_head=per_head,
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
         pieces = {key: value for model in found.models for key, value in pieces_of(model).items()}
@@ -150,8 +155,9 @@ def _held(
                     tensor = tensor.view(shape)
                 shards[tensor] = Shard(parameter, low + begin, low + end)
             group["params"][i] = tensor
-            saved = pieces[id(parameter)][0].key if getattr(parameter, "shared", False) else name
-            holdings.append(Holding(name, saved, parameter, tensor, name not in found.experts))
+            copy = int(getattr(parameter, "shared", False))
+            saved = pieces[id(parameter)][0].key if copy else name
+            holdings.append(Holding(name, saved, copy, parameter, tensor, name not in found.experts))
     return holdings, layouts, shards
 
 

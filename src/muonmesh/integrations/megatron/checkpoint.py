@@ -23,13 +23,13 @@ _OWN = ("params", "param_names", "matrices", "reasons")
 
 
 def sharded(
-    optimizer: Muon, saved: Mapping[str, str], holders: Mapping[str, int], *, is_loading: bool
+    optimizer: Muon, saved: Mapping[str, tuple[str, int]], holders: Mapping[str, int], *, is_loading: bool
 ) -> dict[str, Any]:
     """Return state and groups in Megatron's vocabulary; state that no step has created yet is, by all ranks.
 
     Args:
         optimizer: Whose.
-        saved: For each parameter the name by which checkpoints know it.
+        saved: For each parameter the name by which checkpoints know it, and the number of this copy of it.
         holders: For each group the first rank that has it.
         is_loading: Whether it is to be loaded into.
     """
@@ -39,7 +39,7 @@ def sharded(
         entry = state[member.name] = {}
         for key, value in optimizer.state[member.tensor].items():
             # A dict, since dist_checkpointing takes an empty list for a list of another length.
-            entry[key] = dict(enumerate(_parts(member, key, value, saved[member.name])))
+            entry[key] = dict(enumerate(_parts(member, key, value, *saved[member.name])))
     groups = {}
     for group in filter(_has_parameters, optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key not in _OWN}
@@ -67,9 +67,8 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
 
 
-def _parts(member: Member, key: str, value: Tensor, saved: str) -> Iterator[ShardedTensor]:
+def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int) -> Iterator[ShardedTensor]:
     """Yield the boxes of a tensor that this rank stores; counts and norms are the same on all ranks that have them."""
-    copy = int(saved != member.name)
     local = local_of(value)
     home = member.homes.get(key)
     layout = home.storage.layout if home is not None else member.storage.layout

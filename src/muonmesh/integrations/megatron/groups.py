@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups import register, split_params, unregister
+from muonmesh.groups.fused import WHOLE
+from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import Site, sites, unwrapped
 from muonmesh.integrations.megatron.experts import expert_names, expert_role
 from muonmesh.integrations.megatron.names import whole_name
+from muonmesh.integrations.megatron.pieces import pieces_of
 
 _EACH = ("params", "param_names", "matrices", "reasons")
 
@@ -52,6 +55,7 @@ def find_groups(
     adamw: Mapping[str, Any],
     overrides: Mapping[str, Any],
     rule: str,
+    per_head: bool | Collection[HeadPart],
 ) -> Found:
     """Return the groups of a stage's chunks.
 
@@ -65,6 +69,7 @@ def find_groups(
         overrides: As `split_params` has them, by names of the whole model. Those that match nothing here may match
             on another stage.
         rule: What matrices are stepped by.
+        per_head: Which attention weights are one matrix for each head, as `split_params` has it.
     """
     keys = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups: dict[Any, dict[str, Any]] = {}
@@ -79,7 +84,7 @@ def find_groups(
         here, matched = _for_names(overrides, held, names)
         used |= matched
         parts = {site.name: expert_names(site, names[site.name], expert_rank) for site in held}
-        for group in _split(model, muon=muon, adamw=adamw, overrides=here):
+        for group in _split(model, muon=muon, adamw=adamw, overrides=here, per_head=per_head):
             for i, parameter in enumerate(group["params"]):
                 local = group["param_names"][i]
                 schedule = _schedule(keys, parameter, local, group)
@@ -100,12 +105,31 @@ def find_groups(
 
 
 def _split(model: nn.Module, **settings: Any) -> Any:
-    """Call `split_params`, to which the experts of a GroupedMLP are what they are here: tensors of their own."""
+    """Call `split_params`, to which the experts of a GroupedMLP are what they are here: tensors of their own.
+
+    Heads are counted in whole weights, of which a shard does not know the shape: checkpoints do.
+    """
+    wholes = _wholes(model) if settings["per_head"] else {}
     register(expert_role)
     try:
+        for parameter, shape in wholes.items():
+            setattr(parameter, WHOLE, shape)
         return split_params(model, **settings)
     finally:
+        for parameter in wholes:
+            delattr(parameter, WHOLE)
         unregister(expert_role)
+
+
+def _wholes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Return the whole shapes of those parameters that checkpoints hold as one tensor."""
+    pieces = pieces_of(model)
+    found = {parameter: pieces.get(id(parameter), []) for parameter in model.parameters()}
+    return {
+        parameter: some[0].whole
+        for parameter, some in found.items()
+        if len(some) == 1 and len(some[0].whole) == parameter.ndim
+    }
 
 
 def _for_names(

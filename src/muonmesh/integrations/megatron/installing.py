@@ -29,7 +29,8 @@ def install(**settings: Any) -> None:
         install(muon={"lr": 0.02})
 
     Args:
-        settings: The arguments that Megatron's function does not have: ``muon``, ``adamw``, ``overrides``, ``policy``.
+        settings: The arguments that Megatron's function does not have: ``muon``, ``adamw``, ``overrides``,
+            ``policy``, ``per_head``.
 
     Raises:
         TypeError: another argument.

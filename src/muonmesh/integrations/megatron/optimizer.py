@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer as Base
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
-from torch import Tensor
+from torch import Tensor, nn
 
+from muonmesh.checkpoint.record import Record
 from muonmesh.clip import GradNorms, Limits
 from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
 from muonmesh.integrations.megatron.stages import OTHER_STAGE, raise_together, tell
+from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.settings import ProcessGroup
@@ -29,6 +32,7 @@ class Holding(NamedTuple):
     Attributes:
         name: In the whole model.
         saved: By which checkpoints know it: of the last stage's copy of a tied embedding the embedding's.
+        copy: Number of this copy of it, of those on several stages.
         parameter: Megatron's.
         tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
         only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
@@ -36,6 +40,7 @@ class Holding(NamedTuple):
 
     name: str
     saved: str
+    copy: int
     parameter: Tensor
     tensor: Tensor
     only: bool
@@ -300,11 +305,64 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         """
         self.optimizer.refuse_if_interrupted()
         found: dict[str, Any] = checkpoint.sharded(
-            self.optimizer, {h.name: h.saved for h in self._holdings}, self._first_holder, is_loading=is_loading
+            self.optimizer,
+            {h.name: (h.saved, h.copy) for h in self._holdings},
+            self._first_holder,
+            is_loading=is_loading,
         )
         if self.grad_scaler is not None:
             found["grad_scaler"] = self.grad_scaler.state_dict()
         return found
+
+    # ---------------------------------------------------------------- muonmesh.checkpoint
+
+    def refuse_if_interrupted(self) -> None:
+        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+        self.optimizer.refuse_if_interrupted()
+
+    def checkpoint_records(self) -> list[Record]:
+        """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
+
+        Raises:
+            StateError: modules here number layers or experts otherwise than the whole model, as those of several
+                pipeline stages, chunks, or expert-parallel ranks do.
+        """
+        named = [item for chunk in self.model_chunks for item in chunk.named_parameters()]
+        here = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
+        wholes = {holding.name for holding in self._holdings}
+        if self._axes.stages > 1 or len(self.model_chunks) > 1 or here != wholes:
+            other = next(iter(sorted(here ^ wholes)), None)
+            found = f"{self._axes.stages} pipeline stages, {len(self.model_chunks)} chunks on each"
+            found += "" if other is None else f", and {other} here or in the whole model alone"
+            needed = "one stage and one chunk, whose parameters are called as in the whole model"
+            write = (
+                "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...), which load under "
+            )
+            write += "any others; from one stage without expert parallelism muonmesh.checkpoint.save writes what any "
+            write += "layout reads"
+            raise StateError(explain_error("muonmesh.checkpoint of Megatron", found, needed, write))
+        return self.optimizer.checkpoint_records()
+
+    def checkpoint_restored(self) -> None:
+        """Take note that weights, state and settings were replaced, and let the modules compute with them."""
+        self.optimizer.checkpoint_restored()
+        self._publish()
+        if self.config.use_distributed_optimizer and self.model_chunks[0].ddp_config.overlap_param_gather:
+            self.model_chunks[0].start_param_sync(force_sync=True)
+
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
+        """Return a context in which parameters that nobody trains are whole, as far as tensor parallelism leaves them.
+
+        Raises:
+            StateError: a frozen parameter is a shard, of which only one rank's would be saved.
+        """
+        tensor = self._axes.tensor.size()
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad and tensor > 1 and getattr(parameter, "tensor_model_parallel", False):
+                found, needed = "a frozen tensor-parallel shard", "the whole of it on every rank, or that it is trained"
+                remedy = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
+                raise StateError(explain_error(name, found, needed, remedy))
+        return contextlib.nullcontext()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -120,11 +120,13 @@ class Rule(Hyperparameters):
     """What a group does with its matrices, in the order in which a step calls it.
 
     1. `fold` and `direction`, element by element, on every rank that stores some of the gradient.
-    2. The direction is gathered to one rank, which has the whole matrix: `balance`, orthogonalised, `whole`.
+    2. The direction is gathered to the owner of the matrix, which has it whole: `balance`, orthogonalising, `whole`.
+       Where a team orthogonalises together, each member calls `balance` and only the owner calls `whole`.
     3. `summands`, if a rule asks for sums over whole matrices, element by element, on every rank that stores some of
        the weights; what they add up to is the same on all of these ranks.
-    4. `apply`, or `apply_with` the sums, element by element, on every rank that stores some of the weights.
-    5. `keep`, if sums are asked for, on the rank of 2.
+    4. `keep`, if sums are asked for, on the owner.
+    5. `apply`, or `apply_with` the sums, element by element, on every rank that stores some of the weights. What
+       `apply_with` is given as "matrix" is what was kept before 4.
 
     A rule of your own overrides some of these, says with `keeps` what they keep from step to step, and is made known
     with `register_rule`. By themselves they are Muon without momentum.
@@ -160,7 +162,7 @@ class Rule(Hyperparameters):
     method: Method
 
     def keeps(self) -> Mapping[str, KeptAs]:
-        """Return what is kept from step to step, by the name that it has in the optimizer's state.
+        """Return what is kept from step to step: its name in the optimizer's state, and what it has one number for.
 
         All of it begins as zeros. A matrix that is left alone, since its gradient is zero, keeps it unchanged.
         """
@@ -290,7 +292,7 @@ class Rule(Hyperparameters):
         """
         return None
 
-    def sums(self) -> int:
+    def count_of_sums(self) -> int:
         """Return how many sums over whole matrices the rule asks for.
 
         Raises:

@@ -51,7 +51,8 @@ class Updated(NamedTuple):
 
     Attributes:
         weights: Any shape, written: masters where there are any.
-        update: That shape, any real dtype, contiguous, read only.
+        update: That shape, any real dtype, contiguous, read only; multiplied by its step already where
+            `Factors.arrives`.
         state: What the rule keeps as "weights", each of that shape, written.
         matrix: Number of its matrix in the plan.
         scale: Update scale of the whole matrix.
@@ -88,6 +89,23 @@ class Factors:
         self._rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     @cached_property
+    def arrives(self) -> bool:
+        """Whether updates are multiplied by their step where they are orthogonalised, before they travel.
+
+        There it is a part of the number by which the last product is divided by the norm, so it costs nothing, and the
+        weights are read and written once: decayed and added to what has arrived. It is so where nothing else than that
+        needs the update. All ranks know this alike: it depends on the settings of the group alone.
+        """
+        kind = type(self.rule)
+        plain = kind.apply is Rule.apply and self.rule.decay_mode == "full"
+        return plain and not kind.asks_for_sums() and not kind.changes_matrices()
+
+    @cached_property
+    def step(self) -> Tensor:
+        """What the result of each matrix is multiplied by before it travels, fp64 (n,)."""
+        return self.change if self.arrives else torch.ones_like(self.scales)
+
+    @cached_property
     def inactive(self) -> Tensor:
         """For each matrix whether nothing is written, bool (n,)."""
         return ~self.active
@@ -101,12 +119,13 @@ class Factors:
     @cached_property
     def change(self) -> Tensor:
         """What the update is multiplied by before it is added, fp64 (n,): 0 for a matrix that is left alone."""
-        return torch.where(self.active, self.scales * -self.rule.lr, torch.zeros_like(self.scales))
+        return torch.where(self.active, self.scales * -self.rule.lr, 0.0)
 
     @cached_property
     def size(self) -> Tensor:
         """What the update is multiplied by before it is subtracted, fp32 (n,)."""
-        return -self.applied(torch.float32)[1]
+        keep, change = self.applied(torch.float32)
+        return torch.full_like(keep, -1.0) if self.arrives else -change
 
     def applied(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return what weights and updates are multiplied by, each (n,), rounded to a dtype: 1 and 0 if left alone."""
@@ -211,8 +230,8 @@ def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
             for g, m, *into in _split(tensors):
                 _fold_one(rule, g, m, into[0] if into else None, off, by, folds=piece.folds)
         else:
-            off = None if factors.only_zeros else _of_each(numbers, factors.inactive)[0]
-            (by,) = _of_each(numbers, factors.folding)
+            off = None if factors.only_zeros else of_each(numbers, factors.inactive)[0]
+            (by,) = of_each(numbers, factors.folding)
             momenta = [_momentum(piece) for piece in some]
             g, m = _stacked([piece.gradient for piece in some]), _stacked(momenta)
             into = [piece.into for piece in some if piece.into is not None]
@@ -256,24 +275,25 @@ def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
     for some in _alike(pieces, [piece.weights for piece in pieces]):
         exact = torch.promote_types(some[0].weights.dtype, torch.float32)
         keep, change = factors.applied(exact)
+        steps = None if factors.arrives else change
         if len(some) == 1:
             (piece,) = some
             for p, u in _split([piece.weights, piece.update]):
-                _apply_one(p, u, keep[piece.matrix], change[piece.matrix])
+                _apply_one(p, u, keep[piece.matrix], None if steps is None else steps[piece.matrix])
         else:
             weights = [piece.weights for piece in some]
-            p = _stacked(weights)
-            _apply_one(
-                p,
-                _stacked([piece.update for piece in some]),
-                *_of_each([piece.matrix for piece in some], keep, change),
-            )
+            p, numbers = _stacked(weights), [piece.matrix for piece in some]
+            own, *steps_of = of_each(numbers, *((keep,) if steps is None else (keep, steps)))
+            _apply_one(p, _stacked([piece.update for piece in some]), own, steps_of[0] if steps_of else None)
             torch._foreach_copy_(weights, _unstacked(p, weights))
 
 
-def _apply_one(weights: Tensor, update: Tensor, keep: Tensor, change: Tensor) -> None:
+def _apply_one(weights: Tensor, update: Tensor, keep: Tensor, change: Tensor | None) -> None:
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    wide.mul_(keep).addcmul_(update, change)
+    if change is None:  # the update has arrived as the step
+        torch.addcmul(update, wide, keep, out=wide)
+    else:
+        wide.mul_(keep).addcmul_(update, change)
     if wide is not weights:
         weights.copy_(wide)
 
@@ -281,9 +301,11 @@ def _apply_one(weights: Tensor, update: Tensor, keep: Tensor, change: Tensor) ->
 def _squares(pieces: Sequence[Updated], factors: Factors) -> Tensor:
     """Return the sum of squares of the steps, without decay, each element counted once among its copies."""
     norms = torch.stack(torch._foreach_norm([piece.update for piece in pieces], 2, dtype=torch.float64))
-    (change,) = _of_each([piece.matrix for piece in pieces], factors.change)
     shares = upload([piece.copies for piece in pieces], dtype=torch.float64, device=norms.device)
-    return ((norms * change[:, 0]).square() / shares).sum()
+    if not factors.arrives:
+        (change,) = of_each([piece.matrix for piece in pieces], factors.change)
+        norms = norms * change[:, 0]
+    return (norms.square() / shares).sum()
 
 
 # ------------------------------------------------------------------ by one kernel
@@ -362,10 +384,10 @@ def _unstacked(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [row.view(tensor.shape) for row, tensor in zip(together.unbind(), like, strict=True)]
 
 
-def _of_each(numbers: Sequence[int], *factors: Tensor) -> tuple[Tensor, ...]:
-    """Return the factors (n,) of some matrices, each (pieces, 1)."""
-    first = numbers[0]
-    if list(numbers) == list(range(first, first + len(numbers))):
-        return tuple(factor[first : first + len(numbers), None] for factor in factors)
+def of_each(numbers: Sequence[int], *factors: Tensor) -> tuple[Tensor, ...]:
+    """Return the factors (n,) of some matrices, each (pieces, 1): views where the numbers are evenly spaced."""
+    first, spacing = numbers[0], 1 if len(numbers) == 1 else numbers[1] - numbers[0]
+    if spacing > 0 and list(numbers) == list(range(first, first + spacing * len(numbers), spacing)):
+        return tuple(factor[first : numbers[-1] + 1 : spacing, None] for factor in factors)
     index = upload(numbers, dtype=torch.int64, device=factors[0].device)
     return tuple(factor[index, None] for factor in factors)
