@@ -91,6 +91,18 @@ def test_the_metadata_say_what_it_is(built: dict[str, Path]) -> None:
     assert required == ["torch>=2.11"]
 
 
+def links(text: str) -> set[str]:
+    return set(re.findall(r"\]\(([^)]+)\)", text))
+
+
+def test_the_description_links_to_nothing_that_only_the_repository_has(built: dict[str, Path]) -> None:
+    found = metadata(built["wheel"]).get_payload(decode=True).decode()
+    wanted = (ROOT / "README.md").read_text()
+    assert links(found) == {link for link in links(wanted) if link.startswith(("https:", "#"))}
+    assert re.findall(r"^#.*|^```.*", found, re.MULTILINE) == re.findall(r"^#.*|^```.*", wanted, re.MULTILINE)
+    assert "docs/hosts.md" in found
+
+
 def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> None:
     with zipfile.ZipFile(built["wheel"]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
