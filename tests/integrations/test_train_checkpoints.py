@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
-from muonmesh.checkpoint.together import insist_on_the_same, on_first_rank, together
+from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank, together
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library

@@ -32,7 +32,7 @@ from muonmesh.checkpoint.entries import CheckpointReader
 from muonmesh.checkpoint.manifest import REMEDY, Entry, check_entries, entry_of, read_manifest, write_manifest
 from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
 from muonmesh.checkpoint.place import Claim, forget_older, found_at, put, writing_at
-from muonmesh.checkpoint.together import gathered, on_first_rank, rank_in, ranks_in, together
+from muonmesh.checkpoint.ranks import gathered, on_first_rank, rank_in, ranks_in, together
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, reason, replace_text, writing
 

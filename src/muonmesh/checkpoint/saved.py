@@ -20,10 +20,10 @@ from muonmesh.checkpoint.extra import extra_of, give_back
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.groups import check_saved, merged, settings_of
+from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.checkpoint.state import NEVER_NEGATIVE
-from muonmesh.checkpoint.together import agreed
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards

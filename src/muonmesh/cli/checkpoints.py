@@ -13,7 +13,7 @@ from muonmesh.checkpoint.entries import check_finite, flat, wrong_numbers
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.manifest import REMEDY, is_whole
 from muonmesh.checkpoint.place import found_at, numbered
-from muonmesh.checkpoint.together import together
+from muonmesh.checkpoint.ranks import together
 from muonmesh.cli.failure import RunError
 from muonmesh.cli.settings import Optimizer
 from muonmesh.files import AGAIN, check_fields

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.manifest import entry_of, write_manifest
-from muonmesh.checkpoint.together import on_first_rank, rank_in
+from muonmesh.checkpoint.ranks import on_first_rank, rank_in
 from muonmesh.cli.model import build_model
 from muonmesh.cli.settings import Optimizer
 from muonmesh.cli.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer

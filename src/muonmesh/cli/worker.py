@@ -50,7 +50,7 @@ def work(run: Path) -> None:
     import torch.distributed as dist
 
     import muonmesh.cli.training  # noqa: F401 - what takes longest, before it is set aside
-    from muonmesh.checkpoint.together import insist_on_the_same, on_first_rank
+    from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.lock import RunLock
     from muonmesh.cli.metrics import MetricsLog
@@ -119,7 +119,7 @@ def train(
     stop: StopRequest,
 ) -> bool:
     """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
-    from muonmesh.checkpoint.together import on_first_rank
+    from muonmesh.checkpoint.ranks import on_first_rank
     from muonmesh.cli.export import export, export_of
     from muonmesh.cli.momentum import save_momentum
     from muonmesh.cli.sinks import open_sinks

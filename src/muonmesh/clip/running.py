@@ -13,7 +13,7 @@ from muonmesh.comm.gradients import GradientSource, multiply, own_gradient
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.step.kept import Clip
 from muonmesh.step.planning import Planned
-from muonmesh.step.slots import RUNNING, view_of
+from muonmesh.step.slots import RUNNING, view_in_storage
 
 DECAY = 0.95
 """Decay of a matrix's running norm, so that it remembers about twenty gradients."""
@@ -61,7 +61,7 @@ def limit_matrices(
             continue
         local, scaled[member.tensor] = own
         for piece in pieces:
-            multiply(view_of(local, piece), factor)
+            multiply(view_in_storage(local, piece), factor)
     for tensor, gradient in scaled.items():
         source.write(tensor, gradient)
     return tuple(zip(planned.matrices_of, torch.split(fresh, sizes, dim=1), strict=True))

@@ -16,7 +16,7 @@ from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.step.planning import Planned
-from muonmesh.step.slots import view_of
+from muonmesh.step.slots import view_in_storage
 
 ERRORS, REPLAN, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(7)
 """Places in the vector, which is fp64.
@@ -124,7 +124,7 @@ def add_squares(
             assert member is not None
             for piece in pieces:
                 places.append(first + matrix)
-                parts.append(view_of(gradients[assignment.parameter], piece))
+                parts.append(view_in_storage(gradients[assignment.parameter], piece))
                 copies.append(member.storage.copies)
     if parts:
         index = upload(places, dtype=torch.int64, device=sums.device)

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from muonmesh.comm.views import place
+from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Work
 from muonmesh.layout.carried import Carried
@@ -73,7 +73,7 @@ class CarriedExchange:
         to_owners, _ = self._routes
         stored, owned = to_owners.stored, to_owners.assembled
         for leg in stored.get(self._rank, ()):
-            self._read(work, leg, place(leg.piece, self._owned[leg.assignment]))
+            self._read(work, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if self._moves[0]:
             send, sent = self._segments(stored)
             for leg, view in self._travelling(stored, send, sent):
@@ -82,7 +82,7 @@ class CarriedExchange:
             transfer = self._wire.swap("the gather of what rules keep", send, receive, sent=sent, received=received)
             self._wire.finish(transfer)
             for leg, view in self._travelling(owned, receive, received):
-                place(leg.piece, self._owned[leg.assignment]).copy_(view)
+                view_in_matrix(leg.piece, self._owned[leg.assignment]).copy_(view)
         kept: dict[int, dict[str, Tensor]] = {}
         for number, numbers in self._owned.items():
             assignment, companion = self._carried.of[number]
@@ -94,11 +94,11 @@ class CarriedExchange:
         _, back = self._routes
         stored, owned = back.stored, back.assembled
         for leg in stored.get(self._rank, ()):
-            self._write(work, leg, place(leg.piece, self._owned[leg.assignment]))
+            self._write(work, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if self._moves[1]:
             send, sent = self._segments(owned)
             for leg, view in self._travelling(owned, send, sent):
-                view.copy_(place(leg.piece, self._owned[leg.assignment]))
+                view.copy_(view_in_matrix(leg.piece, self._owned[leg.assignment]))
             receive, received = self._segments(stored)
             transfer = self._wire.swap("the scatter of what rules keep", send, receive, sent=sent, received=received)
             self._wire.finish(transfer)

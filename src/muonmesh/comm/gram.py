@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.agreement import group_of
-from muonmesh.comm.views import memory_of, place
+from muonmesh.comm.views import memory_of, view_in_matrix
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
@@ -244,7 +244,9 @@ class _Draft:
 
     def _ends(self, slabs: Sequence[_Slab], which: Callable[[_Slab], Tensor]) -> Ends:
         return tuple(
-            (leg, place(leg.piece, which(one))) for one, legs in zip(slabs, self._legs, strict=True) for leg in legs
+            (leg, view_in_matrix(leg.piece, which(one)))
+            for one, legs in zip(slabs, self._legs, strict=True)
+            for leg in legs
         )
 
 

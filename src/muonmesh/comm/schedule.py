@@ -24,7 +24,7 @@ from torch import Tensor
 
 from muonmesh.comm.passage import Passage
 from muonmesh.comm.stages import Compute, Gather, Scatter
-from muonmesh.comm.views import memory_of, place
+from muonmesh.comm.views import memory_of, view_in_matrix
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan, Routes
 from muonmesh.layout.rounds import Rounds
@@ -210,7 +210,9 @@ class _Draft:
         """Return what travels to the owners, with its views of the memory."""
         matrices = self._assembled(memory["matrices"])
         of = _by_assignment(self._batches, matrices)
-        reads = [(leg, place(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self._rank, ())]
+        reads = [
+            (leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self._rank, ())
+        ]
         if not self._gathers:
             return Gather(self.moving, tuple(reads), None, (), tuple(matrices))
         swap = self._gather.swap(f"the gather of bucket {number}", memory)
@@ -221,7 +223,7 @@ class _Draft:
         """Return what is computed, with its views of the memory."""
         results = tuple(self._assembled(memory["results"]))
         of = _by_assignment(self._batches, results)
-        staying = tuple((leg, place(leg.piece, of[leg.assignment])) for leg in self._staying)
+        staying = tuple((leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._staying)
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
         teamed = tuple((x, out, number) for x, out, (number,) in batches[: self._teamed])
         return Compute(batches[self._teamed :], teamed, self.local, self._summed, staying, self.rounds, results)

@@ -11,7 +11,7 @@ from muonmesh.layout import Piece
 from muonmesh.numerics.kernels.memory import scratch
 
 
-def place(piece: Piece, matrix: Tensor) -> Tensor:
+def view_in_matrix(piece: Piece, matrix: Tensor) -> Tensor:
     """Return a piece's elements within its whole, contiguous matrix."""
     if piece.matrix_start == 0 and piece.shape == matrix.shape and piece.matrix_strides == matrix.stride():
         return matrix  # the common case of a matrix that one rank holds

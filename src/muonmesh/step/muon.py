@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
-from muonmesh.comm.views import contiguous, place
+from muonmesh.comm.views import contiguous, view_in_matrix
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.routes import Leg
@@ -26,7 +26,7 @@ from muonmesh.step.flags import Flags
 from muonmesh.step.loans import Loans
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Holdings
-from muonmesh.step.slots import Slot, create_state, view_of
+from muonmesh.step.slots import Slot, create_state, view_in_storage
 from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
@@ -41,19 +41,19 @@ class _Ready(NamedTuple):
         slot: Where it comes from.
         rule: The rule of its group.
         weights: The parameter, or a copy of one that is not contiguous, which `MuonStep.finish` writes back.
-        folded: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
+        momenta: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
             codes stand for. None if there is no state: no rank has ever had a gradient or, where the host does not
             wait for the flags, this rank has not.
         beside: What the rule keeps as "weights", by key, written in place together with them.
-        gradient: Of the elements whose momentum is stored here; zeros where only this rank has none. None if ``folded``
-            is.
+        gradient: Of the elements whose momentum is stored here; zeros where only this rank has none. None if
+            ``momenta`` is.
         master: The master copy of the weights, written in place and then rounded to them; None if there is none.
     """
 
     slot: Slot
     rule: Rule
     weights: Tensor
-    folded: Mapping[str, Tensor | Momentum] | None
+    momenta: Mapping[str, Tensor | Momentum] | None
     beside: dict[str, Tensor]
     gradient: Tensor | None
     master: Tensor | None
@@ -121,19 +121,19 @@ class MuonStep:
     def fetch(self, assignments: Sequence[int]) -> None:
         """Begin to bring the state of these matrices' parameters, where it lies on the host."""
         if self._loans is not None:
-            self._take(assignments)
+            self._collect(assignments)
 
     def prepare(self, assignments: Sequence[int]) -> None:
         """Create missing state and fold the gradients into the momenta of these matrices."""
-        self._get(assignments)
+        self._collect_arrived(assignments)
         here = [number for number in assignments if self._plan.assignments[number].parameter in self._ready]
         run_all([functools.partial(self._fold, number) for number in here], device=self._device)
 
-    def _take(self, assignments: Iterable[int]) -> None:
+    def _collect(self, assignments: Iterable[int]) -> None:
         """Collect in ``_ready`` what this rank stores of the parameters of these matrices; each parameter once a step.
 
         State that is missing is created here. A rank that stores nothing of a matrix may be asked all the same. State
-        that lies on the host may be on its way when this returns; `_get` waits for it.
+        that lies on the host may be on its way when this returns; `_collect_arrived` waits for it.
         """
         wanted = dict.fromkeys(self._plan.assignments[assignment].parameter for assignment in assignments)
         fresh = {n: slot for n in wanted if (slot := self._slots[n]) is not None and n not in self._ready}
@@ -146,12 +146,12 @@ class MuonStep:
             assert rule is not None
             here: Mapping[str, Tensor] = {} if self._loans is None else self._loans.values(slot)
             gradient, master = slot.gradient, here.get("master", slot.state.get("master"))
-            folded: Mapping[str, Tensor | Momentum] | None = None
+            momenta: Mapping[str, Tensor | Momentum] | None = None
             if slot.created:
-                folded = {key: here.get(key, kept) for key, kept in slot.kept_as("momentum").items()}
-            if folded is not None and self._blocks is not None:
-                folded = {key: self._momentum(slot, key, self._blocks) for key in folded}
-            if folded is not None:
+                momenta = {key: here.get(key, kept) for key, kept in slot.kept_as("momentum").items()}
+            if momenta is not None and self._blocks is not None:
+                momenta = {key: self._momentum(slot, key, self._blocks) for key in momenta}
+            if momenta is not None:
                 if gradient is None:  # missing on this shard only: counts as zero
                     shape = local_shape(slot.momentum_storage)
                     gradient = torch.zeros(shape, dtype=self._precision.state, device=self._device)
@@ -161,17 +161,17 @@ class MuonStep:
             weights = local if local.is_contiguous() else local.contiguous()
             master = None if master is None else local_of(master)
             beside = {key: here.get(key, kept) for key, kept in slot.kept_as("weights").items()}
-            self._ready[number] = _Ready(slot, rule, weights, folded, beside, gradient, master)
+            self._ready[number] = _Ready(slot, rule, weights, momenta, beside, gradient, master)
 
     def _create(self, number: int, slot: Slot) -> None:
         """Create the state of a parameter that is missing, if it may have a gradient."""
         if self._flags.present[number] or self._another_may_have(slot):
             create_state(slot, self._precision)
 
-    def _get(self, assignments: Iterable[int]) -> None:
-        """`_take`, and let what is computed from now on wait for state that is on its way."""
+    def _collect_arrived(self, assignments: Iterable[int]) -> None:
+        """`_collect`, and let what is computed from now on wait for state that is on its way."""
         numbers = list(assignments)
-        self._take(numbers)
+        self._collect(numbers)
         if self._loans is not None:
             self._loans.arrive(slot for slot in map(self._slot, numbers) if slot is not None)
             self._prepared += numbers
@@ -183,7 +183,7 @@ class MuonStep:
         """Give the momentum back of what was prepared, where it lies on the host."""
         if self._loans is not None:
             for number in self._loans.have_read(self._prepared):
-                self._ready[number] = self._ready[number]._replace(folded={})
+                self._ready[number] = self._ready[number]._replace(momenta={})
             self._prepared = []
 
     def _have_written(self, ends: Ends) -> None:
@@ -206,14 +206,14 @@ class MuonStep:
     def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momenta of the blocks that ranks share, as they will be after this step."""
         assert self._blocks is not None
-        self._take(self._blocks.shared)
+        self._collect(self._blocks.shared)
         for number in self._blocks.shared:
             ready = self._ready.get(self._plan.assignments[number].parameter)
-            if ready is None or ready.folded is None:
+            if ready is None or ready.momenta is None:
                 continue
             for piece in self._holdings[number]:
                 values = self._folded(number, piece)
-                for key, kept in ready.folded.items():
+                for key, kept in ready.momenta.items():
                     assert isinstance(kept, Momentum)
                     kept.measure(number, piece, values[key], into)
         self._agreed = into
@@ -231,26 +231,26 @@ class MuonStep:
     def _fold(self, assignment: int) -> None:
         """Fold the gradient of a matrix into the momentum that is stored here, unless the matrix is left alone."""
         ready = self._ready[self._plan.assignments[assignment].parameter]
-        if ready.gradient is None or ready.folded is None:
+        if ready.gradient is None or ready.momenta is None:
             return
-        coded = [kept for kept in ready.folded.values() if isinstance(kept, Momentum)]
+        coded = [kept for kept in ready.momenta.values() if isinstance(kept, Momentum)]
         if self._nonzero[assignment] is False and all(kept.loaded is None for kept in coded):
             return
         # All pieces before any is written: some may share a block, whose old scale is gone then.
         folded = [(piece, self._folded(assignment, piece)) for piece in self._holdings[assignment]]
         for piece, values in folded:
-            for key, kept in ready.folded.items():
+            for key, kept in ready.momenta.items():
                 if isinstance(kept, Momentum):
                     kept.write(assignment, piece, values[key], self._agreed)
 
     def _folded(self, assignment: int, piece: Piece) -> dict[str, Tensor]:
         """Return the momentum of a piece, by key, with its gradient folded in: views of it, or what codes stand for."""
         ready, flag = self._ready[self._plan.assignments[assignment].parameter], self._nonzero[assignment]
-        assert ready.folded is not None
+        assert ready.momenta is not None
         assert ready.gradient is not None
-        values = values_of(ready.folded, assignment, piece)
+        values = values_of(ready.momenta, assignment, piece)
         if flag is not False:
-            parts.fold(ready.rule, view_of(ready.gradient, piece), values, active=_mask(flag))
+            parts.fold(ready.rule, view_in_storage(ready.gradient, piece), values, active=_mask(flag))
         return values
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
@@ -261,7 +261,7 @@ class MuonStep:
         """
         tasks: list[tuple[int, Callable[[], None]]] = []
         for some in alike:
-            self._get(matrix.assignment for matrix in some)
+            self._collect_arrived(matrix.assignment for matrix in some)
             assignment = self._plan.assignments[some[0].assignment]
             size = self._at_once(len(some), assignment.matrix.shape)
             for start in range(0, len(some), size):
@@ -280,10 +280,10 @@ class MuonStep:
             if self._blocks is not None:
                 self._fold(local.assignment)
             for leg in local.read:
-                self._read(leg, place(leg.piece, target), fold=self._blocks is None)
+                self._read(leg, view_in_matrix(leg.piece, target), fold=self._blocks is None)
         self._orthogonalize(x, out, [matrix.assignment for matrix in batch])
         for local, result in zip(batch, out.unbind(), strict=True):
-            ends = tuple((leg, place(leg.piece, result)) for leg in local.write)
+            ends = tuple((leg, view_in_matrix(leg.piece, result)) for leg in local.write)
             if asked := self._plan.summed([local.assignment]):
                 self._alone.take(asked, ends, self)
             for leg, update in ends:
@@ -297,16 +297,16 @@ class MuonStep:
     def _read(self, leg: Leg, into: Tensor, *, fold: bool = False) -> None:
         """Write the direction of a leg's elements; ``fold`` folds their gradient into the momentum on the way."""
         ready, piece = self._ready[leg.parameter], leg.piece
-        if ready.folded is None:  # without state no gradient has ever been folded in, so the direction is zero
+        if ready.momenta is None:  # without state no gradient has ever been folded in, so the direction is zero
             into.zero_()
             return
         assert ready.gradient is not None
-        folded, gradient = values_of(ready.folded, leg.assignment, piece), view_of(ready.gradient, piece)
+        values, gradient = values_of(ready.momenta, leg.assignment, piece), view_in_storage(ready.gradient, piece)
         flag = self._nonzero[leg.assignment]
         if fold and flag is not False:
-            parts.fold(ready.rule, gradient, folded, active=_mask(flag), into=into)
+            parts.fold(ready.rule, gradient, values, active=_mask(flag), into=into)
         else:
-            parts.write_direction(ready.rule, gradient, folded, into)
+            parts.write_direction(ready.rule, gradient, values, into)
 
     def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what a rule keeps by row, column or matrix; zeros if there is no state here."""
@@ -314,7 +314,7 @@ class MuonStep:
         assert slot is not None
         self._create(self._plan.assignments[assignment].parameter, slot)  # and take no more than these numbers
         if slot.created:
-            into.copy_(view_of(local_of(slot.state[key]), piece))
+            into.copy_(view_in_storage(local_of(slot.state[key]), piece))
         else:
             into.zero_()
 
@@ -328,7 +328,7 @@ class MuonStep:
         assert slot is not None
         if flag is False or not slot.created:
             return
-        kept = view_of(local_of(slot.state[key]), piece)
+        kept = view_in_storage(local_of(slot.state[key]), piece)
         kept.copy_(numbers if flag is True else torch.where(flag, numbers, kept))
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
@@ -467,7 +467,7 @@ class MuonStep:
         active = _mask(flag)
         parts.apply(rule, weights, update, beside, scale=scale, active=active, sums=sums, told=told, squares=squares)
         if ready.master is not None:
-            view_of(ready.weights, leg.piece).copy_(weights)
+            view_in_storage(ready.weights, leg.piece).copy_(weights)
         if self._update_squares is not None and squares is not None:
             self._update_squares.add(ready.slot.group, torch.stack(squares).sum() / ready.slot.storage.copies)
 
@@ -485,7 +485,7 @@ class MuonStep:
         ready = self._ready[leg.parameter]
         weights = ready.weights if ready.master is None else ready.master
         scale = self._scale(leg.assignment, ready.slot.group, ready.rule)
-        return ready.rule, view_of(weights, leg.piece), views_of(ready.beside, leg.piece), scale
+        return ready.rule, view_in_storage(weights, leg.piece), views_of(ready.beside, leg.piece), scale
 
     def _scale(self, assignment: int, group: int, rule: Rule) -> float:
         """Return the update scale of the whole matrix; there are few shapes and many legs."""
@@ -550,14 +550,14 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
 
 def views_of(kept: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
     """Return the elements that a piece names of each contiguous local storage."""
-    return {key: view_of(value, piece) for key, value in kept.items()}
+    return {key: view_in_storage(value, piece) for key, value in kept.items()}
 
 
-def values_of(folded: Mapping[str, Tensor | Momentum], assignment: int, piece: Piece) -> dict[str, Tensor]:
+def values_of(momenta: Mapping[str, Tensor | Momentum], assignment: int, piece: Piece) -> dict[str, Tensor]:
     """Return the momentum of a piece of a matrix: views of it, or what its codes stand for."""
     return {
-        key: kept.read(assignment, piece) if isinstance(kept, Momentum) else view_of(kept, piece)
-        for key, kept in folded.items()
+        key: kept.read(assignment, piece) if isinstance(kept, Momentum) else view_in_storage(kept, piece)
+        for key, kept in momenta.items()
     }
 
 

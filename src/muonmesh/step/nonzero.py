@@ -12,7 +12,7 @@ from muonmesh.layout import Plan
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.zeros import can_mark, mark_nonzero
 from muonmesh.step.planning import Holdings
-from muonmesh.step.slots import Slot, view_of
+from muonmesh.step.slots import Slot, view_in_storage
 
 _PROBE = 4096
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
@@ -23,7 +23,9 @@ def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]
     found = []
     for assignment, parts in zip(plan.assignments, holdings, strict=True):
         gradient = _gradient(slots[assignment.parameter])
-        found.append(int(gradient is not None and any(_any_nonzero(view_of(gradient, piece)) for piece in parts)))
+        found.append(
+            int(gradient is not None and any(_any_nonzero(view_in_storage(gradient, piece)) for piece in parts))
+        )
     return found
 
 
@@ -34,7 +36,7 @@ def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | Non
         gradient = _gradient(slots[assignment.parameter])
         if gradient is not None:
             numbers += [number] * len(parts)
-            views += [view_of(gradient, piece) for piece in parts]
+            views += [view_in_storage(gradient, piece) for piece in parts]
     # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
     found = torch.zeros(len(plan.assignments), dtype=torch.int32, device=device)
     if views and can_mark(views):

@@ -228,7 +228,7 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
             slot.state[key] = place.wrap(local.contiguous())
 
 
-def view_of(storage: Tensor, piece: Piece) -> Tensor:
+def view_in_storage(storage: Tensor, piece: Piece) -> Tensor:
     """Return the elements of a contiguous local storage that a piece names."""
     if piece.storage_start == 0 and piece.shape == storage.shape:
         return storage  # the common case: the whole of what is stored

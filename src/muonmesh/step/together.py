@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.comm.views import place
+from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.work import Ends, Local
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.newton_schulz import gram_segments
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated
 from muonmesh.step.muon import MuonStep, values_of
-from muonmesh.step.slots import view_of
+from muonmesh.step.slots import view_in_storage
 
 
 class MuonStepTogether(MuonStep):
@@ -41,7 +41,7 @@ class MuonStepTogether(MuonStep):
         if self._blocks is not None:
             super().prepare(assignments)
             return
-        self._get(assignments)
+        self._collect_arrived(assignments)
         self._unfolded += [number for number in assignments if self._plan.assignments[number].parameter in self._ready]
 
     def read(self, ends: Ends) -> None:
@@ -49,20 +49,23 @@ class MuonStepTogether(MuonStep):
         found: dict[object, Folded] = {}
         for number in self._unfolded:
             ready = self._ready[self._plan.assignments[number].parameter]
-            if ready.gradient is None or ready.folded is None:
+            if ready.gradient is None or ready.momenta is None:
                 continue
             for piece in self._holdings[number]:
-                views = values_of(ready.folded, number, piece)
-                found[number, piece] = Folded(view_of(ready.gradient, piece), views, number, True, None)
+                views = values_of(ready.momenta, number, piece)
+                found[number, piece] = Folded(view_in_storage(ready.gradient, piece), views, number, True, None)
         self._unfolded = []
         for leg, into in ends:
             ready, key = self._ready[leg.parameter], (leg.assignment, leg.piece)
-            if ready.gradient is None or ready.folded is None:  # no replica has had a gradient so far
+            if ready.gradient is None or ready.momenta is None:  # no replica has had a gradient so far
                 into.zero_()
             elif (known := found.get(key)) is not None and known.into is None:
                 found[key] = Folded(known.gradient, known.state, known.matrix, True, into)
             else:
-                gradient, views = view_of(ready.gradient, leg.piece), values_of(ready.folded, leg.assignment, leg.piece)
+                gradient, views = (
+                    view_in_storage(ready.gradient, leg.piece),
+                    values_of(ready.momenta, leg.assignment, leg.piece),
+                )
                 found[key, len(found)] = Folded(gradient, views, leg.assignment, False, into)
         by_group: dict[int, list[Folded]] = {}
         for folded in found.values():
@@ -120,7 +123,7 @@ class MuonStepTogether(MuonStep):
             if not ready.slot.created:  # no replica has had a gradient so far, so nothing is to be written
                 continue
             _, weights, beside, scale = self._written(leg)
-            rounded = None if ready.master is None else view_of(ready.weights, leg.piece)
+            rounded = None if ready.master is None else view_in_storage(ready.weights, leg.piece)
             sums, told = self._matrix_sums.get(leg.assignment, ((), {}))
             copies = 1 if self._update_squares is None else ready.slot.storage.copies
             piece = Updated(weights, update, beside, leg.assignment, scale, rounded, sums, told, copies)
@@ -170,7 +173,7 @@ class MuonStepTogether(MuonStep):
 
 def _ends(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:
     return tuple(
-        (leg, place(leg.piece, matrix))
+        (leg, view_in_matrix(leg.piece, matrix))
         for local, matrix in zip(batch, matrices.unbind(), strict=True)
         for leg in (local.read if read else local.write)
     )

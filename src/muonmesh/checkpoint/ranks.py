@@ -1,4 +1,4 @@
-"""Together: work that every rank does, and that fails on all ranks if it fails on one.
+"""Ranks: work that every rank does, and that fails on all ranks if it fails on one.
 
 `together` is for work on files, where every rank raises the same FileError; `agreed` is for what each rank works out of
 its own model and optimizer, and gives every rank the results of all.
