@@ -179,12 +179,12 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
     "experts": (
         Shape(ep=2, model=MOE + ONE_LAYER),
         [Shape(ep=2, flat=True, model=MOE + ONE_LAYER), Shape(model=MOE + ONE_LAYER)],
-        {},
+        {"rule": "hyperball"},
     ),
     "GroupedMLP": (
         Shape(ep=2, dtype=BF16, model=GROUPED + ONE_LAYER),
         [Shape(tp=2, flat=True, dtype=BF16, model=GROUPED + SEQUENCE + ONE_LAYER)],
-        {},
+        {"rule": "adamuon"},
     ),
 }
 

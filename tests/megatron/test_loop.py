@@ -14,8 +14,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
+from muonmesh.step.slots import collect
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import MOE, ONE_LAYER, SEQUENCE
@@ -27,6 +29,30 @@ def made(shape: Shape, **settings: Any) -> tuple[list[Any], Any]:
     return chunks, get_megatron_optimizer(
         host.optimizer_config(shape, **settings.pop("config", {})), chunks, **settings
     )
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
+    """How many gradients a step reads, and those of them that are no views of Megatron's buffers."""
+    chunks, optimizer = made(shape)
+    host.backward(shape, chunks, optimizer, 0)
+    optimizer.step()
+    muon = optimizer.optimizer
+    kept = muon._kept
+    slots = collect(kept.planned, muon.param_groups, muon.state, kept.source, None, kept.precision)
+    found = {slot.name: local_of(slot.gradient) for slot in slots.here if slot.gradient is not None}
+    read = {name: gradient for name, gradient in found.items() if gradient.numel()}
+    buffers = {buffer.grad_data.untyped_storage().data_ptr() for chunk in chunks for buffer in chunk.buffers}
+    return len(read), [n for n, gradient in read.items() if gradient.untyped_storage().data_ptr() not in buffers]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
+def test_main_grad_is_read_where_it_lies(workers, flat: bool) -> None:
+    for count, elsewhere in workers(2).run(read_elsewhere, Shape(dtype=torch.bfloat16, flat=flat)):
+        assert count > 4
+        assert elsewhere == []
 
 
 # ------------------------------------------------------------------ schedules

@@ -238,16 +238,19 @@ def test_the_guard_compares_rounds_and_refuses_another_processor(
     assert "found figures of 'another'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shape", [(24, 100), pytest.param((384, 400), marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "shapes", [((24, 100),), pytest.param(((1, 64), (16, 1024), (64, 64), (128, 512), (384, 400)), marks=pytest.mark.soak)]
+)
 def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(
-    script: Callable[[str], ModuleType], shape: tuple[int, int]
+    script: Callable[[str], ModuleType], shapes: tuple[tuple[int, int], ...]
 ) -> None:
-    """Soak: 50 s."""
+    """Soak: a minute."""
     stress = script("stress")
     found = {name: 0.0 for name in ("polar_express", "qdwh", "simple")}
-    for _, matrix in stress.stress(*shape):
-        for name in found:
-            found[name] = max(found[name], stress.judged(name, matrix.bfloat16())["largest"])
+    for shape in shapes:
+        for _, matrix in stress.stress(*shape):
+            for name in found:
+                found[name] = max(found[name], stress.judged(name, matrix.bfloat16())["largest"])
     assert 1.0 < found["qdwh"] < 1.06
     assert 1.0 < found["polar_express"] < 1.14
     assert 1.0 < found["simple"] < 1.21

@@ -105,7 +105,7 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
     moved = {number for number in plan.buckets[bucket] if plan.moves(number)}
     sent: dict[tuple[int, int], Tensor] = {}
     for rank, mine in routes.items():
-        for peer, legs in (mine.held if gather else mine.assembled).items():
+        for peer, legs in (mine.stored if gather else mine.assembled).items():
             starts = itertools.accumulate((leg.piece.numel for leg in legs), initial=0)
             assert [leg.start for leg in legs] == list(starts)[:-1]  # no gaps
             sent[rank, peer] = torch.cat([place(leg, rank, stored=gather).flatten() for leg in legs])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.integrations.megatron import MainGrad
+from muonmesh.step.slots import collect
 from tests import problem
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
@@ -110,6 +111,21 @@ def test_zero_grad_zeroes_the_buffer_and_keeps_it() -> None:
         parameter.main_grad.fill_(1.0)
     optimizer.zero_grad()
     assert all(held[name].main_grad is view and not view.any() for name, view in views.items())
+
+
+def test_main_grad_is_read_where_it_lies() -> None:
+    held = parameters()
+    in_main_grad(held)
+    optimizer = mm.Muon(groups(held), gradients=MainGrad(), **SETTINGS)
+    optimizer.step()
+    kept = optimizer._kept
+    assert kept.planned is not None
+    slots = collect(kept.planned, optimizer.param_groups, optimizer.state, kept.source, None, kept.precision)
+    read = {slot.name: slot.gradient for slot in slots.here}
+    assert read.keys() == held.keys()
+    for name, gradient in read.items():
+        assert isinstance(gradient, Tensor)
+        assert gradient.data_ptr() == held[name].main_grad.data_ptr(), name
 
 
 def test_a_gradient_that_never_reached_main_grad_is_an_error() -> None:
