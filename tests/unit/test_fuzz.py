@@ -113,7 +113,7 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
                 assert plan.gathers(bucket) if gather else plan.scatters(bucket)
                 assert all(leg.assignment in moved for leg in legs)
     for rank, mine in routes.items():
-        for peer, legs in (mine.assembled if gather else mine.held).items():
+        for peer, legs in (mine.assembled if gather else mine.stored).items():
             message = sent.pop((peer, rank))
             assert len(message) == sum(leg.piece.numel for leg in legs)
             for leg in legs:
