@@ -220,7 +220,7 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
         seconds,
         megabytes,
         rank,
-        sum(len(legs) for some in routes for peers in (some.held, some.assembled) for legs in peers.values()),
+        sum(len(legs) for some in routes for peers in (some.stored, some.assembled) for legs in peers.values()),
         len(plan.ranks),
         len(plan.assignments),
         len(plan.assignments) / len(plan.ranks),
