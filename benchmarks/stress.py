@@ -152,7 +152,7 @@ def main() -> None:
                 x = matrix.bfloat16()
                 row: dict[str, Any] = {"input": f"{kind}, {rows}×{cols}"}
                 table.append(row | {name: judged(name, x) for name in options.sets})
-    header = ["", "products", "largest singular value", "middle", "error to its own function", "middle"]
+    header = ["", "cost", "largest singular value", "middle", "error to its own function", "middle"]
     header += ["error to the polar factor", "middle"]
     print_rows(f"{len(table)} matrices", header, rows_of(table, options.sets))
     if options.json is not None:
