@@ -338,8 +338,10 @@ class Muon(torch.optim.Optimizer):
                 ranks found, so that scales stay equal. DDP and FSDP2 see to that themselves.
             wait: False: the results of the last bucket may still travel when this returns, and are written before the
                 first module runs that holds one of these weights; so they travel under the forward. The bits are the
-                same. Whoever reads weights otherwise, but by ``state_dict()``, calls `finish` before. Where no module
-                can announce that (weights held by none, compiled modules, hooks after the step), nothing is left.
+                same. Whoever reads weights otherwise, but by ``state_dict()``, calls `finish` before. Nothing is put
+                off where no module can announce that (weights held by none, compiled modules, hooks after the step),
+                where gradients come from a `GradientSource`, where state lies on the host or weights are not
+                contiguous, and of a bucket over whose matrices a rule asks for sums.
 
         Returns:
             The closure's loss, or None.
@@ -448,7 +450,8 @@ class Muon(torch.optim.Optimizer):
     ) -> tuple[Sequence[Tensor], Collection[nn.Module]] | None:
         """Return the parameters that are still to be written and the modules that hold them, looked up once a plan.
 
-        None if nothing may be put off: no parameter is left, or somebody may read one that no module announces.
+        None if nothing may be put off: no parameter is left, gradients do not come from ``parameter.grad``, hooks run
+        after the step, or somebody may read one that no module announces.
         """
         kept = self._kept
         tensors = tuple(m.tensor for tail in tails for n in tail.parameters if (m := planned.muon[n]) is not None)
@@ -542,10 +545,10 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             max_norm: Largest norm; inf only measures.
-            policy: "adamw_only": the AdamW groups, by their own norm. "all": everything by the total norm, as
-                ``torch.nn.utils.clip_grad_norm_``. "separate": each half by its own norm. "per_matrix": AdamW's half
-                as in "adamw_only", and the gradient of each of Muon's matrices is limited to ``max_norm`` times its
-                own running norm, a mean over about twenty gradients that is kept in the state; the first ten
+            policy: "adamw_only": AdamW's half by its own norm: the AdamW groups, and groups whose rule is not
+                `scale_invariant`. "all": everything by the total norm, as ``torch.nn.utils.clip_grad_norm_``.
+                "separate": each half by its own norm. "per_matrix": AdamW's half as in "adamw_only", and the gradient
+                of each of Muon's matrices is limited to ``max_norm`` times its own running norm, a mean over about twenty gradients that is kept in the state; the first ten
                 gradients of a matrix are only measured (see `muonmesh.clip.running`).
             skip_above: The next step changes nothing, on any rank, if a norm by which the policy clips is above this,
                 or if anything measured is not finite. The host need not wait for that: weights, momentum and step

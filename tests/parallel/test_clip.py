@@ -437,6 +437,18 @@ def test_a_rule_is_clipped_unless_it_claims_to_be_scale_invariant(monkeypatch: p
     assert all(not torch.equal(clipped(raw, "adamw_only")[name], raw[name]) for name in MUON)
 
 
+def test_matrices_under_a_rule_that_feels_the_scale_are_clipped_where_all_are_matrices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without an AdamW half there seemed to be nothing to measure, so nothing was clipped."""
+    monkeypatch.setattr(MuonRule, "scale_invariant", False)
+    weight = nn.Parameter(torch.ones(6, 4))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = torch.ones(6, 4)
+    assert float(optimizer.clip_grad_norm_(1.0, norms=False).adamw) == pytest.approx(24**0.5)
+    assert float(weight.grad.norm()) == pytest.approx(1.0)
+
+
 def test_bf16_parameters_with_masters_are_clipped_in_one_half() -> None:
     """Megatron-LM 5395, first finding: the wrapper for bf16 lost the flag."""
     results = []

@@ -239,7 +239,8 @@ def test_the_guard_compares_rounds_and_refuses_another_processor(
 
 
 @pytest.mark.parametrize(
-    "shapes", [((24, 100),), pytest.param(((1, 64), (16, 1024), (64, 64), (128, 512), (384, 400)), marks=pytest.mark.soak)]
+    "shapes",
+    [((24, 100),), pytest.param(((1, 64), (16, 1024), (64, 64), (128, 512), (384, 400)), marks=pytest.mark.soak)],
 )
 def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(
     script: Callable[[str], ModuleType], shapes: tuple[tuple[int, int], ...]

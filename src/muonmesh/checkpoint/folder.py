@@ -152,8 +152,8 @@ class Contents:
         names = {name for each in gathered(sorted(tensors), self._group) for name in each}
         names.update(self.held if partly else ())
         together(lambda: self._reader.check_names(tensors, names), self._group)
-        share, of = rank_in(self._group), ranks_in(self._group)
-        together(lambda: self._reader.check_tensors(share=share, of=of, wrong=wrong), self._group)
+        rank, ranks = rank_in(self._group), ranks_in(self._group)
+        together(lambda: self._reader.check_tensors(share=rank, of=ranks, wrong=wrong), self._group)
         try:
             with _quietly():
                 torch_load(tensors, storage_reader=self._reader, process_group=self._group)

@@ -49,7 +49,9 @@ def clip_gradients(
     process_group: dist.ProcessGroup | None,
     waits: bool,
 ) -> tuple[GradNorms, Clip]:
-    """Implement `Muon.clip_grad_norm_`: one pass over the gradients, one all-reduce of one fp64 vector.
+    """Implement `Muon.clip_grad_norm_`: measure the gradients, add up one fp64 vector over the ranks, and scale.
+
+    With ``process_group`` the head of the vector is added up over that too.
 
     Squares and sums are fp64 and a coefficient is rounded once: with fp32 sums it differs between shardings.
 
@@ -57,7 +59,7 @@ def clip_gradients(
         Exception: what this rank found wrong, after it has taken part in what the others wait for.
         PlanError: another rank found something wrong. Nothing has been scaled then.
     """
-    measured = {INVARIANT, FELT} if limits.whole else {FELT}
+    measured = {INVARIANT, FELT} if limits.measures_both else {FELT}
     apart, matrices, sums = source.norms_apart, matrices_from(source), zeros_for(planned, source)
     if not _reduces(planned, measured, process_group):
         limits.check()
@@ -132,7 +134,7 @@ def stand_aside_from_sums(
         PlanError: another rank found an error.
     """
     matrices, sums = matrices_from(source), zeros_for(planned, source)
-    if not _reduces(planned, {INVARIANT, FELT} if limits.whole else {FELT}, process_group):
+    if not _reduces(planned, {INVARIANT, FELT} if limits.measures_both else {FELT}, process_group):
         if error is not None:
             raise error
         return None
@@ -154,5 +156,7 @@ def _reduces(planned: Planned, measured: set[int], process_group: dist.ProcessGr
     # Others of the set, or in the process group, may have an AdamW half where this rank has none.
     if planned.plan.elementwise or process_group is not None:
         return True
-    here = {INVARIANT: bool(planned.plan.parameters), FELT: any(planned.adamw)}
-    return any(here[half] for half in measured)
+    halves = {INVARIANT if parameter.scale_invariant else FELT for parameter in planned.plan.parameters}
+    if any(planned.adamw):
+        halves.add(FELT)
+    return bool(halves & measured)

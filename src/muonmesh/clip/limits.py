@@ -46,7 +46,7 @@ class Limits:
             raise ValueError(explain_error("norm_type", f"{self.norm_type!r}", "2: Euclidean norms alone", write))
 
     @property
-    def whole(self) -> bool:
+    def measures_both(self) -> bool:
         """Whether both halves are measured: asked for, or needed to clip, or to see a non-finite gradient."""
         return self.norms or self.policy != "adamw_only" or self.skip_above < math.inf
 

@@ -23,9 +23,9 @@ ERRORS, REPLAN, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(7)
 
 ERRORS: how many ranks found an error. REPLAN: how many must plan again. ALIKE and SQUARED: a number made of the
 arguments, and its square; by their sums ranks see whether all were given the same arguments. INVARIANT: the squares of
-the gradients whose scale the update does not feel, which are Muon's. FELT: those of the gradients whose scale it feels,
-which are AdamW's. From MATRICES on: both again for each of the source's `norms_apart`, and then, from
-`matrices_from` on, the squares of each matrix of the plan.
+the gradients of groups whose rule is `scale_invariant`, told as "muon". FELT: those of all other groups, told as
+"adamw": AdamW's, and those of rules on matrices that feel the scale. From MATRICES on: both again for each of the
+source's `norms_apart`, and then, from `matrices_from` on, the squares of each matrix of the plan.
 """
 
 

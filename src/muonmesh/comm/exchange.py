@@ -45,7 +45,7 @@ class Exchange:
 
     Matrices that have an owner are moved by the `OwnerExchange`, the others stay where they are, and their Gram
     matrices are summed by the `GramExchange`. What rules keep by row, column or matrix travels before them and after
-    them, by the `CarriedExchange`. Flags, sums and counts are the same for both.
+    them, by the `CarriedExchange`. Flags, sums and counts are the same for all three.
 
     Args:
         plan: The same on every rank of the group.

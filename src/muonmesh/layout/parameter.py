@@ -29,6 +29,7 @@ class Parameter:
             if there are no teams.
         unlisted_by: Ranks of ``target`` that hold nothing of it and have no tensor for it in their groups. They know
             neither its rule nor its settings, so they own none of its matrices.
+        scale_invariant: Whether its rule is, so that clipping need not scale its gradients (`Rule.scale_invariant`).
     """
 
     name: str
@@ -42,6 +43,7 @@ class Parameter:
     sums: int = 0
     gathered: tuple[int, ...] = ()
     unlisted_by: tuple[int, ...] = ()
+    scale_invariant: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ def describe(parameter: Parameter | Elementwise) -> str:
     kept = "".join(f", {companion.describe()}" for companion in parameter.companions)
     if parameter.sums:
         kept += f", {parameter.sums} summed"
+    if not parameter.scale_invariant:
+        kept += ", clipped"
     return f"{line}, state {momentum}{kept}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
 
 

@@ -381,8 +381,8 @@ class MuonStep:
         rule = self._rule(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
-                own, size = self._rule(assignment), self._plan.assignments[assignment].matrix
-                parts.balance_whole(own, matrix, rows=size.rows, cols=size.cols)
+                own, planned = self._rule(assignment), self._plan.assignments[assignment].matrix
+                parts.balance_whole(own, matrix, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             orthogonalize(
                 batch,
@@ -399,8 +399,9 @@ class MuonStep:
             out.copy_(batch)
         if whole and rule.changes_matrices():
             for assignment, matrix in zip(assignments, out.unbind(), strict=True):
-                own, size = self._rule(assignment), self._plan.assignments[assignment].matrix
-                parts.change_whole(own, matrix, self._kept_of_owned.get(assignment, {}), rows=size.rows, cols=size.cols)
+                own, planned = self._rule(assignment), self._plan.assignments[assignment].matrix
+                kept = self._kept_of_owned.get(assignment, {})
+                parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
@@ -480,7 +481,7 @@ class MuonStep:
 
         Returns:
             The rule; the weights to change, which are the master where there is one; what the rule keeps beside them;
-            and the scale of the update.
+            and the update scale of the whole matrix: `Rule.apply` is given its product with ``lr`` as ``size``.
         """
         ready = self._ready[leg.parameter]
         weights = ready.weights if ready.master is None else ready.master
@@ -498,7 +499,7 @@ class MuonStep:
 
     @property
     def copied(self) -> bool:
-        """Whether a storage or its state is worked on in a copy, which `finish` writes back."""
+        """Whether weights or state are worked on in copies, which `finish` writes back: then no Tail is put off."""
         return self._loans is not None or any(
             ready.weights is not local_of(ready.slot.tensor) for ready in self._ready.values()
         )
@@ -537,15 +538,15 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
         place: Where its momentum lives; this rank stores nothing there that it does not store in ``storage``.
     """
     rank = this_rank()
-    kept = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
+    own = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
     first = local.storage_offset()  # of a gradient that is a view into a bucket of DDP's or FSDP2's
     for target in _layout(place).blocks(rank):
         for block in _layout(storage).blocks(rank):
             shared = overlap(block, target)  # ``matrix_*`` of this Piece are places in the momentum
             if shared is not None:
                 part = local.as_strided(shared.shape, shared.storage_strides, first + shared.storage_start)
-                kept.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
-    return kept
+                own.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
+    return own
 
 
 def views_of(kept: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:

@@ -364,4 +364,5 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
         companions,
         rule_of(group).count_of_sums(),
         tuple(shared[matrix.rows, matrix.cols] for matrix in matrices),
+        scale_invariant=rule_of(group).scale_invariant,
     )

@@ -91,7 +91,7 @@ def collect(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, dict[str, Any]],
     source: GradientSource,
-    scale: Tensor | None,
+    loss_scale: Tensor | None,
     precision: Precision,
 ) -> Collected:
     """Read every gradient and check the state beside it.
@@ -101,7 +101,7 @@ def collect(
         groups: The param groups.
         state: The optimizer's state.
         source: Where the gradients are.
-        scale: The factor of a GradScaler, taken out of the gradients in fp32.
+        loss_scale: The factor of a GradScaler, taken out of the gradients in fp32.
         precision: Where state is kept.
     """
     error: Exception | None = None
@@ -116,8 +116,8 @@ def collect(
             gradient = gradient_of(member.name, member.tensor, source)
         except (LayoutError, TypeError) as found:
             error = error or found
-        if gradient is not None and scale is not None:
-            gradient = unscaled(gradient, scale)
+        if gradient is not None and loss_scale is not None:
+            gradient = unscaled(gradient, loss_scale)
         if gradient is not None and not any(partial_axes(gradient)):
             gradient = gradient.contiguous()
         slot = slots[id(member)] = Slot(
