@@ -548,8 +548,9 @@ class Muon(torch.optim.Optimizer):
             policy: "adamw_only": AdamW's half by its own norm: the AdamW groups, and groups whose rule is not
                 `scale_invariant`. "all": everything by the total norm, as ``torch.nn.utils.clip_grad_norm_``.
                 "separate": each half by its own norm. "per_matrix": AdamW's half as in "adamw_only", and the gradient
-                of each of Muon's matrices is limited to ``max_norm`` times its own running norm, a mean over about twenty gradients that is kept in the state; the first ten
-                gradients of a matrix are only measured (see `muonmesh.clip.running`).
+                of each of Muon's matrices is limited to ``max_norm`` times its own running norm, a mean over about
+                twenty gradients that is kept in the state; the first ten gradients of a matrix are only measured (see
+                `muonmesh.clip.running`).
             skip_above: The next step changes nothing, on any rank, if a norm by which the policy clips is above this,
                 or if anything measured is not finite. The host need not wait for that: weights, momentum and step
                 counters stay as they are bit for bit.
