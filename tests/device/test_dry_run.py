@@ -124,9 +124,11 @@ SOAK = pytest.mark.soak
         pytest.param({}, (), 32, Held(900, 28, 2049, 0.0), id="one-device-whole", marks=SOAK),
         pytest.param({"shard": 8}, (Shard(0),), 2, Held(85, 36, 409, 0.197132288), id="fsdp-8"),
         pytest.param({"shard": 64}, (Shard(0),), 8, Held(80, 49.5, 385, 0.168296448), id="fsdp-64"),
-        pytest.param({"shard": 2048}, (Shard(0),), 8, Held(80, 802, 385, 0.119095296), id="fsdp-2048"),
+        pytest.param({"shard": 2048}, (Shard(0),), 8, Held(80, 802, 385, 0.119095296), id="fsdp-2048", marks=SOAK),
         pytest.param(
-            {"shard": 8, "tp": 8}, (Shard(0), Shard(1)), 8, Held(80, 49.5, 385, 0.168296448), id="fsdp-8-tp-8"
+            *({"shard": 8, "tp": 8}, (Shard(0), Shard(1)), 8, Held(80, 49.5, 385, 0.168296448)),
+            id="fsdp-8-tp-8",
+            marks=SOAK,
         ),
         pytest.param(
             {"replicate": 8, "shard": 8}, (Replicate(), Shard(0)), 8, Held(95, 26.5, 423, 0.978321408), id="hsdp-8x8"
