@@ -298,6 +298,7 @@ def explained(run: Path, momentum: Path | None = None) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_pairs_of_ranks_that_share_layers_save_whole_momenta(
     pool: Pool, prepare: Callable[..., Path], folder: Path
 ) -> None:

@@ -157,7 +157,9 @@ def test_momentum_is_shared_where_it_can_be(workers, layout: str) -> None:
     assert [differing for differing, _, _ in outcomes] == [[]] * 4
 
 
-@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == "hsdp over rowwise")) for name in EIGHT]
+)
 def test_bit_for_bit_on_eight_ranks(workers, name: str) -> None:
     check(workers(8).run(on_mesh, name, "dtensor", {"compute_dtype": torch.float32}), divided=True)
 

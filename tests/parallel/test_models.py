@@ -34,8 +34,8 @@ HELD = [
     ("mixtral", "fsdp over dim 1 x ep"),
 ]
 # Those whose every part another one has too: in `make soak`.
-AGAIN = [("llama", "fsdp"), ("llama", "hsdp"), ("llama", "fsdp x plain tp"), ("mixtral", "fsdp"), ("mixtral", "hsdp")]
-AGAIN += [("mixtral", "fsdp over dim 1 x ep")]
+AGAIN = [("llama", "fsdp"), ("llama", "hsdp"), ("llama", "tp"), ("llama", "fsdp x plain tp")]
+AGAIN += [("mixtral", "fsdp"), ("mixtral", "hsdp"), ("mixtral", "fsdp over dim 1 x ep")]
 Tensors = dict[str, Tensor]
 
 
