@@ -58,7 +58,7 @@ def test_three_layers_of_gpt2(gpt2: DryRun) -> None:
     assert theirs.launches == 396  # as counted before, by another count: 23 launches a matrix and its copies
 
 
-@SOAK
+@pytest.mark.soak
 def test_what_a_gpu_is_compared_with_is_modelled() -> None:
     """`make test-gpu` measures the same cases and writes both beside each other."""
     small = {name: replace(case, shapes=[(64, 64), (64, 128)]) for name, case in CASES.items()}
