@@ -327,6 +327,7 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
 def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "how").write_text(how)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    environment = dict(os.environ)
     start = time.monotonic()
     try:
         with pytest.raises(RankFailed, match=re.escape(message)):
@@ -335,6 +336,7 @@ def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: s
         for number, handler in before.items():
             signal.signal(number, handler)
     assert time.monotonic() - start < 60
+    assert dict(os.environ) == environment, "a torchrun that this process starts has another launcher"
 
 
 def finish_after_a_hangup(run: str) -> None:
@@ -356,8 +358,12 @@ def test_ranks_that_are_copies_end_when_they_have_stopped(tmp_path: Path, monkey
     monkeypatch.setattr(launcher, "SECONDS_TO_STOP", 30)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # so that what `launch` writes there is taken back
     start = time.monotonic()
-    with pytest.raises(Interrupted):
-        launch(tmp_path, ranks=2, worker=finish_after_a_hangup)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and `launch` leaves it so
+    try:
+        with pytest.raises(Interrupted):
+            launch(tmp_path, ranks=2, worker=finish_after_a_hangup)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert time.monotonic() - start < 30
 
 

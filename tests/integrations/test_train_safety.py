@@ -97,6 +97,12 @@ def long_run(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Pat
 LongRun = tuple[Path, subprocess.Popen[str], list[int]]
 
 
+def begin_in_terminal() -> None:
+    """In the new process: the terminal is its own, and its closing is heard, even where these tests run under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 def test_a_closed_terminal_stops_a_run_with_a_checkpoint(folder: Path) -> None:
@@ -109,7 +115,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint(folder: Path) -> None:
         stdout=inside,
         stderr=inside,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=begin_in_terminal,
     )
     os.close(inside)
     printed = b""

@@ -53,6 +53,7 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
     """
     with writing(run):
         make_room(run, ranks)
+    environment = dict(os.environ)
     os.environ[LAUNCHER] = str(os.getpid())
     threads = str(max(1, usable_cores() // ranks))
     os.environ.setdefault("OMP_NUM_THREADS", threads)
@@ -93,6 +94,9 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
             raise RankFailed(str(failures[0])) from error
         raise Interrupted from error
     finally:
+        for name in os.environ.keys() - environment.keys():  # what starts next, a torchrun say, has another launcher
+            del os.environ[name]
+        os.environ.update(environment)
         signals.give_back()
         forget_rooms(run)
 
