@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from muonmesh.checkpoint.conversion import convert
+    from muonmesh.checkpoint.full import load_full
     from muonmesh.checkpoint.saved import load, save
 
-__all__ = ["convert", "load", "save"]
+__all__ = ["convert", "load", "load_full", "save"]
 
-_LATER = {"convert": "conversion", "load": "saved", "save": "saved"}
+_LATER = {"convert": "conversion", "load": "saved", "load_full": "full", "save": "saved"}
 """Public names by the file that has them, which is imported when they are asked for: the optimizer needs none."""
 
 

@@ -149,13 +149,14 @@ def _names(
     here = list(here)
     spare = [name for name in there if name not in everyone]
     lost = [name for name in here if name not in there]
-    said = [f"no {MODEL}.{name}{_nearest(name, spare or there)}" for name in lost]
-    said += [f"{MODEL}.{name}, which nothing here has{_nearest(name, lost or here)}" for name in spare]
+    said = [f"no {MODEL}.{name}{nearest(name, spare or there)}" for name in lost]
+    said += [f"{MODEL}.{name}, which nothing here has{nearest(name, lost or here)}" for name in spare]
     strays = [name for name in states if name not in there and name not in everyone]
-    return said + [f"state of {name}, which nothing here has{_nearest(name, here)}" for name in strays]
+    return said + [f"state of {name}, which nothing here has{nearest(name, here)}" for name in strays]
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The name that is most like one, in brackets for a message; empty where none is."""
     close = difflib.get_close_matches(name, list(names), 1, 0.5)
     return f" (the nearest is {close[0]})" if close else ""
 

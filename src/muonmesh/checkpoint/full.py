@@ -1,0 +1,103 @@
+"""Full: whole tensors that rank 0 alone has, looked at before torch hands any of them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from muonmesh.checkpoint.entries import flat
+from muonmesh.checkpoint.fitting import nearest
+from muonmesh.checkpoint.ranks import agreed, rank_in
+from muonmesh.errors import StateError, explain_error
+
+_SHOWN = 8  # of what does not fit
+
+
+def load_full(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, Any] | None,
+    state: Mapping[str, Any] | None,
+) -> None:
+    """Hand full state dicts of rank 0 to all ranks, whatever holds their parameters. All ranks call it.
+
+    It is torch's ``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``broadcast_from_rank0``, behind a look
+    at what rank 0 has. Torch alone lets the other ranks wait for what rank 0 lacks, and writes some of the state before
+    it finds what does not fit.
+
+    Args:
+        model: As those functions take it: plain, DDP, or sharded by DTensors.
+        optimizer: Of its parameters.
+        weights: On rank 0, what ``get_model_state_dict`` gave with ``full_state_dict``; None on the others.
+        state: On rank 0, what ``get_optimizer_state_dict`` gave so, flattened or not; None on the others.
+
+    Raises:
+        StateError: on every rank, before any weight or state has changed: an entry is missing, too much, or of another
+            shape, or rank 0 has none. The message names each with the nearest name.
+    """
+    whole_model = get_model_state_dict(model)
+    whole_state = get_optimizer_state_dict(model, optimizer)
+    flat_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+    def check() -> None:
+        if rank_in() != 0:
+            return
+        if weights is None or state is None:
+            needed = "the full state dicts of the model and of the optimizer"
+            raise StateError(explain_error("load_full", "None on rank 0", needed, "Read the file there"))
+        expected = whole_state if "state" in state else flat_state
+        wrong = _differences("weights", flat(whole_model), flat(weights))
+        wrong += _differences("state", flat(expected), flat(state))
+        if "state" in state:
+            wrong += _differences("group of", _members(whole_state), _members(state))
+        if wrong:
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            needed = "what this model and this optimizer hold"
+            write = "Load it into the model and the optimizer that it was saved with"
+            raise StateError(explain_error("full state dict", "; ".join(wrong[:_SHOWN]) + more, needed, write))
+
+    agreed(check)
+    first = rank_in() == 0
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=torch.distributed.is_initialized())
+    set_model_state_dict(model, dict(weights or {}) if first else {}, options=options)
+    set_optimizer_state_dict(model, optimizer, dict(state or {}) if first else {}, options=options)
+
+
+def _members(state: Mapping[str, Any]) -> dict[str, Any]:
+    """By the name of each parameter that is in a group, and by that of each setting of its group, nothing."""
+    found: dict[str, Any] = {}
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            found[name] = None
+            found.update({f"{name}: {key}": None for key in group if key != "params"})
+    return found
+
+
+def _differences(what: str, needed: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Say what is missing, what is too much and what has another shape."""
+    lost, spare = needed.keys() - given.keys(), given.keys() - needed.keys()
+    said = [f"no {what} {name}{nearest(name, spare or given)}" for name in sorted(lost)]
+    said += [f"{what} {name}, which nothing here has{nearest(name, lost or needed)}" for name in sorted(spare)]
+    return said + list(_misshapen(what, needed, given))
+
+
+def _misshapen(what: str, needed: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:
+    for name in sorted(needed.keys() & given.keys()):
+        shape, found = _shape(needed[name]), _shape(given[name])
+        if found != shape:
+            yield f"{what} {name} of shape {found}, where {shape} is needed"
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """None of what is no tensor: settings, which the optimizer compares itself."""
+    return tuple(value.shape) if isinstance(value, Tensor) else None
