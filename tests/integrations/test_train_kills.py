@@ -109,3 +109,13 @@ def test_torchrun_restarts_its_ranks_and_takes_them_along_when_it_is_killed(tmp_
     assert losses(run) == losses(whole), "bit for bit"
     # The report and the lock are the launcher's; the latter stays with torchrun too.
     assert files(run) - {".lock"} <= files(whole) - {".lock"}
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_ranks_that_torchrun_starts_again_do_not_wait_for_those_that_are_gone(tmp_path: Path) -> None:
+    """Twenty seconds. Rank 1 comes first at the second attempt, and finds in torchrun's store where rank 0 was."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command += ["--nproc-per-node", "2", "-m", "tests.integrations.restarted_worker", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    assert {path.name for path in tmp_path.iterdir()} == {"0-1", "1-1"}, "both ranks, at the second attempt"

@@ -52,6 +52,7 @@ def work(run: Path) -> None:
     import muonmesh.cli.training  # noqa: F401 - what takes longest, before it is set aside
     from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank
     from muonmesh.cli.corpus import load_corpus_of
+    from muonmesh.cli.joining import join
     from muonmesh.cli.lock import RunLock
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
@@ -63,10 +64,10 @@ def work(run: Path) -> None:
     if settings.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=seconds_to_wait())
+        join("nccl", timeout=seconds_to_wait(), device_id=device)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=seconds_to_wait())
+        join("gloo", timeout=seconds_to_wait())
     if dist.get_world_size() != settings.ranks:
         raise RunError(
             f"{run}: found {dist.get_world_size()} ranks, started by torchrun; needed the {settings.ranks} of the run. "
