@@ -489,7 +489,7 @@ class Muon(torch.optim.Optimizer):
     ) -> tuple[Planned, Exchange, Collected, Flags]:
         """Read the gradients under the plan, and hear what all ranks have found."""
         kept = self._kept
-        planned, exchange = connect(self.param_groups, kept)
+        planned, exchange = connect(self.param_groups, kept, compared=True)
         exchange.counts = Counts()
         slots = collect(
             planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None), kept.precision
@@ -582,7 +582,7 @@ class Muon(torch.optim.Optimizer):
                 return told
             forget(kept)
         while True:
-            planned, exchange = connect(groups, kept)
+            planned, exchange = connect(groups, kept, compared=True)
             waits = kept.host_waits(planned)
             try:
                 found, kept.clip = clip_gradients(
@@ -740,7 +740,7 @@ class Muon(torch.optim.Optimizer):
         while True:
             error = check_groups(groups).error
             before = outdated(groups, kept, error)
-            planned, exchange = before or connect(groups, kept)
+            planned, exchange = before or connect(groups, kept, compared=True)
             here = None if before is not None else (groups, self.state, kept.source, kept.update_squares)
             found = measure(planned, exchange, here, error, waits=kept.host_waits(planned))
             if found is not None:

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import beside, device, fused, triton, zeros
 from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.step.together import MuonStepTogether
 from tests.interpreter import interpreting
 
 Interpreter = Callable[..., Any]
@@ -322,6 +324,46 @@ def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
     }
 
 
+def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
+    """Weights, momenta and masters after steps as on a device; how many matrices were taken as whole parameters.
+
+    Sizes that are aligned and that are not; a gradient of zeros, and one that is missing at first. ``apart`` takes
+    all by what also takes pieces.
+    """
+    torch.manual_seed(0)
+    shapes = [(16, 16)] * 3 + [(3, 5)] * 3 + [(5, 3), (32, 8), (32, 8), (12, 12)]
+    weights = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    weights.append(nn.Parameter(torch.randn(8, 24).to(dtype).t()))
+    optimizer = mm.Muon(weights, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
+    optimizer._kept.waits, optimizer._kept.together = False, True
+    taken = 0
+    take = MuonStepTogether._wholes
+
+    def counted(self: MuonStepTogether, *arguments: Any) -> Any:
+        nonlocal taken
+        found = None if apart else take(self, *arguments)
+        taken += 0 if found is None else len(found.matrices)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MuonStepTogether, "_wholes", counted)
+        for step in range(3):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            weights[1].grad = torch.zeros_like(weights[1])
+            if step == 0:
+                weights[9].grad = None
+            optimizer.step()
+    states = [optimizer.state[weight] for weight in weights]
+    return [*weights, *(value.clone() for state in states for value in state.values())], taken
+
+
+def whole_and_apart(dtype: torch.dtype) -> tuple[bool, int, int]:
+    """Whether both ways give the same bits, and how many matrices each took as whole parameters."""
+    (whole, some), (apart, none) = (stepped(dtype, apart=apart) for apart in (False, True))
+    return len(whole) == len(apart) and all(map(torch.equal, whole, apart)), some, none
+
+
 def fused_refused() -> list[str]:
     """What is said of pieces that cannot be."""
     said = []
@@ -420,6 +462,16 @@ def test_the_factor_of_two_steps(interpreter: Interpreter, rows: int, dtype: tor
 @pytest.mark.parametrize(("masters", "masked"), [(False, False), (True, True)])
 def test_apply(interpreter: Interpreter, masters: bool, masked: bool) -> None:
     interpreter(applies, masters, masked)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_parameters_that_are_matrices_are_stepped_like_their_pieces(
+    interpreter: Interpreter, dtype: torch.dtype
+) -> None:
+    """In the second and the third step, but for a transposed weight; one had no gradient in the first."""
+    same, whole, apart = interpreter(whole_and_apart, dtype)
+    assert same
+    assert (whole, apart) == (9 + 10, 0)
 
 
 def test_pieces_that_cannot_be_are_refused(interpreter: Interpreter) -> None:

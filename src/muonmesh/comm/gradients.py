@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.storage import PLAIN, local_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 
@@ -113,6 +113,17 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
 def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
+    if (
+        type(gradient) is Tensor  # and not a DTensor, say; nearly all are what this asks for
+        and type(parameter) in PLAIN
+        and gradient.dtype in HELD_DTYPES
+        and gradient.layout is torch.strided
+        and gradient.shape == parameter.shape
+        and gradient.device == parameter.device
+        and not gradient.is_meta
+        and parameter.dtype in HELD_DTYPES
+    ):
+        return gradient
     if gradient.is_complex() or parameter.is_complex():
         found = f"a gradient of dtype {gradient.dtype}"
         raise TypeError(explain_error(name, found, "a real gradient", "Muon and AdamW here take real tensors only"))
@@ -183,7 +194,9 @@ def _cut_where_replicated(gradient: DTensor, parameter: DTensor) -> DTensor:
 
 def partial_axes(tensor: Tensor | None) -> tuple[bool, ...]:
     """Return for each axis of a DTensor's mesh whether the tensor is a partial sum over it; empty for others."""
-    return tuple(isinstance(p, Partial) for p in tensor.placements) if isinstance(tensor, DTensor) else ()
+    if tensor is None or type(tensor) is Tensor or not isinstance(tensor, DTensor):
+        return ()
+    return tuple(isinstance(p, Partial) for p in tensor.placements)
 
 
 def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[bool]) -> Tensor:

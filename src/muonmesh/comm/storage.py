@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
@@ -31,9 +31,14 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.region import row_major
 
+PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that are no DTensors; to ask for these is quicker than `isinstance`."""
+
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank stores, without communication; shares memory."""
+    if type(tensor) in PLAIN:
+        return tensor
     if isinstance(tensor, DTensor):
         local: Tensor = tensor._local_tensor
         return local
@@ -320,23 +325,12 @@ def device_without_parameters() -> torch.device:
     return torch.device("cpu")
 
 
-class Signature(NamedTuple):
-    """What must stay the same of a parameter for a plan to stay valid: cheap to read every step."""
-
-    tensor: int
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    mesh: int = 0
-    placements: tuple[TorchPlacement, ...] = ()
-
-    @staticmethod
-    def of(tensor: Tensor) -> Signature:
-        """Read it off a parameter."""
-        found = id(tensor), tensor.shape, tensor.dtype, tensor.device
-        if isinstance(tensor, DTensor):
-            return Signature(*found, id(tensor.device_mesh), tuple(tensor.placements))
-        return Signature(*found)
+def identity_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what must stay the same of a parameter for a plan to stay valid: cheap to read every step."""
+    found = id(tensor), tensor.shape, tensor.dtype, tensor.device
+    if isinstance(tensor, DTensor):
+        return *found, id(tensor.device_mesh), tuple(tensor.placements)
+    return found
 
 
 def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, device: str) -> Storage:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from muonmesh.layout import Piece
+from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.kernels import TeamShare
 
@@ -24,6 +26,18 @@ class Local:
     assignment: int
     read: tuple[Leg, ...]
     write: tuple[Leg, ...]
+
+    @cached_property
+    def stored(self) -> Literal["as it is", "transposed", "in pieces"]:
+        """How it lies in the storage, as against where it is assembled, from the first element of both on."""
+        first, *rest = {leg.piece for leg in (*self.read, *self.write)}
+        if rest or len(first.shape) != 2 or first.storage_start + first.matrix_start:
+            return "in pieces"
+        if first.storage_strides != row_major(first.shape):
+            return "in pieces"
+        if first.matrix_strides == row_major(first.shape):
+            return "as it is"
+        return "transposed" if first.matrix_strides == (1, first.shape[0]) else "in pieces"
 
 
 @dataclass(frozen=True)

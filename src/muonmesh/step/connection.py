@@ -42,15 +42,24 @@ def plan(groups: Groups, kept: Kept) -> Planned:
     return planned
 
 
-def connect(groups: Groups, kept: Kept) -> tuple[Planned, Exchange]:
+def connect(groups: Groups, kept: Kept, *, compared: bool = False) -> tuple[Planned, Exchange]:
     """Return the plan with its exchange; where there is none yet, meet the ranks that share parameters.
 
     A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
+
+    Args:
+        groups: As they are now.
+        kept: What the optimizer keeps.
+        compared: Whether `outdated` has just found that the plan of the step before, if there is one, still holds.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
         PlanError: another rank cannot make one, has made another, or does not come.
     """
+    if compared and (before := kept.connected) is not None and before.exchange is not None:
+        replicas_of(kept.process_group)  # raises if it was lost
+        kept.planned = before
+        return before, before.exchange
     planned, sets, error = _read(groups, kept)
     if planned is not None and planned.exchange is not None:
         return planned, planned.exchange

@@ -515,7 +515,9 @@ class MuonStep:
             if ready.weights is not local:
                 local.copy_(ready.weights)
         for number, slot in enumerate(self._slots):
-            if slot is not None and number not in self._ready and self._flags.present[number]:
+            if slot is None or number in self._ready or not self._flags.present[number]:
+                continue
+            if not slot.is_complete(self._precision):
                 create_state(slot, self._precision)
         if self._loans is not None:
             self._loans.finish()

@@ -35,8 +35,9 @@ def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | Non
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
         gradient = _gradient(slots[assignment.parameter])
         if gradient is not None:
-            numbers += [number] * len(parts)
-            views += [view_in_storage(gradient, piece) for piece in parts]
+            for piece in parts:
+                numbers.append(number)
+                views.append(view_in_storage(gradient, piece))
     # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
     found = torch.zeros(len(plan.assignments), dtype=torch.int32, device=device)
     if views and can_mark(views):

@@ -17,9 +17,9 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import (
     Declared,
-    Signature,
     connected_ranks,
     device_without_parameters,
+    identity_of,
     local_of,
     this_rank,
 )
@@ -159,7 +159,7 @@ def signature_of(
         tuple((name, id(entry)) for name, entry in layouts.items()),
         id(source),
         tuple(tuple(map(source.group, group["params"])) for group in groups),
-        tuple(tuple(map(Signature.of, group["params"])) for group in groups),
+        tuple(tuple(map(identity_of, group["params"])) for group in groups),
         tuple(
             (
                 group["algorithm"],
@@ -183,9 +183,15 @@ def _asked(group: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _frozen(value: Any) -> Any:
     """Return tuples for lists, so that what is changed in place differs from what was."""
+    if isinstance(value, list) and all(map(_is_fixed, value)):
+        return tuple(value)
     if not isinstance(value, (list, tuple)):
         return value
     return tuple(one if isinstance(one, str) else _frozen(one) for one in value)  # names are many
+
+
+def _is_fixed(value: object) -> bool:
+    return value is None or type(value) is str
 
 
 def holdings_of(plan: Plan, rank: int, *, momentum: bool) -> Holdings:

@@ -116,7 +116,9 @@ def preflight(
     waits = waits or at_rest
     if not waits:
         for slot in slots:
-            if slot is not None and any(axes := partial_axes(slot.gradient)):
+            if slot is None or type(slot.gradient) is Tensor:
+                continue
+            if any(axes := partial_axes(slot.gradient)):
                 slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
         nonzero = nonzero_on_device(plan, planned.holdings, muon, device)
     else:

@@ -63,6 +63,14 @@ class Slot:
         """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
         return self.homes.keys() <= self.state.keys()
 
+    def is_complete(self, precision: Precision) -> bool:
+        """Whether `create_state` has nothing to create."""
+        state, master = self.state, precision.master
+        for key in (*RUNNING, *self.homes):
+            if key not in state:
+                return False
+        return master is None or "master" in state or master == self.tensor.dtype
+
 
 class Collected(NamedTuple):
     """The slots of one step.
@@ -106,11 +114,12 @@ def collect(
     """
     error: Exception | None = None
     slots: dict[int, Slot] = {}
+    by_muon = [is_matrix_rule(group["algorithm"]) for group in groups]
 
     def slot_of(member: Member) -> Slot:
         nonlocal error
-        if id(member) in slots:
-            return slots[id(member)]
+        if (known := slots.get(id(member))) is not None:
+            return known
         gradient = None
         try:
             gradient = gradient_of(member.name, member.tensor, source)
@@ -118,7 +127,7 @@ def collect(
             error = error or found
         if gradient is not None and loss_scale is not None:
             gradient = unscaled(gradient, loss_scale)
-        if gradient is not None and not any(partial_axes(gradient)):
+        if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
             gradient = gradient.contiguous()
         slot = slots[id(member)] = Slot(
             member.name,
@@ -132,7 +141,7 @@ def collect(
             member.homes,
         )
         try:
-            check_state(slot, precision, muon=is_matrix_rule(groups[member.group]["algorithm"]))
+            check_state(slot, precision, muon=by_muon[member.group])
         except (LayoutError, StateError) as found:
             error = error or found
         return slot
@@ -185,12 +194,12 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
         StateError: a tensor is no tensor, of another shape than this rank stores, or elsewhere; or the state is of the
             other algorithm.
     """
-    held = local_of(slot.tensor)
-    if held.untyped_storage().nbytes() < held.numel() * held.element_size() and not held.is_meta:
+    held, state, homes = local_of(slot.tensor), slot.state, slot.homes
+    if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
         found, write = "a parameter without memory, which FSDP or ZeRO has freed", "Reshard it first: module.reshard()"
         raise LayoutError(explain_error(slot.name, found, "its elements to update", write))
     foreign = "exp_avg" if muon else "momentum_buffer"
-    if foreign in slot.state:
+    if foreign in state:
         algorithm, other = ("muon", "adamw") if muon else ("adamw", "muon")
         raise StateError(
             explain_error(
@@ -200,13 +209,14 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
                 "Write del optimizer.state[parameter] to begin with fresh state, or set the group back",
             )
         )
-    for key in dict.fromkeys((*_STORED, *slot.homes)):
-        value: object = slot.state.get(key)
-        if value is None:
+    value: object
+    for key, value in state.items():
+        home = homes.get(key)
+        if value is None or (home is None and key not in _STORED):
             continue
         if not isinstance(value, Tensor):
             raise StateError(explain_error(slot.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
-        place = slot.homes[key].storage if key in slot.homes else slot.storage
+        place = slot.storage if home is None else home.storage
         local, same = local_of(value), place is slot.storage
         needed = held.shape if same else local_shape(place)
         if local.shape != needed:
@@ -218,14 +228,14 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
                     "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
                 )
             )
-        companion = key in slot.homes and slot.homes[key].companion is not None
-        device = held.device if companion else precision.kept_on(held.device)
+        companion = home is not None and home.companion is not None
+        device = held.device if companion or not precision.on_host else precision.kept_on(held.device)
         if local.device != device:
             found, where = f"{key} on {local.device}", f"it on {device}"
             where += ", with its parameter" if device == held.device else ", as state_device says"
             raise StateError(explain_error(slot.name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
-            slot.state[key] = place.wrap(local.contiguous())
+            state[key] = place.wrap(local.contiguous())
 
 
 def view_in_storage(storage: Tensor, piece: Piece) -> Tensor:

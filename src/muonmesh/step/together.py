@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.work import Ends, Local
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.newton_schulz import gram_segments
 from muonmesh.numerics.rules import together
-from muonmesh.numerics.rules.together import Factors, Folded, Updated
+from muonmesh.numerics.rules.together import Factors, Folded, Updated, Wholes
 from muonmesh.step.muon import MuonStep, values_of
-from muonmesh.step.slots import view_in_storage
+from muonmesh.step.slots import RUNNING, view_in_storage
+
+_MOMENTUM = "momentum_buffer"
 
 
 class MuonStepTogether(MuonStep):
@@ -94,6 +97,12 @@ class MuonStepTogether(MuonStep):
         shape = self._plan.assignments[numbers[0]].matrix.shape
         x = torch.empty((len(batch), *shape), dtype=self._precision.compute, device=self._device)
         out = torch.empty_like(x)
+        if (wholes := self._wholes(batch, x)) is not None:
+            factors = self._factors_of(self._group(numbers[0]))
+            together.fold_wholes(wholes, _as_stored(batch, x), factors)
+            self._orthogonalize(x, out, numbers)
+            together.apply_wholes(wholes, _as_stored(batch, out), factors)
+            return
         self.prepare(numbers)
         self.read(_ends(batch, x, read=True))
         self._orthogonalize(x, out, numbers)
@@ -101,6 +110,38 @@ class MuonStepTogether(MuonStep):
         if asked := self._plan.summed(numbers):
             self._alone.take(asked, ends, self)
         self.write(ends)
+
+    def _wholes(self, batch: Sequence[Local], like: Tensor) -> Wholes | None:
+        """Return a batch whose matrices are parameters that are all here, with their state; None if one is not.
+
+        Small matrices mostly are, and take the host longer than the device. The general way takes the others, and all
+        if more is asked for than weights and momentum.
+        """
+        if self._blocks is not None or self._loans is not None or self._update_squares is not None:
+            return None
+        numbers = [local.assignment for local in batch]
+        slots = list(map(self._slot, numbers))
+        if slots[0] is None or slots[0].homes.keys() != {_MOMENTUM} or not self._factors_of(slots[0].group).fuses:
+            return None
+        group, dtype = slots[0].group, slots[0].tensor.dtype
+        shapes = {"as it is": like.shape[1:], "transposed": like.mT.shape[1:]}
+        mastered = self._precision.master not in (None, dtype)
+        needed = {_MOMENTUM, *RUNNING} | ({"master"} if mastered else set())
+        found = Wholes([], [], [], [], numbers)
+        for local, slot in zip(batch, slots, strict=True):
+            if slot is None or slot.gradient is None or slot.group != group:
+                return None
+            weights, state = local_of(slot.tensor), slot.state
+            if weights.shape != shapes.get(local.stored) or weights.dtype != dtype or not weights.is_contiguous():
+                return None
+            if not needed <= state.keys() or ("master" in state) != mastered:
+                return None
+            found.gradients.append(slot.gradient)
+            found.momenta.append(local_of(state[_MOMENTUM]))
+            found.weights.append(weights)
+            if mastered:
+                found.masters.append(local_of(state["master"]))
+        return found if found.can_fuse(like) else None
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
@@ -168,7 +209,9 @@ class MuonStepTogether(MuonStep):
         return steps[0].to(torch.promote_types(self._precision.compute, torch.float32))
 
     def _group(self, assignment: int) -> int:
-        return self._ready[self._plan.assignments[assignment].parameter].slot.group
+        slot = self._slot(assignment)
+        assert slot is not None
+        return slot.group
 
 
 def _ends(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:
@@ -177,3 +220,13 @@ def _ends(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:
         for local, matrix in zip(batch, matrices.unbind(), strict=True)
         for leg in (local.read if read else local.write)
     )
+
+
+def _as_stored(batch: Sequence[Local], matrices: Tensor) -> Sequence[Tensor]:
+    """Return a batch as its matrices are stored: as one tensor, or views if one is transposed."""
+    if all(local.stored == "as it is" for local in batch):
+        return (matrices,)
+    return [
+        matrix.mT if local.stored == "transposed" else matrix
+        for local, matrix in zip(batch, matrices.unbind(), strict=True)
+    ]

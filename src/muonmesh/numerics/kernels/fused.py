@@ -18,6 +18,7 @@ from muonmesh.numerics.kernels.rows import Rows, on_device
 from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted
 
 _Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
+_Piece: TypeAlias = tuple[int, int, Tensor, Tensor, Tensor]
 
 _OPTIONS = {"enable_fp_fusion": False}
 """Or an element's bits would depend on how its piece lies in memory: products would be rounded here and not there."""
@@ -58,7 +59,8 @@ def fold(
     Args:
         gradients: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; read only.
         momenta: Likewise, each of its gradient's shape; written, and computed as its dtype says.
-        directions: Likewise; written, rounded once from the momentum's dtype. Empty: none are wanted.
+        directions: Likewise; written, rounded once from the momentum's dtype; or one batch of them, of one dim more,
+            for pieces of one shape. Empty: none are wanted.
         active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
         momentum: μ.
         nesterov: See above.
@@ -90,7 +92,7 @@ def apply(
         weights: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; written, rounded once.
         masters: Likewise, each of its weight's shape; what is computed on instead of the weight, written too. Empty:
             there are none.
-        updates: Likewise, read only.
+        updates: Likewise, read only; or one batch of them, of one dim more.
         active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
         keep: What remains of a weight, 1 − lr·wd: 1-D fp32, likewise.
         size: Learning rate times scale, likewise.
@@ -182,21 +184,39 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
     return vector.view(torch.uint8) if vector.dtype == torch.bool else vector
 
 
-def _grouped(what: str, entries: Sequence[int], *lists: Sequence[Tensor]) -> Iterator[tuple[_Dtypes, Rows, Tensor]]:
+def _grouped(
+    what: str, entries: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor]
+) -> Iterator[tuple[_Dtypes, Rows, Tensor]]:
     """Yield the dtypes, the rows and the table on the device for all pieces of the same dtypes."""
-    groups: dict[_Dtypes, Rows] = {}
-    for number, (a, b, c) in enumerate(zip(*lists, strict=True)):
-        dtypes = (a.dtype, b.dtype, c.dtype)
-        rows = groups.get(dtypes)
-        if rows is None:
-            if any(dtype not in DTYPES for dtype in dtypes):
-                needed = "bf16, fp16 or fp32"
-                found = ", ".join(map(str, dtypes))
-                raise ValueError(f"piece {number} of {what}: found {found}; needed {needed}. Write a loop over pieces")
-            rows = groups[dtypes] = Rows()
-        rows.add(number, entries[number], a, b, c)
+    groups = _rows_by_dtypes(what, entries, a, b, c)
     filled = {dtypes: rows for dtypes, rows in groups.items() if rows.pieces}
     if filled:
-        tables = on_device(list(filled.values()), lists[0][0].device)
+        tables = on_device(list(filled.values()), a[0].device)
         for (dtypes, rows), table in zip(filled.items(), tables, strict=True):
             yield dtypes, rows, table
+
+
+def _rows_by_dtypes(
+    what: str, entries: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor]
+) -> dict[_Dtypes, Rows]:
+    if len(c) == 1 and c[0].ndim > a[0].ndim:  # a batch
+        kinds = {(x.dtype, y.dtype, c[0].dtype) for x, y in zip(a, b, strict=True)}
+        if len(kinds) == 1 and all(dtype in DTYPES for kind in kinds for dtype in kind):
+            rows = Rows.of_batch(entries, a, b, c[0])
+            if rows is not None:
+                return {kinds.pop(): rows}
+        c = c[0].unbind()
+    pieces: dict[_Dtypes, list[_Piece]] = {}
+    last, some = None, list[_Piece]()
+    for piece in zip(range(len(a)), entries, a, b, c, strict=True):
+        dtypes = piece[2].dtype, piece[3].dtype, piece[4].dtype
+        if dtypes != last:  # most are those of the piece before
+            if any(dtype not in DTYPES for dtype in dtypes):
+                needed, has = "bf16, fp16 or fp32", ", ".join(map(str, dtypes))
+                raise ValueError(f"piece {piece[0]} of {what}: found {has}; needed {needed}. Write a loop over pieces")
+            last, some = dtypes, pieces.setdefault(dtypes, [])
+        some.append(piece)
+    found = {dtypes: Rows() for dtypes in pieces}
+    for dtypes, group in found.items():
+        group.add(pieces[dtypes])
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -29,51 +29,82 @@ class Rows:
     """The rows of pieces whose tensors have the same dtypes; they are launched together."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
+        self.numbers = array("q")
         self.programs = 0
+
+    @staticmethod
+    def of_batch(entries: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor], batch: Tensor) -> Rows | None:
+        """Return the rows of pieces of one size whose third tensors are a batch, (pieces, ...), in few operations.
+
+        None where they are not contiguous, aligned and of one size, and have to be added one by one.
+        """
+        size, count = batch[0].numel(), len(batch)
+        tensors = (*a, *b, batch)
+        if len(a) != count or len(b) != count or not all(map(Tensor.is_contiguous, tensors)):
+            return None
+        if set(map(Tensor.numel, tensors[:-1])) != {size}:
+            return None
+        bytes_each, programs_each, start = size * batch.element_size(), -(-size // (ROWS * COLS)), batch.data_ptr()
+        addresses = torch.tensor([*map(Tensor.data_ptr, a), *map(Tensor.data_ptr, b)]).view(2, count)
+        if start % _ALIGNMENT or bytes_each % _ALIGNMENT or (addresses % _ALIGNMENT).any():
+            return None
+        found, numbers = Rows(), torch.arange(count)
+        found.programs = count * programs_each
+        found.numbers = array("q", (0, 0, 0, 0, 0, FLAT, 1, 1, size, *[0] * (WIDTH - STRIDES))) * count
+        table = torch.frombuffer(found.numbers, dtype=torch.int64).view(count, WIDTH)
+        table[:, :2] = addresses.T
+        table[:, 2] = numbers * bytes_each + start
+        table[:, ENTRY] = torch.tensor(entries)
+        table[:, FIRST_PROGRAM] = numbers * programs_each
+        return found
 
     @property
     def pieces(self) -> int:
         """How many pieces there are."""
         return len(self.numbers) // WIDTH
 
-    def add(self, number: int, entry: int, a: Tensor, b: Tensor, c: Tensor) -> None:
-        """Add a piece; this is called for every piece at every step, so it is written to take little time.
+    def add(self, pieces: Iterable[tuple[int, int, Tensor, Tensor, Tensor]]) -> None:
+        """Add pieces; it is done for every piece at every step, so it is written to take little time.
 
         Args:
-            number: Its number among all pieces, for errors.
-            entry: Where in vectors with one entry for one or more pieces its own is.
-            a: At most 3 dims, any strides.
-            b: Of the same shape.
-            c: Of the same shape. The same tensor may be given twice where one is not wanted.
+            pieces: For each its number among all pieces, for errors; the place of its entry in vectors with one entry
+                for one or more pieces; and three tensors of one shape of at most 3 dims, any strides. The same tensor
+                may be given twice where one is not wanted.
 
         Raises:
-            ValueError: The shapes differ, or there are more than 3 dims.
+            ValueError: The shapes of a piece differ, or have more than 3 dims.
         """
+        for number, entry, a, b, c in pieces:
+            shape = a.shape
+            if shape == b.shape and shape == c.shape and a.is_contiguous() and b.is_contiguous() and c.is_contiguous():
+                x, y, z, size, start = a.data_ptr(), b.data_ptr(), c.data_ptr(), a.numel(), self.programs
+                if not (x | y | z) % _ALIGNMENT and a.ndim <= 3:
+                    if size:
+                        self.numbers.extend((x, y, z, entry, start, FLAT, 1, 1, size, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+                        self.programs = start - -size // (ROWS * COLS)
+                    continue
+            self._add_strided(number, entry, a, b, c)
+
+    def _add_strided(self, number: int, entry: int, a: Tensor, b: Tensor, c: Tensor) -> None:
         shape, dims = a.shape, a.ndim
         if dims > 3 or shape != b.shape or shape != c.shape:
             found = ", ".join(str(tuple(tensor.shape)) for tensor in (a, b, c))
             write = "Flatten its tensors, or cut them alike"
             raise ValueError(f"piece {number}: found shapes {found}; needed one shape of at most 3 dims. {write}")
-        size, start = a.numel(), self.programs
-        if not size:
-            return
-        x, y, z = a.data_ptr(), b.data_ptr(), c.data_ptr()
-        if a.is_contiguous() and b.is_contiguous() and c.is_contiguous() and not (x | y | z) % _ALIGNMENT:
-            self.numbers += (x, y, z, entry, start, FLAT, 1, 1, size, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-            self.programs = start - -size // (ROWS * COLS)
+        if not a.numel():
             return
         missing = _MISSING[dims]
         planes, rows, cols = lengths = _ONES[dims] + shape
         strides = missing + a.stride() + missing + b.stride() + missing + c.stride()
         kind = TRANSPOSED if strides[7] < strides[8] and rows > 1 else STRIDED
-        self.numbers += (x, y, z, entry, start, kind, *lengths, *strides)
-        self.programs = start + planes * (-(-rows // ROWS)) * (-(-cols // COLS))
+        addresses = a.data_ptr(), b.data_ptr(), c.data_ptr()
+        self.numbers.extend((*addresses, entry, self.programs, kind, *lengths, *strides))
+        self.programs += planes * (-(-rows // ROWS)) * (-(-cols // COLS))
 
 
 def on_device(groups: Sequence[Rows], device: torch.device) -> list[Tensor]:
     """Return one table, int64, for each of the groups: one copy for all of them, which the host does not wait for."""
-    numbers = array("q", [number for group in groups for number in group.numbers])
+    numbers = groups[0].numbers if len(groups) == 1 else sum((group.numbers for group in groups), array("q"))
     table = pinned(torch.frombuffer(numbers, dtype=torch.int64), device)
     ends = accumulate(len(group.numbers) for group in groups)
     return [table[end - len(group.numbers) : end] for group, end in zip(groups, ends, strict=True)]

@@ -22,7 +22,8 @@ def can_mark(gradients: Sequence[Tensor]) -> bool:
     """Whether `mark_nonzero` takes these: contiguous, and of dtypes that Triton reads."""
     first = gradients[0].device
     there = first.type == "cuda" or (first.type == "cpu" and is_interpreted())
-    return there and is_installed() and all(g.dtype in DTYPES and g.is_contiguous() for g in gradients)
+    known = {gradient.dtype for gradient in gradients} <= set(DTYPES)
+    return there and is_installed() and known and all(map(Tensor.is_contiguous, gradients))
 
 
 def mark_nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> None:
@@ -41,10 +42,10 @@ def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor)
 
     tables: dict[torch.dtype, tuple[array[int], int]] = {}
     for gradient, entry in zip(gradients, entries, strict=True):
-        rows, programs = tables.get(gradient.dtype, (array("q"), 0))
-        if gradient.numel():
-            rows.extend((gradient.data_ptr(), entry, programs, gradient.numel()))
-            tables[gradient.dtype] = rows, programs - -gradient.numel() // LOOKED
+        if count := gradient.numel():
+            rows, programs = tables.get(dtype := gradient.dtype) or (array("q"), 0)
+            rows.extend((gradient.data_ptr(), entry, programs, count))
+            tables[dtype] = rows, programs - -count // LOOKED
     for dtype, (rows, programs) in tables.items():
         table = pinned(torch.frombuffer(rows, dtype=torch.int64), found.device)
         lines.finding_nonzero(table, len(rows) // 4, programs, found, dtype).run(found.device)

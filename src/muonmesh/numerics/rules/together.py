@@ -73,6 +73,29 @@ class Updated(NamedTuple):
     copies: int
 
 
+class Wholes(NamedTuple):
+    """Parameters that are one matrix each, of one shape, stored as they are assembled or transposed: most are.
+
+    Attributes:
+        gradients: (rows, cols) each, contiguous, read only.
+        momenta: Likewise, written.
+        weights: Likewise, written.
+        masters: Likewise; empty where there are none.
+        matrices: Their numbers in the plan.
+    """
+
+    gradients: list[Tensor]
+    momenta: list[Tensor]
+    weights: list[Tensor]
+    masters: list[Tensor]
+    matrices: Sequence[int]
+
+    def can_fuse(self, x: Tensor) -> bool:
+        """Whether one kernel folds them into a batch of directions like x, and one applies such results."""
+        kinds = {tensor.dtype for some in (self.gradients, self.momenta, self.weights, self.masters) for tensor in some}
+        return fused.can_fuse(x.device, (*kinds, x.dtype))
+
+
 class Factors:
     """What the pieces of each matrix are multiplied by in one step, worked out for all matrices at once.
 
@@ -96,9 +119,18 @@ class Factors:
         weights are read and written once: decayed and added to what has arrived. It is so where nothing else than that
         needs the update. All ranks know this alike: it depends on the settings of the group alone.
         """
+        return self.adds and not self.rule.changes_matrices()
+
+    @cached_property
+    def adds(self) -> bool:
+        """Whether weights are decayed in full and the update, times a number, is added: `Rule.apply` and no more."""
         kind = type(self.rule)
-        plain = kind.apply is Rule.apply and self.rule.decay_mode == "full"
-        return plain and not kind.asks_for_sums() and not kind.changes_matrices()
+        return kind.apply is Rule.apply and self.rule.decay_mode == "full" and not kind.asks_for_sums()
+
+    @cached_property
+    def fuses(self) -> bool:
+        """Whether there are kernels for both elementwise parts of the rule."""
+        return self.adds and _folds_as_muon(self.rule)
 
     @cached_property
     def step(self) -> Tensor:
@@ -178,7 +210,7 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
         return None
     rule, active = factors.rule, factors.active
     squares: list[Tensor] | None = [] if measured else None
-    if type(rule).apply is Rule.apply and rule.decay_mode == "full" and not type(rule).asks_for_sums():
+    if factors.adds:
         if squares is not None:
             squares.append(_squares(pieces, factors))
         in_one, rest, known = list[Updated](), list[Updated](), dict[object, bool]()
@@ -322,34 +354,61 @@ def _can_fuse(known: dict[object, bool], *tensors: Tensor | None) -> bool:
     return found
 
 
+def fold_wholes(wholes: Wholes, into: Sequence[Tensor], factors: Factors) -> None:
+    """`fold` of matrices for which `Wholes.can_fuse` and `Factors.fuses` say yes: into a tensor each, or one batch."""
+    _fold_in_one(wholes.gradients, wholes.momenta, into, wholes.matrices, factors)
+
+
+def apply_wholes(wholes: Wholes, updates: Sequence[Tensor], factors: Factors) -> None:
+    """`apply` of them, with updates likewise."""
+    _apply_in_one(wholes.weights, wholes.masters, updates, wholes.matrices, factors)
+
+
 def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
-    rule = factors.rule
-    assert isinstance(rule, MuonRule)
     for some in ([p for p in pieces if p.into is not None], [p for p in pieces if p.into is None]):
-        if some:
-            fused.fold(
-                [piece.gradient for piece in some],
-                [_momentum(piece) for piece in some],
-                [piece.into for piece in some if piece.into is not None],
-                factors.active,
-                momentum=rule.momentum,
-                nesterov=rule.nesterov,
-                entries=[piece.matrix for piece in some],
-            )
+        into = [piece.into for piece in some if piece.into is not None]
+        gradients, momenta = [piece.gradient for piece in some], [_momentum(piece) for piece in some]
+        _fold_in_one(gradients, momenta, into, [piece.matrix for piece in some], factors)
 
 
 def _apply_fused(pieces: Sequence[Updated], factors: Factors) -> None:
     for some in ([p for p in pieces if p.rounded is not None], [p for p in pieces if p.rounded is None]):
-        if some:
-            fused.apply(
-                [piece.weights if piece.rounded is None else piece.rounded for piece in some],
-                [piece.weights for piece in some if piece.rounded is not None],
-                [piece.update for piece in some],
-                factors.active,
-                keep=factors.applied(torch.float32)[0],
-                size=factors.size,
-                entries=[piece.matrix for piece in some],
-            )
+        weights = [piece.weights if piece.rounded is None else piece.rounded for piece in some]
+        masters = [piece.weights for piece in some if piece.rounded is not None]
+        updates = [piece.update for piece in some]
+        _apply_in_one(weights, masters, updates, [piece.matrix for piece in some], factors)
+
+
+def _fold_in_one(
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    into: Sequence[Tensor],
+    matrices: Sequence[int],
+    factors: Factors,
+) -> None:
+    rule = factors.rule
+    assert isinstance(rule, MuonRule)
+    fused.fold(
+        *(gradients, momenta, into, factors.active),
+        momentum=rule.momentum,
+        nesterov=rule.nesterov,
+        entries=matrices,
+    )
+
+
+def _apply_in_one(
+    weights: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    matrices: Sequence[int],
+    factors: Factors,
+) -> None:
+    fused.apply(
+        *(weights, masters, updates, factors.active),
+        keep=factors.applied(torch.float32)[0],
+        size=factors.size,
+        entries=matrices,
+    )
 
 
 # ------------------------------------------------------------------ pieces together
