@@ -13,8 +13,7 @@ class Flags:
 
     Attributes:
         nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans. Where the host does not wait
-            for them (CUDA), 0-d bool tensors, which are false too if ``stop`` is true.
-        active: The same as one bool tensor (n,), where the host does not wait.
+            for them (CUDA), a bool tensor (n,), whose entries are false too if ``stop`` is true.
         present: For each Muon parameter whether any rank has a gradient. Where the host does not wait it knows of this
             rank alone, so there it is whether this rank has one.
         skip: Whether some rank says that this step changes nothing.
@@ -28,12 +27,11 @@ class Flags:
         replan: Whether some rank has other parameters than planned; nothing else counts then.
     """
 
-    nonzero: list[bool] | list[Tensor]
+    nonzero: list[bool] | Tensor
     present: list[bool]
     overflow: Tensor
     skip: bool = False
     only_creates_state: bool = False
     stop: Tensor | None = None
     replan: bool = False
-    active: Tensor | None = None
     only_zeros: bool = False

@@ -106,7 +106,7 @@ class MuonStep:
         self._rules = rules
         self._device = device
         self._flags = flags
-        self._nonzero: Sequence[bool | Tensor] = flags.nonzero
+        self._nonzero: Sequence[bool] | Tensor = flags.nonzero
         self._precision = precision
         self.step_adamw = step_adamw
         self._update_squares = update_squares

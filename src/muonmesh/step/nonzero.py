@@ -33,11 +33,13 @@ def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | Non
     """Return the same as a uint8 tensor, without waiting for the device."""
     numbers, views = list[int](), list[Tensor]()
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
-        gradient = _gradient(slots[assignment.parameter])
-        if gradient is not None:
-            for piece in parts:
-                numbers.append(number)
-                views.append(view_in_storage(gradient, piece))
+        slot = slots[assignment.parameter]
+        if slot is None or slot.gradient is None:
+            continue
+        gradient = local_of(slot.gradient)
+        for piece in parts:
+            numbers.append(number)
+            views.append(view_in_storage(gradient, piece))
     # Counts of int32: with uint8, 256 non-zero pieces of one matrix would be none.
     found = torch.zeros(len(plan.assignments), dtype=torch.int32, device=device)
     if views and can_mark(views):

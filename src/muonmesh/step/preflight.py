@@ -148,7 +148,7 @@ def preflight(
         present = [slot is not None and slot.gradient is not None for slot in muon]
         # Alone, without an error, a clip or a GradScaler that may skip, there is nobody to stop the step.
         only_zeros = len(plan.ranks) == 1 and failed is False and skip is None and overflow is None
-        agreed = Flags(list(active.unbind()), present, overflowed, stop=stop, active=active, only_zeros=only_zeros)
+        agreed = Flags(active, present, overflowed, stop=stop, only_zeros=only_zeros)
         return agreed, Pending.start(answers, exchange, error, planned, terms.lines, settings)
     if error is None and bool(answers.somebody("error")):
         error = settings.late()

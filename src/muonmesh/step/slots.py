@@ -27,7 +27,7 @@ _STORED = ("exp_avg", "exp_avg_sq", "master")
 """State that is stored as the parameter is."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Slot:
     """One parameter in one step.
 
@@ -114,15 +114,16 @@ def collect(
     """
     error: Exception | None = None
     slots: dict[int, Slot] = {}
+    matrices_of = planned.matrices_of
     by_muon = [is_matrix_rule(group["algorithm"]) for group in groups]
 
     def slot_of(member: Member) -> Slot:
         nonlocal error
         if (known := slots.get(id(member))) is not None:
             return known
-        gradient = None
+        tensor, gradient = member.tensor, None
         try:
-            gradient = gradient_of(member.name, member.tensor, source)
+            gradient = gradient_of(member.name, tensor, source)
         except (LayoutError, TypeError) as found:
             error = error or found
         if gradient is not None and loss_scale is not None:
@@ -131,13 +132,13 @@ def collect(
             gradient = gradient.contiguous()
         slot = slots[id(member)] = Slot(
             member.name,
-            member.tensor,
-            state[member.tensor],
+            tensor,
+            state[tensor],
             gradient,
             member.group,
             member.storage,
             member.momentum_storage,
-            len(planned.matrices_of.get(member.tensor, ())),
+            len(matrices_of.get(tensor, ())),
             member.homes,
         )
         try:

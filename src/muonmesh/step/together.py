@@ -32,10 +32,10 @@ class MuonStepTogether(MuonStep):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what `MuonStep` takes."""
         super().__init__(*args, **kwargs)
-        active = self._flags.active
-        if active is None:  # the host has waited
-            active = upload(self._flags.nonzero, dtype=torch.bool, device=self._device)
-        self._active = active
+        nonzero = self._flags.nonzero
+        if not isinstance(nonzero, Tensor):  # the host has waited
+            nonzero = upload(nonzero, dtype=torch.bool, device=self._device)
+        self._active = nonzero
         self._unfolded: list[int] = []
         self._factors: dict[int, Factors] = {}
 
