@@ -29,15 +29,21 @@ class Local:
 
     @cached_property
     def stored(self) -> Literal["as it is", "transposed", "in pieces"]:
-        """How it lies in the storage, as against where it is assembled, from the first element of both on."""
+        """How it lies in the storage, from `start` on, as against where it is assembled."""
         first, *rest = {leg.piece for leg in (*self.read, *self.write)}
-        if rest or len(first.shape) != 2 or first.storage_start + first.matrix_start:
+        dims = [dim for dim, size in enumerate(first.shape) if size != 1]
+        shape = tuple(first.shape[dim] for dim in dims)
+        there, here = (tuple(strides[d] for d in dims) for strides in (first.storage_strides, first.matrix_strides))
+        if rest or first.matrix_start or there != row_major(shape):
             return "in pieces"
-        if first.storage_strides != row_major(first.shape):
-            return "in pieces"
-        if first.matrix_strides == row_major(first.shape):
+        if here == there:
             return "as it is"
-        return "transposed" if first.matrix_strides == (1, first.shape[0]) else "in pieces"
+        return "transposed" if len(shape) == 2 and here == (1, shape[0]) else "in pieces"
+
+    @cached_property
+    def start(self) -> int:
+        """The place of its first element in the storage, if it is not stored in pieces."""
+        return self.read[0].piece.storage_start
 
 
 @dataclass(frozen=True)

@@ -183,15 +183,11 @@ def _asked(group: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _frozen(value: Any) -> Any:
     """Return tuples for lists, so that what is changed in place differs from what was."""
-    if isinstance(value, list) and all(map(_is_fixed, value)):
+    if isinstance(value, list) and set(map(type, value)) <= {str, type(None)}:
         return tuple(value)
     if not isinstance(value, (list, tuple)):
         return value
     return tuple(one if isinstance(one, str) else _frozen(one) for one in value)  # names are many
-
-
-def _is_fixed(value: object) -> bool:
-    return value is None or type(value) is str
 
 
 def holdings_of(plan: Plan, rank: int, *, momentum: bool) -> Holdings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +18,32 @@ from muonmesh.numerics.newton_schulz import gram_segments
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated, Wholes
 from muonmesh.step.muon import MuonStep, values_of
-from muonmesh.step.slots import RUNNING, view_in_storage
+from muonmesh.step.slots import view_in_storage
 
 _MOMENTUM = "momentum_buffer"
+
+
+@dataclass(slots=True)
+class _Run:
+    """Matrices of a batch that lie one after the other in the storage of a parameter.
+
+    Attributes:
+        parameter: As the plan numbers it.
+        stored: As `Local.stored` says.
+        start: The place of their first element.
+        count: How many there are.
+    """
+
+    parameter: int
+    stored: str
+    start: int
+    count: int
+
+    def of(self, storage: Tensor, shape: tuple[int, int], *, apart: bool) -> Sequence[Tensor]:
+        """Return their elements in a contiguous storage: in one tensor or, ``apart``, one each, as they are stored."""
+        rows, cols = shape if self.stored == "as it is" else reversed(shape)
+        some = storage.view(-1)[self.start : self.start + self.count * rows * cols].view(self.count, rows, cols)
+        return some.unbind() if apart else (some,)
 
 
 class MuonStepTogether(MuonStep):
@@ -112,36 +136,49 @@ class MuonStepTogether(MuonStep):
         self.write(ends)
 
     def _wholes(self, batch: Sequence[Local], like: Tensor) -> Wholes | None:
-        """Return a batch whose matrices are parameters that are all here, with their state; None if one is not.
+        """Return a batch of matrices that are stored in order here, with all their state; None if one is not.
 
         Small matrices mostly are, and take the host longer than the device. The general way takes the others, and all
         if more is asked for than weights and momentum.
         """
-        if self._blocks is not None or self._loans is not None or self._update_squares is not None:
+        group = self._group(batch[0].assignment)
+        asked = (self._blocks, self._loans, self._update_squares) != (None, None, None)
+        if asked or not self._factors_of(group).fuses:
             return None
-        numbers = [local.assignment for local in batch]
-        slots = list(map(self._slot, numbers))
-        if slots[0] is None or slots[0].homes.keys() != {_MOMENTUM} or not self._factors_of(slots[0].group).fuses:
-            return None
-        group, dtype = slots[0].group, slots[0].tensor.dtype
-        shapes = {"as it is": like.shape[1:], "transposed": like.mT.shape[1:]}
-        mastered = self._precision.master not in (None, dtype)
-        needed = {_MOMENTUM, *RUNNING} | ({"master"} if mastered else set())
-        found = Wholes([], [], [], [], numbers)
-        for local, slot in zip(batch, slots, strict=True):
-            if slot is None or slot.gradient is None or slot.group != group:
+        (_, rows, cols), runs = like.shape, self._runs(batch)
+        found = Wholes([], [], [], [], [local.assignment for local in batch])
+        apart = len(batch) == 1 or any(run.stored == "transposed" for run in runs)
+        for run in runs:
+            slot = self._slots[run.parameter]
+            if slot is None or run.stored == "in pieces" or slot.gradient is None or slot.group != group:
                 return None
-            weights, state = local_of(slot.tensor), slot.state
-            if weights.shape != shapes.get(local.stored) or weights.dtype != dtype or not weights.is_contiguous():
+            state, weights = slot.state, local_of(slot.tensor)
+            if slot.homes.keys() != {_MOMENTUM} or not slot.is_complete(self._precision) or not weights.is_contiguous():
                 return None
-            if not needed <= state.keys() or ("master" in state) != mastered:
-                return None
-            found.gradients.append(slot.gradient)
-            found.momenta.append(local_of(state[_MOMENTUM]))
-            found.weights.append(weights)
-            if mastered:
-                found.masters.append(local_of(state["master"]))
-        return found if found.can_fuse(like) else None
+            tensors = [slot.gradient, local_of(state[_MOMENTUM]), weights]
+            if "master" in state:
+                tensors.append(local_of(state["master"]))
+            # The common case, of a parameter that is one matrix, needs no other view of it.
+            as_they_are = weights.numel() == run.count * rows * cols and (weights.ndim == 2 or not apart)
+            for some, tensor in zip(found.kept, tensors, strict=False):
+                some += (tensor,) if as_they_are else run.of(tensor, (rows, cols), apart=apart)
+        return found if len(found.masters) in (0, len(found.weights)) and found.can_fuse(like) else None
+
+    def _runs(self, batch: Sequence[Local]) -> list[_Run]:
+        found: list[_Run] = []
+        for local in batch:
+            assignment = self._plan.assignments[local.assignment]
+            run = found[-1] if found else None
+            if (
+                run is not None
+                and run.parameter == assignment.parameter
+                and run.stored == local.stored
+                and local.start == run.start + run.count * assignment.matrix.numel
+            ):
+                run.count += 1
+            else:
+                found.append(_Run(assignment.parameter, local.stored, local.start, 1))
+        return found
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
@@ -223,8 +260,8 @@ def _ends(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:
 
 
 def _as_stored(batch: Sequence[Local], matrices: Tensor) -> Sequence[Tensor]:
-    """Return a batch as its matrices are stored: as one tensor, or views if one is transposed."""
-    if all(local.stored == "as it is" for local in batch):
+    """Return a batch as its matrices are stored: as one tensor or, if one is transposed or alone, as one each."""
+    if len(batch) > 1 and all(local.stored == "as it is" for local in batch):
         return (matrices,)
     return [
         matrix.mT if local.stored == "transposed" else matrix

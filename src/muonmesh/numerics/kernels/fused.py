@@ -56,11 +56,13 @@ def fold(
     ``lerp(g, m, μ)`` with Nesterov, else ``m``. Where it is not, ``m`` stays as it is and the direction is ``m``,
     whatever the gradient is.
 
+    Of pieces of one size the tensors may hold several each, one after the other, contiguous, if ``entries`` says how
+    many pieces there are.
+
     Args:
         gradients: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; read only.
         momenta: Likewise, each of its gradient's shape; written, and computed as its dtype says.
-        directions: Likewise; written, rounded once from the momentum's dtype; or one batch of them, of one dim more,
-            for pieces of one shape. Empty: none are wanted.
+        directions: Likewise; written, rounded once from the momentum's dtype. Empty: none are wanted.
         active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
         momentum: μ.
         nesterov: See above.
@@ -88,11 +90,13 @@ def apply(
 ) -> None:
     """Decay and update weights: ``w ← w·keep − size·u`` in fp32, where a piece is active.
 
+    A tensor may hold several pieces as in `fold`.
+
     Args:
         weights: One a piece, at most 3 dims, any strides; bf16, fp16 or fp32; written, rounded once.
         masters: Likewise, each of its weight's shape; what is computed on instead of the weight, written too. Empty:
             there are none.
-        updates: Likewise, read only; or one batch of them, of one dim more.
+        updates: Likewise, read only.
         active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
         keep: What remains of a weight, 1 − lr·wd: 1-D fp32, likewise.
         size: Learning rate times scale, likewise.
@@ -199,13 +203,14 @@ def _grouped(
 def _rows_by_dtypes(
     what: str, entries: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor], c: Sequence[Tensor]
 ) -> dict[_Dtypes, Rows]:
-    if len(c) == 1 and c[0].ndim > a[0].ndim:  # a batch
-        kinds = {(x.dtype, y.dtype, c[0].dtype) for x, y in zip(a, b, strict=True)}
-        if len(kinds) == 1 and all(dtype in DTYPES for kind in kinds for dtype in kind):
-            rows = Rows.of_batch(entries, a, b, c[0])
+    if not len(a) == len(b) == len(c) == len(entries):
+        kinds = [{tensor.dtype for tensor in some} for some in (a, b, c)]
+        size = _size_of_pieces(what, entries, a, b, c)
+        if size and all(len(kind) == 1 and kind <= set(DTYPES) for kind in kinds):
+            rows = Rows.in_order(entries, a, b, c)
             if rows is not None:
-                return {kinds.pop(): rows}
-        c = c[0].unbind()
+                return {(a[0].dtype, b[0].dtype, c[0].dtype): rows}
+        a, b, c = ([piece for tensor in some for piece in tensor.view(-1, size)] for some in (a, b, c))
     pieces: dict[_Dtypes, list[_Piece]] = {}
     last, some = None, list[_Piece]()
     for piece in zip(range(len(a)), entries, a, b, c, strict=True):
@@ -220,3 +225,15 @@ def _rows_by_dtypes(
     for dtypes, group in found.items():
         group.add(pieces[dtypes])
     return found
+
+
+def _size_of_pieces(what: str, entries: Sequence[int], *columns: Sequence[Tensor]) -> int:
+    """Return the size of pieces that lie one after the other in tensors, several in some of them."""
+    totals = {sum(map(Tensor.numel, some)) for some in columns}
+    size = max(totals) // len(entries)
+    whole = size and all(tensor.is_contiguous() and not tensor.numel() % size for some in columns for tensor in some)
+    if totals != {size * len(entries)} or not whole:
+        shapes = ", ".join(str([tuple(tensor.shape) for tensor in some]) for some in columns)
+        needed = f"{len(entries)} pieces of one size in contiguous tensors each"
+        raise ValueError(f"pieces of {what}: found shapes {shapes}; needed {needed}. Cut them alike")
+    return size

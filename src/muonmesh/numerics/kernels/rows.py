@@ -33,29 +33,36 @@ class Rows:
         self.programs = 0
 
     @staticmethod
-    def of_batch(entries: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor], batch: Tensor) -> Rows | None:
-        """Return the rows of pieces of one size whose third tensors are a batch, (pieces, ...), in few operations.
+    def in_order(entries: Sequence[int], *columns: Sequence[Tensor]) -> Rows | None:
+        """Return the rows of pieces of one size that lie one after the other in few tensors, in few operations.
 
-        None where they are not contiguous, aligned and of one size, and have to be added one by one.
+        Args:
+            entries: As in `add`.
+            columns: Three times tensors that hold all pieces in their order, contiguous; one or more pieces each.
+
+        Returns:
+            None where an address is not aligned, so that the pieces have to be added one by one.
         """
-        size, count = batch[0].numel(), len(batch)
-        tensors = (*a, *b, batch)
-        if len(a) != count or len(b) != count or not all(map(Tensor.is_contiguous, tensors)):
+        count = len(entries)
+        size = sum(map(Tensor.numel, columns[0])) // count
+        addresses = array("q")
+        for tensors in columns:
+            for tensor in tensors:
+                start, held = tensor.data_ptr(), tensor.numel()
+                if held == size:
+                    addresses.append(start)
+                else:
+                    addresses.extend(range(start, start + held * tensor.element_size(), size * tensor.element_size()))
+        places = _numbers(addresses).view(len(columns), count)
+        if (places % _ALIGNMENT).any():
             return None
-        if set(map(Tensor.numel, tensors[:-1])) != {size}:
-            return None
-        bytes_each, programs_each, start = size * batch.element_size(), -(-size // (ROWS * COLS)), batch.data_ptr()
-        addresses = _numbers((*map(Tensor.data_ptr, a), *map(Tensor.data_ptr, b))).view(2, count)
-        if start % _ALIGNMENT or bytes_each % _ALIGNMENT or (addresses % _ALIGNMENT).any():
-            return None
-        found, numbers = Rows(), torch.arange(count)
-        found.programs = count * programs_each
+        found, each = Rows(), -(-size // (ROWS * COLS))
+        found.programs = count * each
         found.numbers = array("q", (0, 0, 0, 0, 0, FLAT, 1, 1, size, *[0] * (WIDTH - STRIDES))) * count
         table = _numbers(found.numbers).view(count, WIDTH)
-        table[:, :2] = addresses.T
-        table[:, 2] = numbers * bytes_each + start
+        table[:, : len(columns)] = places.T
         table[:, ENTRY] = _numbers(entries)
-        table[:, FIRST_PROGRAM] = numbers * programs_each
+        table[:, FIRST_PROGRAM] = torch.arange(count) * each
         return found
 
     @property

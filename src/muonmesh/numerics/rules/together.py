@@ -74,10 +74,10 @@ class Updated(NamedTuple):
 
 
 class Wholes(NamedTuple):
-    """Parameters that are one matrix each, of one shape, stored as they are assembled or transposed: most are.
+    """Matrices of one shape that are stored as they are assembled, or transposed: most that nobody else holds are.
 
     Attributes:
-        gradients: (rows, cols) each, contiguous, read only.
+        gradients: Contiguous tensors, one for each or for several that lie one after the other; read only.
         momenta: Likewise, written.
         weights: Likewise, written.
         masters: Likewise; empty where there are none.
@@ -90,9 +90,14 @@ class Wholes(NamedTuple):
     masters: list[Tensor]
     matrices: Sequence[int]
 
+    @property
+    def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        """All tensors, in the order above."""
+        return self.gradients, self.momenta, self.weights, self.masters
+
     def can_fuse(self, x: Tensor) -> bool:
         """Whether one kernel folds them into a batch of directions like x, and one applies such results."""
-        kinds = {tensor.dtype for some in (self.gradients, self.momenta, self.weights, self.masters) for tensor in some}
+        kinds = {tensor.dtype for some in self.kept for tensor in some}
         return fused.can_fuse(x.device, (*kinds, x.dtype))
 
 
@@ -355,7 +360,7 @@ def _can_fuse(known: dict[object, bool], *tensors: Tensor | None) -> bool:
 
 
 def fold_wholes(wholes: Wholes, into: Sequence[Tensor], factors: Factors) -> None:
-    """`fold` of matrices for which `Wholes.can_fuse` and `Factors.fuses` say yes: into a tensor each, or one batch."""
+    """`fold` of matrices for which `Wholes.can_fuse` and `Factors.fuses` say yes: into one batch, or a tensor each."""
     _fold_in_one(wholes.gradients, wholes.momenta, into, wholes.matrices, factors)
 
 
