@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
 from tests.hosts import deepspeed_engine as ds
+from tests.hosts import elsewhere
 from tests.workers import Pool
 
 BF16 = {"bf16": {"enabled": True}}
@@ -384,6 +385,37 @@ def test_any_layout_loads_what_any_stage_saved(pools: dict[int, Pool], tmp_path:
     pools[ranks].run(ds.save_anywhere, config, str(tmp_path / "checkpoint"))
     expected = pools[others].run(ds.uninterrupted)[0]
     for found in pools[others].run(ds.load_anywhere, other, str(tmp_path / "checkpoint")):
+        assert ds.differences(found, {name: expected[name] for name in found}) == []
+        assert found.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
+
+
+# Stages that meet every other layout, in both directions. One process is this one.
+STAGES = {name: ANYWHERE[name] for name in ANYWHERE if name.startswith("zero")}
+QUICK = [("zero 3 on 2", "fsdp over tp"), ("ddp, shared state", "zero 1 on 4")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(a, b, id=f"{a} to {b}", marks=() if (a, b) in QUICK else pytest.mark.soak)
+        for stage in STAGES
+        for layout in elsewhere.LAYOUTS
+        for a, b in ((stage, layout), (layout, stage))
+    ],
+)
+def test_every_other_layout_and_any_stage(pools: dict[int, Pool], tmp_path: Path, before: str, after: str) -> None:
+    def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return [function(*arguments)] if ranks == 1 else pools[ranks].run(function, *arguments)
+
+    path = str(tmp_path / "checkpoint")
+    if before in STAGES:
+        run(STAGES[before][0], ds.save_anywhere, STAGES[before][1], path)
+        some = run(elsewhere.LAYOUTS[after][0], elsewhere.load, after, path)
+    else:
+        run(elsewhere.LAYOUTS[before][0], elsewhere.save, before, path)
+        some = run(STAGES[after][0], ds.load_anywhere, STAGES[after][1], path)
+    expected = ds.uninterrupted()
+    for found in some:
         assert ds.differences(found, {name: expected[name] for name in found}) == []
         assert found.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
 

@@ -1,0 +1,176 @@
+"""The model of `tests.hosts.deepspeed_engine` without DeepSpeed, in every kind of layout there is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+
+import muonmesh as mm
+from tests import layouts
+from tests.hosts import deepspeed_engine as ds
+from tests.layouts import R, S, strided
+from tests.meshes import mesh_of
+
+Parameters = dict[str, tuple[tuple[int, ...], Any]]
+Groups = list[dict[str, Any]]
+Hold = Callable[[Parameters, dict[str, Tensor], Groups], layouts.Held]
+
+
+def with_tensors(said: Groups, tensors: dict[str, Tensor]) -> Groups:
+    return [{**group, "params": [tensors[name] for name in group["param_names"]]} for group in said]
+
+
+def replicas(process_group: str, parameters: Parameters, values: dict[str, Tensor], said: Groups) -> layouts.Held:
+    """Plain tensors that every rank has whole."""
+    tensors: dict[str, Tensor] = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, tensor in tensors.items():
+            tensor.grad = gradients[name]
+
+    def whole(optimizer: Any) -> dict[str, Tensor]:
+        state = {f"{n}.{key}": value for n, p in tensors.items() for key, value in optimizer.state[p].items()}
+        return layouts.gathered.whole({**tensors, **state})
+
+    return layouts.Held(with_tensors(said, tensors), {"process_group": process_group}, give, whole, tensors)
+
+
+def on_mesh(
+    hold: Any,
+    sizes: tuple[int, ...],
+    place: Callable[[int, int], Sequence[Placement]],
+    parameters: Parameters,
+    values: dict[str, Tensor],
+    said: Groups,
+) -> layouts.Held:
+    """Placed by number and dims of a parameter."""
+    numbers = {name: number for number, name in enumerate(parameters)}
+
+    def placements(name: str, shape: tuple[int, ...]) -> Sequence[Placement]:
+        return place(numbers[name], len(shape))
+
+    held: layouts.Held = hold(parameters, values, mesh_of(sizes), placements)
+    held.groups = with_tensors(said, held.tensors)
+    return held
+
+
+def by_turns(number: int, dims: int) -> Sequence[Placement]:
+    return [S(number % 2 % dims)]
+
+
+def over_tensor_parallel(number: int, dims: int) -> Sequence[Placement]:
+    return [strided(0, 2), S(0)] if number % 2 else [S(0), S(dims - 1)]
+
+
+def flat(tensor_parallel: int, parameters: Parameters, values: dict[str, Tensor], said: Groups) -> layouts.Held:
+    """A buffer for each group."""
+    parts: list[layouts.Held] = []
+    groups, declared, tensors = list[dict[str, Any]](), dict[str, Any](), dict[str, Tensor]()
+    for group in said:
+        names, name = group["param_names"], group["name"]
+        own = {n: parameters[n] for n in names}, {n: values[n] for n in names}
+        part = layouts.flat(*own, tensor_parallel=tensor_parallel, seed=tensor_parallel)
+        parts.append(part)
+        (tensors[name],), (declared[name],) = part.tensors.values(), part.settings["layouts"].values()
+        settings = {key: value for key, value in group.items() if key not in ("matrices", "reasons")}
+        groups.append({**settings, "params": [tensors[name]], "param_names": [name]})
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for part in parts:
+            part.give(gradients)
+
+    def whole(optimizer: Any) -> dict[str, Tensor]:
+        return {name: value for part in parts for name, value in part.whole(optimizer).items()}
+
+    return layouts.Held(groups, {"layouts": declared}, give, whole, tensors)
+
+
+def held_on(hold: Any, sizes: tuple[int, ...], place: Callable[[int, int], Sequence[Placement]]) -> Hold:
+    return functools.partial(on_mesh, hold, sizes, place)
+
+
+# name: (ranks, how it is held, what else the optimizer is told)
+LAYOUTS: dict[str, tuple[int, Hold, dict[str, Any]]] = {
+    "one process": (1, functools.partial(replicas, "local"), {}),
+    "ddp 2": (2, functools.partial(replicas, "world"), {}),
+    "ddp 4": (4, functools.partial(replicas, "world"), {}),
+    "ddp, shared state": (4, functools.partial(replicas, "world"), {"shard_state": True}),
+    "shard 1 on 2": (2, held_on(layouts.dtensors, (2,), lambda number, dims: [S(dims - 1)]), {}),
+    "hsdp": (4, held_on(layouts.dtensors, (2, 2), lambda number, dims: [R, S(0)]), {}),
+    "hsdp, shared state": (4, held_on(layouts.dtensors, (2, 2), lambda number, dims: [R, S(0)]), {"shard_state": True}),
+    "tp 2": (2, held_on(layouts.dtensors, (2,), by_turns), {}),
+    "fsdp over tp": (4, held_on(layouts.dtensors, (2, 2), over_tensor_parallel), {}),
+    "declared 2": (2, held_on(layouts.declared, (2,), by_turns), {}),
+    "declared over tp": (4, held_on(layouts.declared, (2, 2), over_tensor_parallel), {}),
+    "flat 2": (2, functools.partial(flat, 1), {}),
+    "flat over tp": (4, functools.partial(flat, 2), {}),
+}
+
+
+class Elsewhere:
+    """What `ds.OneProcess` does, in a layout; a module with the same names, but that flat buffers have their own."""
+
+    def __init__(self, layout: str) -> None:
+        _, hold, settings = LAYOUTS[layout]
+        self.model = ds.build()
+        split = {key: ds.OPTIMIZER[key] for key in ("overrides", "adamw")}
+        said = mm.split_params(self.model, **split)
+        parameters: Parameters = {}
+        for group in said:
+            specs = group.get("matrices") or ["adamw"] * len(group["params"])
+            for name, spec in zip(group["param_names"], specs, strict=True):
+                parameters[name] = ds.SHAPES[name], spec or "whole"
+        known = ds.values()
+        self._held = hold(parameters, {name: known[name] for name in parameters}, said)
+        shared = {key: ds.OPTIMIZER[key] for key in ("lr", "momentum")}
+        self.optimizer = mm.Muon(
+            self._held.groups, compute_dtype=torch.float32, **shared, **self._held.settings, **settings
+        )
+        self._names = list(parameters)
+        for name in self._names:
+            module, _, own = name.rpartition(".")
+            if name in self._held.tensors:
+                setattr(self.model.get_submodule(module), own, self._held.tensors[name])
+            else:
+                delattr(self.model.get_submodule(module), own)
+        for name, tensor in self._held.tensors.items():
+            if name not in self._names:  # a flat buffer
+                self.model.register_parameter(name.replace(".", "_"), tensor)  # type: ignore[arg-type]
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            gradients = ds.reduced(step, 1, sources=2)
+            self._held.give({name: gradients[name] for name in self._names})
+            self.optimizer.step()
+
+    def found(self) -> dict[str, Tensor]:
+        whole = self._held.whole(self.optimizer)
+        found = {name: whole[name].detach() for name in self._names}
+        for name in self._names:
+            held = {key: whole[f"{name}.{key}"] for key in ("exp_avg", "exp_avg_sq") if f"{name}.{key}" in whole}
+            first = whole.get(f"{name}.momentum_buffer")
+            if first is not None:
+                held = {"exp_avg": first, "exp_avg_sq": torch.zeros_like(first)}
+            found |= {f"{name}.{key}": value for key, value in held.items()}
+        return found
+
+
+def save(layout: str, folder: str) -> None:
+    """Train half of the steps and save with `muonmesh.checkpoint`."""
+    case = Elsewhere(layout)
+    case.train(range(ds.STEPS // 2))
+    mm.checkpoint.save(folder, case.model, case.optimizer)
+
+
+def load(layout: str, folder: str) -> dict[str, Tensor]:
+    """Load that into what has trained on something else, train the other half and return weights and state."""
+    case = Elsewhere(layout)
+    case.train(range(1, 2))
+    mm.checkpoint.load(folder, case.model, case.optimizer)
+    case.train(range(ds.STEPS // 2, ds.STEPS))
+    return case.found()
