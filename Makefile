@@ -100,6 +100,7 @@ fuzz: setup
 # What would make `make test` too long: more cases of the same, and commands that take minutes.
 soak: setup
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder -m soak $(ARGS)
+	$(BIN)/python -m pytest -m soak tests/hosts/test_deepspeed.py $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m tests.gpu.run
