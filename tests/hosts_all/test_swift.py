@@ -59,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+SCRIPT = ROOT / "examples" / "ms_swift.sh"
 SHIM = str(Path(__file__).with_name("swift_cpu.py"))
 # Without the first two, transformers sees no distributed run on a CPU, and each rank would train a model of its own.
 GLOO = ("--use_cpu", "true", "--ddp_backend", "gloo")
@@ -67,6 +68,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "one": (),
     "pt": (),
     "ddp": GLOO,
+    "pt on two ranks": GLOO,
     "zero2": ("--deepspeed", "zero2", *FP32),
     "zero3": ("--deepspeed", "zero3", *FP32),
     "fsdp2": ("--fsdp", "fsdp2", *FP32),
@@ -78,21 +80,23 @@ def train(folder: Path, name: str, way: str, *more: str) -> Path:
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"}
     environment |= {"PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
-    task, ranks = ("pt" if way == "pt" else "sft"), (1 if way in ("one", "pt") else 2)
+    task, ranks = ("pt" if way.startswith("pt") else "sft"), (1 if way in ("one", "pt") else 2)
     if ranks > 1:
         environment["NPROC_PER_NODE"] = str(ranks)
-    asked = [sys.executable, "-m", "muonmesh.integrations.swift"]
-    plugin = subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-    shim = SHIM if way in ("zero2", "zero3", "fsdp2") else ""
-    command = f"swift {task} --model model --model_type qwen2 --template qwen --dataset {task}.jsonl \
-        --tuner_type full --external_plugins {plugin} {shim} --optimizer muonmesh \
+    environment["PLUGINS"] = SHIM if way in ("zero2", "zero3", "fsdp2") else ""
+    command = f"sh {SCRIPT} {task} model {task}.jsonl --model_type qwen2 --template qwen \
         --optim_args weight_decay=0.0,momentum=0.9 \
-        --output_dir {name} --add_version false --max_steps 2 --save_steps 1 --logging_steps 1 --learning_rate {RATE} \
+        --output_dir RUN --add_version false --max_steps 2 --save_steps 1 --logging_steps 1 --learning_rate {RATE} \
         --lr_scheduler_type constant --warmup_ratio 0 --per_device_train_batch_size {4 // ranks} \
         --gradient_accumulation_steps 1 --torch_dtype float32 --check_model false --report_to none \
         --split_dataset_ratio 0 --gradient_checkpointing false --dataloader_num_workers 0".split()
     done = subprocess.run(
-        [*command, *WAYS[way], *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+        [name if part == "RUN" else part for part in (*command, *WAYS[way], *more)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return folder / name

@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
 from muonmesh.cli import worker
@@ -108,6 +111,25 @@ def test_a_record_without_text_is_told_by_its_line(content: str, message: str, t
     (tmp_path / "records.jsonl").write_text(content)
     with pytest.raises(FileError, match=message):
         prepare_corpus([str(tmp_path / "records.jsonl")], vocab=300, cache=tmp_path / "cache")
+
+
+def test_a_tokenizer_that_is_there_gives_its_own_tokens(lines: Path, tmp_path: Path) -> None:
+    """As `transformers` saved it, with whole words, truncation and an end of its own, and as it reads it again."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted({word for text in sentences(200) for word in text.split()})
+    made = Tokenizer(WordLevel({"[end]": 0} | {word: 1 + number for number, word in enumerate(words)}, "[end]"))
+    made.pre_tokenizer, folder = WhitespaceSplit(), tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="[end]", model_max_length=4).save_pretrained(folder)
+    options = {"vocab": len(words) + 1, "cache": tmp_path / "cache", "field": "body"}
+    corpus = prepare_corpus([str(lines)], tokenizer=str(folder), **options)
+    again = PreTrainedTokenizerFast.from_pretrained(folder)
+    known = {tuple(again(text)["input_ids"]) for text in sentences(200)}
+    found = [tuple(part[:-1].tolist()) for part in np.split(corpus.train(), np.flatnonzero(corpus.train() == 0) + 1)]
+    assert corpus.vocab == len(words) + 1
+    assert len(found) > 150
+    assert set(found) - {()} <= known
+    assert prepare_corpus([str(lines)], **options).digest != corpus.digest  # with one that is trained
 
 
 # --- weights and tokenizer --------------------------------------------------------------------------------------------
