@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
-from muonmesh.numerics import kernels
+from muonmesh.numerics import kernels, newton_schulz
 from muonmesh.numerics.kernels import beside, device, fused, triton, zeros
+from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.step import together
 from muonmesh.step.together import MuonStepTogether
 from tests.interpreter import interpreting
 
@@ -366,6 +368,48 @@ def whole_and_apart(dtype: torch.dtype) -> tuple[bool, int, int]:
     return len(whole) == len(apart) and all(map(torch.equal, whole, apart)), some, none
 
 
+def in_its_room(rows: int, cols: int, method: Any, kernel: Any) -> bool:
+    """Whether a matrix that moves through the memory of its result ends with the bits that it has with two memories."""
+    torch.manual_seed(cols)
+    matrix, times = torch.randn(1, rows, cols).to(BF16) * 2.0**-50, torch.tensor([-0.3])
+    options: dict[str, Any] = {"method": method, "kernels": kernel, "times": times}
+    with pytest.MonkeyPatch.context() as patch:
+        if kernel == "torch":  # those of a device
+            patch.setattr(newton_schulz, "select", lambda *_, **__: torch_products(at_once=1))
+        expected = orthogonalize(matrix.clone(), **options)
+        room, x = newton_schulz.room_for(rows, cols, dtype=BF16, device=matrix.device)
+        found = orthogonalize(x.copy_(matrix), room=room, **options)
+    within = room.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
+    return within and torch.equal(found, expected) and 0.2 < float(found.double().norm() / rows**0.5) < 0.4
+
+
+def stepped_in_rooms() -> tuple[float, int]:
+    """How far weights end that were stepped with one memory a matrix and with two, and how often the first was."""
+    results, taken = [], 0
+    take = MuonStepTogether._local_in_room
+
+    def counted(self: MuonStepTogether, batch: Any) -> bool:
+        nonlocal taken
+        found = take(self, batch)
+        taken += found
+        return found
+
+    for large in (0, 1 << 40):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(shape)) for shape in ((24, 80), (70, 20), (9, 9))]
+        optimizer = mm.Muon(weights, lr=0.1, compute_dtype=FP32)
+        optimizer._kept.waits, optimizer._kept.together = False, True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(together, "_LARGE", large)
+            patch.setattr(MuonStepTogether, "_local_in_room", counted)
+            for _ in range(2):
+                for weight in weights:
+                    weight.grad = torch.randn_like(weight)
+                optimizer.step()
+        results.append(weights)
+    return max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True)), taken
+
+
 def fused_refused() -> list[str]:
     """What is said of pieces that cannot be."""
     said = []
@@ -468,10 +512,31 @@ def test_apply(interpreter: Interpreter, masters: bool, masked: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_matrices_in_order_are_stepped_like_pieces(interpreter: Interpreter, dtype: torch.dtype) -> None:
-    """In the second and the third step, but for a transposed weight; one had no gradient in the first."""
+    """In all three steps, but for a transposed weight; one had no gradient in the first."""
     same, whole, apart = interpreter(whole_and_apart, dtype)
     assert same
-    assert (whole, apart) == (16 + 17, 0)
+    assert (whole, apart) == (16 + 17 + 17, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "kernel"),
+    [
+        ("standard", "torch"),
+        ("gram", "triton"),
+        *(pytest.param(*c, marks=pytest.mark.soak) for c in [("standard", "triton"), ("gram", "torch")]),
+    ],
+)
+def test_a_large_matrix_moves_through_the_memory_of_its_result(
+    interpreter: Interpreter, method: str, kernel: str
+) -> None:
+    """By three products and by five, so it ends on the left; in panels of which the last is narrower."""
+    assert interpreter(in_its_room, 33, 330, method, kernel)
+
+
+def test_large_matrices_are_stepped_in_one_memory(interpreter: Interpreter) -> None:
+    apart, taken = interpreter(stepped_in_rooms)
+    assert apart < 1e-6
+    assert taken == 6
 
 
 def test_pieces_that_cannot_be_are_refused(interpreter: Interpreter) -> None:

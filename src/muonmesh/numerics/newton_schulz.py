@@ -59,6 +59,7 @@ def orthogonalize(
     overwrite: bool = False,
     share: TeamShare | None = None,
     times: Tensor | None = None,
+    room: Tensor | None = None,
 ) -> Tensor:
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
@@ -81,9 +82,11 @@ def orthogonalize(
             others, and gets the whole result, with the bits of one rank.
         times: What the results are multiplied by, 1-D fp32 or wider, one number for each matrix. It is multiplied
             into 1/ν, so it takes no operation of its own, and no rounding.
+        room: Of `room_for`, where it holds x: the result is in it too, so x is lost. For one matrix, of a set without
+            a rational step, on a device; without `out`.
 
     Returns:
-        `out`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
+        `out`, columns of `room`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
 
     Raises:
         ValueError: x has fewer than 2 dims or an empty matrix dim, an option is unknown, steps is smaller than 1,
@@ -106,10 +109,14 @@ def orthogonalize(
         raise ValueError(explain_error("share", found, needed, "Leave the matrix to one rank"))
     matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, share=share)
 
+    if room is not None:
+        iteration = _Iteration((1, rows, cols), matmuls, kernels, dtype=dtype, device=x.device)
+        with exact_fp32(dtype):
+            return iteration.run_in(room, segments, prepared, None if times is None else _numbers(times, dtype))
     matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     target = result.view(matrices.shape)
-    numbers = None if times is None else times.to(torch.promote_types(dtype, torch.float32))[:, None, None]
+    numbers = None if times is None else _numbers(times, dtype)
     at_once = max(1, min(matmuls.at_once, len(matrices)))
     iteration = _Iteration((at_once, rows, cols), matmuls, kernels, dtype=dtype, device=x.device)
     with exact_fp32(dtype):
@@ -118,6 +125,21 @@ def orthogonalize(
             own = None if numbers is None else numbers[some]
             iteration.run(matrices[some], target[some], segments, prepared, own, overwrite=overwrite)
     return result
+
+
+def room_for(rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for one large matrix and its result, which takes a sixteenth more than the matrix.
+
+    A product X ← a·X + B X makes each column of what was there in that column. So it may take the columns by panels,
+    each written beside the memory it was read from, where nothing is needed any more: X moves by a panel to the left,
+    and with the next product back to the right.
+
+    Returns:
+        The memory, (1, rows, cols + a panel), and where to write the matrix in it, (1, rows, cols).
+    """
+    width = -(-cols // (16 * _ALIGNMENT)) * _ALIGNMENT
+    room = torch.empty(1, rows, cols + width, dtype=dtype, device=device)
+    return room, room[..., width:]
 
 
 def gram_segments(coefficients: Coefficients, steps: int | None = None) -> tuple[tuple[Polynomial, ...], ...]:
@@ -252,6 +274,10 @@ def _segments(
         length = 3 - length if method == "gram" else 1
 
 
+def _numbers(times: Tensor, dtype: torch.dtype) -> Tensor:
+    return times.to(torch.promote_types(dtype, torch.float32))[:, None, None]
+
+
 class _Iteration:
     """Matrices on their way to orthogonality, in buffers that the next batch uses again.
 
@@ -282,6 +308,7 @@ class _Iteration:
         self._shape, self._dtype, self._device = shape, dtype, device
         self._memory: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
+        self._panels: list[slice] = []  # of columns that are multiplied one after the other; empty: all at once
 
     def run(
         self,
@@ -304,14 +331,44 @@ class _Iteration:
         # X alternates between the two, and should end in `out`.
         moves = len(segments) + (prepared.rational is not None)
         self.x, self._next = (first, second) if moves % 2 else (second, first)
-        self._count = count
-        self._squares.clear()
+        self._begin(count)
         if self._matmuls.normalize is not None and prepared.rational is None and matrices.dtype == self.x.dtype:
             if self.x is not matrices:
                 self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
             self._norm_is(load(matrices, self.x, together=together))
+        self._iterate(segments, prepared, times)
+        if self.x is not out:
+            store(self.x, out)
+
+    def run_in(
+        self,
+        room: Tensor,
+        segments: Sequence[tuple[Polynomial, ...]],
+        prepared: CoefficientSet,
+        times: Tensor | None,
+    ) -> Tensor:
+        """Orthogonalise the matrix in the last columns of a room, and return in which columns the result is."""
+        _, _, cols = self._shape
+        width = room.shape[2] - cols
+        self.x, self._next = room[..., width:], room[..., :cols]
+        self._panels = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
+        self._begin(1)
+        if self._matmuls.normalize is not None:
+            self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
+        else:
+            self._norm_is(load(self.x, self.x, together=True))
+        self._iterate(segments, prepared, times)
+        return self.x
+
+    def _begin(self, count: int) -> None:
+        self._count = count
+        self._squares.clear()
+
+    def _iterate(
+        self, segments: Sequence[tuple[Polynomial, ...]], prepared: CoefficientSet, times: Tensor | None
+    ) -> None:
         self._last, self._times = False, times
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
@@ -323,8 +380,6 @@ class _Iteration:
                 self.gram_steps(*segment, last=self._last)
             else:
                 self.step(*segment)
-        if self.x is not out:
-            store(self.x, out)
 
     def _square(self, name: str) -> Tensor:
         """Return a buffer (count, rows, rows), the same for each name while `run` runs; taken where it is needed."""
@@ -436,7 +491,12 @@ class _Iteration:
         """
         if isinstance(a, Tensor) and self._matmuls.sparing:
             b, a = b.div_(a), self._defer(a)
-        self._matmuls.apply(self.x, b, a, self._final_factor() if self._last else 1.0, self._next)
+        factor = self._final_factor() if self._last else 1.0
+        if not self._panels:
+            self._matmuls.apply(self.x, b, a, factor, self._next)
+        for some in self._panels:
+            self._matmuls.apply(self.x[..., some], b, a, factor, self._next[..., some])
+        self._panels.reverse()  # X goes back the way it came, its last panel first
         self.x, self._next = self._next, self.x
 
     def _final_factor(self) -> Tensor:

@@ -13,14 +13,18 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.work import Ends, Local
+from muonmesh.numerics.coefficients import coefficient_set
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.numerics.newton_schulz import gram_segments
+from muonmesh.numerics.newton_schulz import gram_segments, orthogonalize, room_for
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated, Wholes
 from muonmesh.step.muon import MuonStep, values_of
 from muonmesh.step.slots import view_in_storage
 
 _MOMENTUM = "momentum_buffer"
+
+_LARGE = 1 << 26
+"""Elements of a matrix from which on its memory counts for more than the launches of a product by panels."""
 
 
 @dataclass(slots=True)
@@ -119,6 +123,8 @@ class MuonStepTogether(MuonStep):
     def _local(self, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
         shape = self._plan.assignments[numbers[0]].matrix.shape
+        if len(batch) == 1 and shape[0] * shape[1] > _LARGE and self._local_in_room(batch):
+            return
         x = torch.empty((len(batch), *shape), dtype=self._precision.compute, device=self._device)
         out = torch.empty_like(x)
         if (wholes := self._wholes(batch, x)) is not None:
@@ -135,8 +141,32 @@ class MuonStepTogether(MuonStep):
             self._alone.take(asked, ends, self)
         self.write(ends)
 
+    def _local_in_room(self, batch: Sequence[Local]) -> bool:
+        """`_local` of one large matrix in little more memory than it takes; False if it must take the general way."""
+        (number,) = numbers = [local.assignment for local in batch]
+        rule, (rows, cols) = self._rule(number), self._plan.assignments[number].matrix.shape
+        more = rule.balances() or rule.changes_matrices() or coefficient_set(rule.coefficients).rational is not None
+        if more or not rule.orthogonalizes:
+            return False
+        room, x = room_for(rows, cols, dtype=self._precision.compute, device=self._device)
+        wholes, factors = self._wholes(batch, x), self._factors_of(self._group(number))
+        if wholes is None:
+            return False
+        together.fold_wholes(wholes, _as_stored(batch, x), factors)
+        out = orthogonalize(
+            x,
+            coefficients=rule.coefficients,
+            steps=rule.steps,
+            method=rule.method,
+            dtype=self._precision.compute,
+            times=self._steps_of(numbers),
+            room=room,
+        )
+        together.apply_wholes(wholes, _as_stored(batch, out), factors)
+        return True
+
     def _wholes(self, batch: Sequence[Local], like: Tensor) -> Wholes | None:
-        """Return a batch of matrices that are stored in order here, with all their state; None if one is not.
+        """Return a batch of matrices that are stored in order here, with their state; None if one is not.
 
         Small matrices mostly are, and take the host longer than the device. The general way takes the others, and all
         if more is asked for than weights and momentum.
@@ -153,8 +183,10 @@ class MuonStepTogether(MuonStep):
             if slot is None or run.stored == "in pieces" or slot.gradient is None or slot.group != group:
                 return None
             state, weights = slot.state, local_of(slot.tensor)
-            if slot.homes.keys() != {_MOMENTUM} or not slot.is_complete(self._precision) or not weights.is_contiguous():
+            if slot.homes.keys() != {_MOMENTUM} or not weights.is_contiguous():
                 return None
+            if not slot.is_complete(self._precision):
+                self._create(run.parameter, slot)
             tensors = [slot.gradient, local_of(state[_MOMENTUM]), weights]
             if "master" in state:
                 tensors.append(local_of(state["master"]))

@@ -34,7 +34,7 @@ def normalize(x: Tensor) -> tuple[Tensor, Tensor]:
     largest entry near 1. So memory is read once and hardly ever written.
 
     Args:
-        x: Shape (batch, rows, cols), contiguous; bf16 or fp32; written.
+        x: Shape (batch, rows, cols), contiguous, or of one matrix each row; bf16 or fp32; written.
 
     Returns:
         1/ν and 1/ν² of what x is then, fp32 (batch, 1, 1) each: 1 for a matrix of zeros, NaN where one has an entry

@@ -26,8 +26,16 @@ def _power_of_two(exponent):
     return (tl.maximum(exponent + 127, 0) << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _places(here, cols, gap, GAPS: tl.constexpr):
+    """Where elements lie whose rows are so many elements apart."""
+    return here + here // cols * gap if GAPS else here
+
+
 @triton.jit(do_not_specialize=["parts"])
-def measure(x, exponents, squares, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def measure(
+    x, exponents, squares, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     """Of a part of a matrix: the exponent e of its largest entry, and the sum of squares of the entries times 2⁻ᵉ."""
     program = tl.program_id(0)
     x += (program // parts).to(tl.int64) * numel
@@ -36,7 +44,7 @@ def measure(x, exponents, squares, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
         here = first + start + lanes
-        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32)
+        values = tl.load(x + _places(here, cols, gap, GAPS), mask=here < numel, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(values))
     bits = tl.max(largest, 0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(bits, 1), 253) - 127  # so that its negative is one too; denormals count as 2⁻¹²⁶
@@ -44,7 +52,7 @@ def measure(x, exponents, squares, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
         here = first + start + lanes
-        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32) * power
+        values = tl.load(x + _places(here, cols, gap, GAPS), mask=here < numel, other=0.0).to(tl.float32) * power
         sums += values * values
     tl.store(exponents + program, exponent)
     tl.store(squares + program, tl.sum(sums, 0))
@@ -80,7 +88,7 @@ def norms(exponents, squares, power, inverse, inverse_square, parts, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["parts"])
-def rescale(x, power, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def rescale(x, power, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Multiply a part of a matrix by a power of two, unless that is 1."""
     program = tl.program_id(0)
     matrix = program // parts
@@ -89,8 +97,9 @@ def rescale(x, power, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
         x += matrix.to(tl.int64) * numel
         for start in range(0, CHUNK, BLOCK):
             here = program % parts * CHUNK + start + tl.arange(0, BLOCK)
-            values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32) * by
-            tl.store(x + here, values.to(x.dtype.element_ty), mask=here < numel)
+            places = _places(here, cols, gap, GAPS)
+            values = tl.load(x + places, mask=here < numel, other=0.0).to(tl.float32) * by
+            tl.store(x + places, values.to(x.dtype.element_ty), mask=here < numel)
 
 
 @triton.jit(do_not_specialize=["rows", "batch_stride", "stride"])
@@ -148,7 +157,8 @@ def finding_nonzero(table: Tensor, pieces: int, programs: int, found: Tensor, dt
 def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:
     """Return the launch of `measure`."""
     batch, parts = exponents.shape
-    return Launch(measure, batch * parts, (x, exponents, squares, x[0].numel(), parts, MEASURED, _BLOCK), {})
+    arguments = (x, exponents, squares, *_shape(x), parts, _has_gaps(x), MEASURED, _BLOCK)
+    return Launch(measure, batch * parts, arguments, {})
 
 
 def finding_norms(exponents: Tensor, squares: Tensor, power: Tensor, inverse: Tensor, inverse_square: Tensor) -> Launch:
@@ -160,9 +170,20 @@ def finding_norms(exponents: Tensor, squares: Tensor, power: Tensor, inverse: Te
 
 def rescaling(x: Tensor, power: Tensor) -> Launch:
     """Return the launch of `rescale`."""
-    numel = x[0].numel()
-    parts = -(-numel // MEASURED)
-    return Launch(rescale, len(x) * parts, (x, power, numel, parts, MEASURED, _BLOCK), {})
+    parts = -(-x[0].numel() // MEASURED)
+    return Launch(rescale, len(x) * parts, (x, power, *_shape(x), parts, _has_gaps(x), MEASURED, _BLOCK), {})
+
+
+def _shape(x: Tensor) -> tuple[int, int, int]:
+    """Return elements, columns, and the elements between two rows, of matrices."""
+    _, rows, cols = x.shape
+    return rows * cols, cols, x.stride(1) - cols
+
+
+def _has_gaps(x: Tensor) -> bool:
+    """Whether one matrix has elements of something else between its rows; a batch has not."""
+    assert x.is_contiguous() or (len(x) == 1 and x.stride(2) == 1)
+    return not x.is_contiguous()
 
 
 def centring(diagonal: Tensor, out: Tensor, constant: float, mean: Tensor) -> Launch:
