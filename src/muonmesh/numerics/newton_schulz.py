@@ -165,17 +165,19 @@ def gram_factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
 
 
 def _factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
-    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factor = eye
-    for number, polynomial in enumerate(segment):
-        step = polynomial[-1] * eye
-        for coefficient in reversed(polynomial[:-1]):
-            step = (coefficient * eye).addmm_(step, gram)
-        factor = step @ factor
+    factor: Tensor | None = None
+    for number, polynomial in enumerate(segment):  # with as few squares at once as there can be
+        step = torch.zeros_like(gram) if len(polynomial) == 1 else gram * polynomial[-1]
+        step.diagonal().add_(polynomial[max(0, len(polynomial) - 2)])
+        for coefficient in reversed(polynomial[:-2]):
+            step = step @ gram
+            step.diagonal().add_(coefficient)
         if number + 1 < len(segment):
             gram = step @ gram @ step
-            del step
             gram = (gram + gram.mT).div_(2)
+        factor = step if factor is None else step @ factor
+        del step
+    assert factor is not None
     return factor
 
 

@@ -111,7 +111,7 @@ class MuonStepTogether(MuonStep):
         batches: list[Sequence[Local]] = []
         for some in alike:
             shape = self._plan.assignments[some[0].assignment].matrix.shape
-            size = self._at_once(len(some), shape)
+            size = 1 if shape[0] * shape[1] >= _LARGE else self._at_once(len(some), shape)
             if self._loans is not None:
                 size = min(size, self._loans.at_once(shape[0] * shape[1]))
             batches += [some[start : start + size] for start in range(0, len(some), size)]
@@ -123,7 +123,7 @@ class MuonStepTogether(MuonStep):
     def _local(self, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
         shape = self._plan.assignments[numbers[0]].matrix.shape
-        if len(batch) == 1 and shape[0] * shape[1] > _LARGE and self._local_in_room(batch):
+        if len(batch) == 1 and shape[0] * shape[1] >= _LARGE and self._local_in_room(batch):
             return
         x = torch.empty((len(batch), *shape), dtype=self._precision.compute, device=self._device)
         out = torch.empty_like(x)
