@@ -14,6 +14,8 @@ import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.rules import RULES, MuonRule, NorMuonRule, Rule, parts, register_rule, rule_of, together
+from muonmesh.step import muon as muon_step
+from muonmesh.step import stack
 from tests import reference
 from tests.problem import PARAMETERS
 
@@ -561,3 +563,40 @@ def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
         results.append([*(weight.detach() for weight in weights), *(torch.as_tensor(size).double() for size in sizes)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
+    rule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide and tall ones, experts, transposed memory, parts of a fused weight; one zero gradient and one missing."""
+    shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
+    matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
+    results, applied = [], stack.Stack.apply
+    taken: list[int] = []
+
+    def counted(self: stack.Stack, updates: torch.Tensor) -> None:
+        taken.append(len(updates))
+        applied(self, updates)
+
+    monkeypatch.setattr(stack.Stack, "apply", counted)
+    for small in (stack.SMALL, 0):
+        monkeypatch.setattr(muon_step, "SMALL", small)
+        weights = [nn.Parameter(random(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
+        weights.append(nn.Parameter(random(20, 9, seed=20).to(dtype).t()))
+        masters = torch.float32 if dtype == torch.bfloat16 else None
+        groups = [{"params": weights, "matrices": matrices, "algorithm": rule}]
+        optimizer = mm.Muon(groups, lr=0.1, weight_decay=0.1, master_dtype=masters)
+        for step in range(3):
+            for number, weight in enumerate(weights):
+                weight.grad = random(*weight.shape, seed=30 * step + number).to(dtype)
+            if step == 1:
+                weights[0].grad, weights[7].grad[1] = torch.zeros_like(weights[0]), 0
+                weights[5].grad = None
+            optimizer.step()
+        states = [value.clone() for weight in weights for value in optimizer.state[weight].values()]
+        results.append([*(weight.detach().clone() for weight in weights), *states])
+    assert all(map(torch.equal, *results))
+    asks = RULES[rule].asks_for_sums()  # for what needs a sum over the matrix before anything is written
+    assert (len(taken) == 0) == asks

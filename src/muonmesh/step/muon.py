@@ -27,6 +27,7 @@ from muonmesh.step.loans import Loans
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, create_state, view_in_storage
+from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
@@ -264,9 +265,10 @@ class MuonStep:
             self._collect_arrived(matrix.assignment for matrix in some)
             assignment = self._plan.assignments[some[0].assignment]
             size = self._at_once(len(some), assignment.matrix.shape)
-            for start in range(0, len(some), size):
-                batch = some[start : start + size]
-                tasks.append((assignment.flops * len(batch), functools.partial(self._local, batch)))
+            for stored in _by_storage(some):
+                for start in range(0, len(stored), size):
+                    batch = stored[start : start + size]
+                    tasks.append((assignment.flops * len(batch), functools.partial(self._local, batch)))
         self._run(tasks)
         self._have_read()
 
@@ -276,6 +278,11 @@ class MuonStep:
             scratch(role, (len(batch), *matrix.shape), dtype=self._precision.compute, device=self._device)
             for role in ("matrices", "results")
         )
+        if (stack := self._stack(batch)) is not None:
+            stack.fold(x)
+            self._orthogonalize(x, out, [matrix.assignment for matrix in batch])
+            stack.apply(out)
+            return
         for local, target in zip(batch, x.unbind(), strict=True):
             if self._blocks is not None:
                 self._fold(local.assignment)
@@ -288,6 +295,34 @@ class MuonStep:
                 self._alone.take(asked, ends, self)
             for leg, update in ends:
                 self._write(leg, update)
+
+    def _stack(self, batch: Sequence[Local]) -> Stack | None:
+        """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
+        first, asked = batch[0], (self._blocks, self._loans, self._update_squares) != (None, None, None)
+        planned = self._plan.assignments[first.assignment]
+        if asked or len(batch) == 1 or planned.matrix.numel > SMALL or first.stored == "in pieces":
+            return None
+        if self._plan.summed([first.assignment]):
+            return None
+        rows, cols = planned.matrix.shape
+        shape = (cols, rows) if first.stored == "transposed" else (rows, cols)
+        group, found = self._ready[planned.parameter].slot.group, None
+        for local in batch:
+            leg, ready = local.read[0], self._ready[self._plan.assignments[local.assignment].parameter]
+            if self._nonzero[local.assignment] is not True or not ready.slot.created:
+                return None
+            if ready.gradient is None or ready.momenta is None or ready.slot.group != group:
+                return None
+            rule, weights, beside, scale = self._written(leg)
+            if found is None:
+                found = Stack(rule, scale, first.stored == "transposed")
+            if scale != found.scale:
+                return None
+            momenta = values_of(ready.momenta, local.assignment, leg.piece)
+            rounded = {} if ready.master is None else {"": view_in_storage(ready.weights, leg.piece)}
+            gradient = {"": view_in_storage(ready.gradient, leg.piece)}
+            found.add(shape, gradient=gradient, momenta=momenta, weights={"": weights}, beside=beside, rounded=rounded)
+        return found if found is not None and found.is_alike(len(batch)) else None
 
     def read(self, ends: Ends) -> None:
         """Write the directions of legs' elements, after `prepare`."""
@@ -521,6 +556,14 @@ class MuonStep:
                 create_state(slot, self._precision)
         if self._loans is not None:
             self._loans.finish()
+
+
+def _by_storage(some: Sequence[Local]) -> list[list[Local]]:
+    """Return matrices that are stored alike, together."""
+    found: dict[str, list[Local]] = {}
+    for local in some:
+        found.setdefault(local.stored, []).append(local)
+    return list(found.values())
 
 
 def _layout(storage: Storage) -> Layout:
