@@ -396,16 +396,17 @@ def stepped_in_rooms() -> tuple[float, int]:
 
     for large in (0, 1 << 40):
         torch.manual_seed(0)
-        weights = [nn.Parameter(torch.randn(shape)) for shape in ((24, 80), (70, 20), (9, 9))]
+        weights = [nn.Parameter(torch.randn(shape)) for shape in ((24, 80), (70, 20))]
         optimizer = mm.Muon(weights, lr=0.1, compute_dtype=FP32)
         optimizer._kept.waits, optimizer._kept.together = False, True
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(together, "_LARGE", large)
+            for module in (together, newton_schulz):
+                patch.setattr(module, "select", lambda *_, **__: triton_products(at_once=1))
             patch.setattr(MuonStepTogether, "_local_in_room", counted)
-            for _ in range(2):
-                for weight in weights:
-                    weight.grad = torch.randn_like(weight)
-                optimizer.step()
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
         results.append(weights)
     return max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True)), taken
 
@@ -536,7 +537,7 @@ def test_a_large_matrix_moves_through_the_memory_of_its_result(
 def test_large_matrices_are_stepped_in_one_memory(interpreter: Interpreter) -> None:
     apart, taken = interpreter(stepped_in_rooms)
     assert apart < 1e-6
-    assert taken == 6
+    assert taken == 2
 
 
 def test_pieces_that_cannot_be_are_refused(interpreter: Interpreter) -> None:

@@ -137,7 +137,9 @@ def room_for(rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) 
     Returns:
         The memory, (1, rows, cols + a panel), and where to write the matrix in it, (1, rows, cols).
     """
-    width = -(-cols // (16 * _ALIGNMENT)) * _ALIGNMENT
+    least = -(-cols // (16 * _ALIGNMENT)) * _ALIGNMENT
+    # No last panel that is so narrow that a kernel would take other tiles for it.
+    width = next(width for width in range(least, cols + least, _ALIGNMENT) if not 0 < cols % width < min(least, 512))
     room = torch.empty(1, rows, cols + width, dtype=dtype, device=device)
     return room, room[..., width:]
 

@@ -14,6 +14,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.work import Ends, Local
 from muonmesh.numerics.coefficients import coefficient_set
+from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.newton_schulz import gram_segments, orthogonalize, room_for
 from muonmesh.numerics.rules import together
@@ -145,7 +146,14 @@ class MuonStepTogether(MuonStep):
         """`_local` of one large matrix in little more memory than it takes; False if it must take the general way."""
         (number,) = numbers = [local.assignment for local in batch]
         rule, (rows, cols) = self._rule(number), self._plan.assignments[number].matrix.shape
-        more = rule.balances() or rule.changes_matrices() or coefficient_set(rule.coefficients).rational is not None
+        # Of these kernels alone it is known that panels have the bits of the whole, which another layout may multiply.
+        kernels = select("auto", device=self._device, dtype=self._precision.compute, rows=rows, cols=cols)
+        more = (
+            kernels.normalize is None
+            or rule.balances()
+            or rule.changes_matrices()
+            or coefficient_set(rule.coefficients).rational is not None
+        )
         if more or not rule.orthogonalizes:
             return False
         room, x = room_for(rows, cols, dtype=self._precision.compute, device=self._device)
