@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 import tests.workers
 
@@ -10,3 +15,26 @@ import tests.workers
 multiprocessing.set_forkserver_preload(
     [tests.workers.__name__, "muonmesh.build", "muonmesh.integrations.qk_clip", "tests.megatron.host"]
 )
+
+
+def spawned() -> set[int]:
+    """Processes of this run's group that somebody spawned; ranks are forked, so they are none of them."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"multiprocessing.spawn" in (folder / "cmdline").read_bytes() and os.getpgid(int(folder.name)) == GROUP:
+                found.add(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+    return found
+
+
+GROUP = os.getpgid(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A file of tests leaves no process behind, not even one whose parent has gone."""
+    before = spawned()
+    yield
+    assert spawned() - before == set()

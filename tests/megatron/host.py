@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import os
 import re
 import warnings
@@ -20,6 +22,7 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing import load as _load  # noqa: E402, F401  # imported once, not by each rank
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -41,6 +44,21 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from tests.megatron import cpu, kernels  # noqa: E402
 
 VOCABULARY, LENGTH = 64, 16
+
+
+@contextlib.contextmanager
+def writers() -> Iterator[None]:
+    """Let this rank start Megatron's writers of checkpoints, and end the process that holds their answers.
+
+    Megatron keeps that one for the life of a rank. Ranks of tests are killed, and it would outlive them.
+    """
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        queue, filesystem_async._results_queue = filesystem_async._results_queue, None
+        if queue is not None:
+            queue._manager.shutdown()
 
 
 @dataclass(frozen=True)

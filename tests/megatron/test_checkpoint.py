@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,9 +69,9 @@ class Run:
         return losses, gathered.gather(gathered.held(gathered.named(self.chunks)))
 
 
+@host.writers()
 def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any]) -> list[bool]:
     """Whether a run that went through a checkpoint of each of the others in turn goes on as if nothing had been."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks its writers
     first = Run(shape, 7, muon)
     first.train(range(2))
     path = folder / "saved"
@@ -196,8 +195,8 @@ def test_resumed_is_continued(workers, tmp_path: Path, name: str) -> None:
     assert workers(4).run(resumed, shape, others, tmp_path, muon, timeout=120.0) == [[True] * (1 + len(others))] * 4
 
 
+@host.writers()
 def before_the_first_step(folder: Path) -> bool:
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks its writers
     first, second = Run(Shape(tp=2), 7, {}), Run(Shape(tp=2, flat=True), 8, {})
     first.save(folder / "saved")
     second.load(folder / "saved")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from tests.pages import run
 from tests.workers import Pool
 
 
+@host.writers()
 def page(path: str) -> None:
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks its writers
     shape = Shape(tp=2, flat=True)
     host.begin(shape)
     chunks = host.chunks_of(shape)
