@@ -147,7 +147,7 @@ COMPOSERS = ("explain_error", "about")
 BY_HAND = {
     # A part that may import nothing of ours, `errors` neither.
     "numerics/kernels/__init__.py": {"kernels", "kernels='triton'"},
-    "numerics/kernels/fused.py": {"piece "},
+    "numerics/kernels/fused.py": {"piece ", "pieces of "},
     "numerics/kernels/rows.py": {"piece "},
     # What another rank's message said, which has its four parts.
     "comm/meeting.py": {"failed"},

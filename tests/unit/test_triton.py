@@ -419,7 +419,9 @@ def fused_refused() -> list[str]:
         with pytest.raises(ValueError, match="piece 0") as caught:
             fused.fold([g], [m], [], None, momentum=0.9, nesterov=True)
         said.append(str(caught.value))
-    return said
+    with pytest.raises(ValueError, match="pieces of fold") as caught:
+        fused.fold([one], [one], [torch.ones(4, 2)], None, momentum=0.9, nesterov=True, entries=[0, 1])
+    return [*said, str(caught.value)]
 
 
 def refused() -> dict[str, str]:
@@ -541,7 +543,8 @@ def test_large_matrices_are_stepped_in_one_memory(interpreter: Interpreter) -> N
 
 
 def test_pieces_that_cannot_be_are_refused(interpreter: Interpreter) -> None:
-    shapes, dtype, dims = interpreter(fused_refused)
+    shapes, dtype, dims, several = interpreter(fused_refused)
+    assert "found shapes [(2, 3)], [(2, 3)], [(4, 2)]; needed 2 pieces of one size in contiguous" in several
     assert shapes.startswith("piece 0: found shapes (2, 3), (3, 2), (3, 2); needed one shape of at most 3 dims. ")
     assert dtype.startswith("piece 0 of fold: found torch.float64, torch.float32, torch.float32; needed bf16, fp16")
     assert dims.startswith("piece 0: found shapes (1, 1, 2, 3)")
