@@ -329,15 +329,17 @@ def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
 def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
     """Weights, momenta and masters after steps as on a device; how many matrices were taken in order.
 
-    Sizes that are aligned and that are not, experts; gradients of zeros, of an expert too, and one that
+    Sizes that are aligned and that are not, experts, a fused weight; gradients of zeros, of an expert too, and one that
     is missing at first. ``apart`` takes all by what also takes pieces.
     """
     torch.manual_seed(0)
     shapes = [(16, 16)] * 3 + [(3, 5)] * 3 + [(5, 3), (32, 8), (32, 8), (12, 12)]
-    shapes += [(3, 8, 16), (2, 16, 8), (2, 3, 7)]
+    shapes += [(3, 8, 16), (2, 16, 8), (2, 3, 7), (24, 16)]
+    matrices: list[Any] = [*[None] * 10, "stack", "stack", "stack", ("rows", 8, 8, 8), None]
     weights = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     weights.append(nn.Parameter(torch.randn(8, 24).to(dtype).t()))
-    optimizer = mm.Muon(weights, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
+    groups = [{"params": weights, "matrices": matrices}]
+    optimizer = mm.Muon(groups, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
     optimizer._kept.waits, optimizer._kept.together = False, True
     taken = 0
     take = MuonStepTogether._wholes
@@ -518,7 +520,7 @@ def test_matrices_in_order_are_stepped_like_pieces(interpreter: Interpreter, dty
     """In all three steps, but for a transposed weight; one had no gradient in the first."""
     same, whole, apart = interpreter(whole_and_apart, dtype)
     assert same
-    assert (whole, apart) == (16 + 17 + 17, 0)
+    assert (whole, apart) == (19 + 20 + 20, 0)
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,8 @@ class MuonStepTogether(MuonStep):
             if "master" in state:
                 tensors.append(local_of(state["master"]))
             # The common case, of a parameter that is one matrix, needs no other view of it.
-            as_they_are = weights.numel() == run.count * rows * cols and (weights.ndim == 2 or not apart)
+            alone = run.count == 1 and weights.ndim == 2
+            as_they_are = weights.numel() == run.count * rows * cols and (alone or not apart)
             for some, tensor in zip(found.kept, tensors, strict=False):
                 some += (tensor,) if as_they_are else run.of(tensor, (rows, cols), apart=apart)
         return found if len(found.masters) in (0, len(found.weights)) and found.can_fuse(like) else None
