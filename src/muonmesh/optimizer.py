@@ -127,7 +127,7 @@ class Muon(torch.optim.Optimizer):
             orthogonalised by several ranks together; on CPUs, from 384 rows on. "gram": for a
             matrix that is cut along its long dim only, the ranks sum the small X Xᵀ instead and each applies the
             result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
-            whichever takes less time.
+            for each such matrix "gram" or "owner", whichever takes less time; no teams.
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.

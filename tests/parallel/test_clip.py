@@ -751,3 +751,19 @@ def test_what_is_wrong_on_one_rank_ends_on_every_rank(workers, how: str, waits: 
     ]
     assert all(told[how] in outcome.message for outcome in outcomes)
     assert all(outcome.seconds < 10 for outcome in outcomes)
+
+
+def test_a_matrix_under_a_rule_that_feels_the_scale_is_limited_by_adamw_s_norm_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under "per_matrix" too, where it was limited by its own running norm as well: twice."""
+    monkeypatch.setattr(MuonRule, "scale_invariant", False)
+    weight = nn.Parameter(torch.ones(6, 4))
+    optimizer = mm.Muon([weight], lr=0.1)
+    for _ in range(12):  # more than the running norm needs
+        weight.grad = torch.ones(6, 4)
+        optimizer.clip_grad_norm_(1.5, policy="per_matrix")
+        optimizer.step()
+    weight.grad = torch.full((6, 4), 100.0)
+    optimizer.clip_grad_norm_(1.5, policy="per_matrix")
+    assert float(weight.grad.norm()) == pytest.approx(1.5)

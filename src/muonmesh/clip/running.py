@@ -59,6 +59,8 @@ def limit_matrices(
         own = None if member is None else gradients[member.tensor]
         if member is None or own is None or is_one(factor):
             continue
+        if not planned.plan.parameters[assignment.parameter].scale_invariant:  # AdamW's norm limits it
+            continue
         local, scaled[member.tensor] = own
         for piece in pieces:
             multiply(view_in_storage(local, piece), factor)

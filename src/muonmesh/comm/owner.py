@@ -163,7 +163,7 @@ class OwnerExchange:
         """
         stage = self._computed[number]
         if stage.summed:
-            self._matrix_sums.take(stage.summed, (*stage.staying, *arrived), work, what=f"bucket {number}")
+            self._matrix_sums.take(stage.summed, (*stage.staying, *arrived), work, what=self.schedule.name(number))
             work.write(stage.staying)
             self._computed[number] = replace(stage, summed={}, staying=())
 

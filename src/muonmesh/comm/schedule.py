@@ -34,8 +34,9 @@ from muonmesh.layout.routes import Leg, in_rounds
 class Schedule:
     """What one rank does each step for the matrices that have owners.
 
-    Gather is a stage for each bucket of which something moves, the local matrices of other buckets among them; or one
-    with local matrices alone.
+    There is one stage for each bucket of which something moves. Local matrices, of which nothing moves, are computed in
+    the next such stage, whatever bucket they are in; those after the last one have a stage of their own. Numbers here
+    count stages; errors name the bucket.
 
     Args:
         plan: Whose.
@@ -71,6 +72,10 @@ class Schedule:
         """How many matrices are this rank's alone."""
         return sum(len(alike) for draft in self._drafts for alike in draft.local)
 
+    def name(self, number: int) -> str:
+        """Return what errors call a stage: by the number that its bucket has in the plan."""
+        return self._drafts[number].name
+
     def moving(self, number: int) -> tuple[int, ...]:
         """Return the assignments of a stage that move; none if there is no such stage."""
         return self._drafts[number].moving if number < self.stages else ()
@@ -80,7 +85,7 @@ class Schedule:
         found = self._views.get((number,))
         if not isinstance(found, Gather):
             draft = self._drafts[number]
-            found = draft.gather(number, self._memory(draft.numels(GATHER), number))
+            found = draft.gather(self._memory(draft.numels(GATHER), number))
             self._keep((number,), found)
         return found
 
@@ -109,10 +114,10 @@ class Schedule:
             filling = draft.filling[index]
             if before is not None and filling == draft.filling[index - 1]:
                 memory["scatter.send"] = before.swap.send
-                found = replace(draft.scatter(number, index, results, memory), leaving=())
+                found = replace(draft.scatter(index, results, memory), leaving=())
             else:
                 memory |= self._memory(draft.sent(index), self._fillings_before[number] + filling)
-                found = draft.scatter(number, index, results, memory)
+                found = draft.scatter(index, results, memory)
             self._keep((number, index), found)
         return found
 
@@ -151,13 +156,14 @@ class _Draft:
         plan: Plan,
         rank: int,
         peers: Sequence[int],
+        name: str,
         moving: tuple[int, ...],
         local: tuple[tuple[Local, ...], ...],
         ways: tuple[Routes, Routes],
         gathers: bool,
         rounds: Rounds,
     ) -> None:
-        self._rank, self._peers = rank, peers
+        self.name, self._rank, self._peers = name, rank, peers
         self.moving, self.local = moving, local
         gather, scatter = ways
         self._gathers, self.rounds = gathers, rounds
@@ -206,7 +212,7 @@ class _Draft:
             found.append(found[-1] + (not one.sends_as(other)))
         return found
 
-    def gather(self, number: int, memory: Mapping[str, Tensor]) -> Gather:
+    def gather(self, memory: Mapping[str, Tensor]) -> Gather:
         """Return what travels to the owners, with its views of the memory."""
         matrices = self._assembled(memory["matrices"])
         of = _by_assignment(self._batches, matrices)
@@ -215,7 +221,7 @@ class _Draft:
         ]
         if not self._gathers:
             return Gather(self.moving, tuple(reads), None, (), tuple(matrices))
-        swap = self._gather.swap(f"the gather of bucket {number}", memory)
+        swap = self._gather.swap(f"the gather of {self.name}", memory)
         reads += self._gather.on_wire(swap.send)
         return Gather(self.moving, tuple(reads), swap, self._gather.copies(of, swap.receive), tuple(matrices))
 
@@ -228,11 +234,11 @@ class _Draft:
         teamed = tuple((x, out, number) for x, out, (number,) in batches[: self._teamed])
         return Compute(batches[self._teamed :], teamed, self.local, self._summed, staying, self.rounds, results)
 
-    def scatter(self, number: int, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Scatter:
+    def scatter(self, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Scatter:
         """Return one round of the results that travel back, with its views of the memory."""
         passage = self._scatter[index]
         told = f", round {index + 1} of {self.rounds.count}" if self.rounds.count > 1 else ""
-        swap = passage.swap(f"the scatter of bucket {number}{told}", memory)
+        swap = passage.swap(f"the scatter of {self.name}{told}", memory)
         copies = passage.copies(_by_assignment(self._batches, results), swap.send)
         leaving = tuple((wire, matrix) for matrix, wire in copies)
         return Scatter(leaving, swap, tuple(passage.on_wire(swap.receive)))
@@ -266,10 +272,11 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> list[_Draft]:
         if len(staying) < len(bucket):
             moving = tuple(index for index in bucket if index not in staying)
             ways = _without(gather, staying), _without(scatter, staying)
-            drafts.append(_Draft(plan, rank, peers, moving, taken(), ways, plan.gathers(number), plan.rounds(number)))
+            name, gathers, rounds = f"bucket {number}", plan.gathers(number), plan.rounds(number)
+            drafts.append(_Draft(plan, rank, peers, name, moving, taken(), ways, gathers, rounds))
     if waiting:
         nothing = Routes({}, {})
-        drafts.append(_Draft(plan, rank, peers, (), taken(), (nothing, nothing), False, Rounds()))
+        drafts.append(_Draft(plan, rank, peers, "what is left", (), taken(), (nothing, nothing), False, Rounds()))
     return drafts
 
 

@@ -2,8 +2,8 @@
 
 It is laid out like a parameter of its own, whose matrices have one column (or row, or element) each: a fused weight of
 40 × 24 that is three matrices of 24, 8 and 8 rows has a companion of 40 × 1 for rows, 3 × 24 for columns and 3 × 1 for
-matrices. It is placed as its parameter is, so what is true of any parameter is true of it: routes, checkpoints and
-resharding need nothing new.
+matrices. It is placed as the parameter's momentum is, so what is true of any parameter is true of it: routes,
+checkpoints and resharding need nothing new.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _cut(form: object, arguments: Sequence[object]) -> tuple[int, int]:
 
 
 def companion_on_mesh(layout: MeshLayout, shape: tuple[int, ...]) -> MeshLayout:
-    """Return where a companion of this shape lives: placed on the same mesh as its parameter."""
+    """Return where a companion of this shape lives, given where the momentum does: placed alike on the same mesh."""
     return replace(layout, shape=shape)
 
 

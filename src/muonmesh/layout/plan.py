@@ -26,7 +26,8 @@ class Assignment:
     Attributes:
         parameter: Number of the parameter.
         matrix: What is orthogonalised.
-        team: Those ranks, usually one. Each gets the whole matrix; the first returns the result.
+        team: Those ranks, usually one. Each gets the whole matrix; the first returns the result. Says nothing of an
+            assignment in `Plan.grams`: that is computed by all ranks that hold the parameter.
         flops: Cost of the matrix, which the team shares.
     """
 

@@ -61,8 +61,9 @@ class Planned:
         signature: See `signature_of`.
         muon: Members of the Muon groups, as the plan's parameters are numbered; None for one that only other ranks
             of the connected set hold.
-        elementwise: Members of the AdamW groups, as the plan numbers them; None likewise.
-        adamw: All members of each group that is AdamW's; empty for the others.
+        elementwise: Those members of the AdamW groups of which it is known which ranks hold them, as the plan numbers
+            them; ranks agree on their gradients and settings. None likewise.
+        adamw: All members of each group that is AdamW's, which are stepped; empty for the others.
         plan: Who orthogonalises what.
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.

@@ -119,7 +119,7 @@ def check_number(settings: Hyperparameters, field: str, *, below: float) -> None
 class Rule(Hyperparameters):
     """What a group does with its matrices, in the order in which a step calls it.
 
-    1. `fold` and `direction`, element by element, on every rank that stores some of the gradient.
+    1. `fold` and `direction`, element by element, on every rank that stores some of the momentum.
     2. The direction is gathered to the owner of the matrix, which has it whole: `balance`, orthogonalising, `whole`.
        Where a team orthogonalises together, each member calls `balance` and only the owner calls `whole`.
     3. `summands`, if a rule asks for sums over whole matrices, element by element, on every rank that stores some of
