@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from muonmesh.step.flags import Flags
 from muonmesh.step.loans import Loans
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Holdings
+from muonmesh.step.runs import runs_of
 from muonmesh.step.slots import Slot, create_state, view_in_storage
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.update_squares import UpdateSquares
@@ -302,26 +303,30 @@ class MuonStep:
         planned = self._plan.assignments[first.assignment]
         if asked or len(batch) == 1 or planned.matrix.numel > SMALL or first.stored == "in pieces":
             return None
-        if self._plan.summed([first.assignment]):
+        if self._plan.summed([first.assignment]) or any(self._nonzero[some.assignment] is not True for some in batch):
             return None
         rows, cols = planned.matrix.shape
         shape = (cols, rows) if first.stored == "transposed" else (rows, cols)
         group, found = self._ready[planned.parameter].slot.group, None
-        for local in batch:
-            leg, ready = local.read[0], self._ready[self._plan.assignments[local.assignment].parameter]
-            if self._nonzero[local.assignment] is not True or not ready.slot.created:
+        for run in runs_of(self._plan, batch):
+            ready = self._ready[run.parameter]
+            if ready.gradient is None or ready.momenta is None or ready.slot.group != group or not ready.slot.created:
                 return None
-            if ready.gradient is None or ready.momenta is None or ready.slot.group != group:
-                return None
-            rule, weights, beside, scale = self._written(leg)
+            scale = self._scale(run.assignment, group, ready.rule)
             if found is None:
-                found = Stack(rule, scale, first.stored == "transposed")
+                found = Stack(ready.rule, scale, first.stored == "transposed")
             if scale != found.scale:
                 return None
-            momenta = values_of(ready.momenta, local.assignment, leg.piece)
-            rounded = {} if ready.master is None else {"": view_in_storage(ready.weights, leg.piece)}
-            gradient = {"": view_in_storage(ready.gradient, leg.piece)}
-            found.add(shape, gradient=gradient, momenta=momenta, weights={"": weights}, beside=beside, rounded=rounded)
+            weights, rounded = (ready.weights, {}) if ready.master is None else (ready.master, {"": ready.weights})
+            found.add(
+                run,
+                shape,
+                gradient={"": ready.gradient},
+                momenta=cast("Mapping[str, Tensor]", ready.momenta),  # not coded, or it was asked for
+                weights={"": weights},
+                beside=ready.beside,
+                rounded=rounded,
+            )
         return found if found is not None and found.is_alike(len(batch)) else None
 
     def read(self, ends: Ends) -> None:

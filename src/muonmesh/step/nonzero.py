@@ -8,24 +8,34 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
-from muonmesh.layout import Plan
+from muonmesh.layout import Piece, Plan
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.zeros import can_mark, mark_nonzero
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, view_in_storage
 
-_PROBE = 4096
+_PROBE = 64
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
 
 
 def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:
     """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
-    found = []
-    for assignment, parts in zip(plan.assignments, holdings, strict=True):
+    found = [0] * len(plan.assignments)
+    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+    for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
         gradient = _gradient(slots[assignment.parameter])
-        found.append(
-            int(gradient is not None and any(_any_nonzero(view_in_storage(gradient, piece)) for piece in parts))
-        )
+        if gradient is not None and parts:
+            # Some of its first piece's first row: in each matrix as many, to look at all together.
+            row, first = parts[0].shape[-1], gradient.storage_offset() + parts[0].storage_start
+            count = min(row, _PROBE)
+            numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
+            numbers.append(number)
+            views.append(gradient.as_strided((count,), parts[0].storage_strides[-1:], first))
+    for numbers, views in probes.values():
+        for number, any_nonzero in zip(numbers, torch.stack(views).any(1).tolist(), strict=True):
+            found[number] = int(
+                any_nonzero or _any_nonzero(slots[plan.assignments[number].parameter], holdings[number])
+            )
     return found
 
 
@@ -58,8 +68,6 @@ def _gradient(slot: Slot | None) -> Tensor | None:
     return None if slot is None or slot.gradient is None else local_of(slot.gradient)
 
 
-def _any_nonzero(view: Tensor) -> bool:
-    flat = view.view(-1) if view.is_contiguous() else view.reshape(-1)
-    if flat.numel() <= _PROBE:
-        return bool(flat.any())
-    return bool(flat[:_PROBE].any()) or bool(flat.any())
+def _any_nonzero(slot: Slot | None, parts: Sequence[Piece]) -> bool:
+    gradient = _gradient(slot)
+    return gradient is not None and any(bool(view_in_storage(gradient, piece).any()) for piece in parts)

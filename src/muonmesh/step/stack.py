@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from torch import Tensor
 from muonmesh.comm.views import contiguous
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.rules import Rule, parts
-
-Columns: TypeAlias = dict[str, list[Tensor]]
+from muonmesh.step.runs import Run
 
 SMALL = 1 << 12
 """Elements of a matrix up to which to copy it beside others is cheaper than a few calls more [measured]."""
@@ -32,57 +30,52 @@ class Stack:
     rule: Rule
     scale: float
     transposed: bool
-    _gradient: Columns = field(default_factory=dict)
-    _momenta: Columns = field(default_factory=dict)
-    _weights: Columns = field(default_factory=dict)
-    _beside: Columns = field(default_factory=dict)
-    _rounded: Columns = field(default_factory=dict)
+    _columns: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
-    def add(self, shape: tuple[int, int], **tensors: Mapping[str, Tensor]) -> None:
-        """Add a matrix, stored in this shape.
+    def add(self, run: Run, shape: tuple[int, int], **tensors: Mapping[str, Tensor]) -> None:
+        """Add the matrices of a run.
 
         Args:
-            shape: See above.
-            tensors: ``gradient``, read only; what is written: ``momenta`` and ``beside``, what the rule keeps as
-                "momentum" and as "weights", by key; ``weights``, or masters, and ``rounded``, weights that masters are
-                rounded to, if there are any. All contiguous.
+            run: Where they are in the storage of their parameter.
+            shape: Of each of them, as it is stored.
+            tensors: Storages: ``gradient``, read only; what is written: ``momenta`` and ``beside``, what the rule keeps
+                as "momentum" and as "weights", by key; ``weights``, or masters, and ``rounded``, weights that masters
+                are rounded to, if there are any. All contiguous.
         """
         for name, held in tensors.items():
-            columns: Columns = getattr(self, f"_{name}")
-            for key, tensor in held.items():
-                columns.setdefault(key, []).append(tensor.view(shape))
+            if held:
+                columns = self._columns.setdefault(name, {})
+                for key, storage in held.items():
+                    columns.setdefault(key, []).extend(run.of(storage, shape, apart=True))
 
     def is_alike(self, count: int) -> bool:
         """Whether each of so many matrices has added the same, in the same dtypes."""
-        every = (self._gradient, self._momenta, self._weights, self._beside, self._rounded)
-        lists = [some for columns in every for some in columns.values()]
+        lists = [some for columns in self._columns.values() for some in columns.values()]
         return all(len(some) == count and len({tensor.dtype for tensor in some}) == 1 for some in lists)
 
     def fold(self, into: Tensor) -> None:
         """Fold the gradients into the momenta, and write the directions into a batch as it is assembled."""
-        gradient, momenta = _together("gradient", self._gradient)[""], _together("momentum", self._momenta)
+        (gradient,), momenta = self._together("gradient").values(), self._together("momenta")
         parts.fold(self.rule, gradient, momenta, into=into.mT if self.transposed else into)
-        _give_back(momenta, self._momenta)
+        self._give_back("momenta", momenta)
 
     def apply(self, updates: Tensor) -> None:
         """Decay and update the weights by a batch of results."""
-        weights, beside = _together("weights", self._weights), _together("beside", self._beside)
+        weights, beside = self._together("weights"), self._together("beside")
         update = contiguous(updates.mT if self.transposed else updates)
         parts.apply(self.rule, weights[""], update, beside, scale=self.scale)
-        _give_back(weights, self._weights)
-        _give_back(weights, self._rounded)
-        _give_back(beside, self._beside)
+        self._give_back("weights", weights)
+        self._give_back("rounded", weights)
+        self._give_back("beside", beside)
 
+    def _together(self, name: str) -> dict[str, Tensor]:
+        found = {}
+        for key, some in self._columns.get(name, {}).items():
+            shape, first = (len(some), *some[0].shape), some[0]
+            found[key] = scratch(f"stack, {name} {key}", shape, dtype=first.dtype, device=first.device)
+            torch.stack(some, out=found[key])
+        return found
 
-def _together(role: str, columns: Columns) -> dict[str, Tensor]:
-    found = {}
-    for key, some in columns.items():
-        shape, first = (len(some), *some[0].shape), some[0]
-        found[key] = scratch(f"stack, {role} {key}", shape, dtype=first.dtype, device=first.device)
-        torch.stack(some, out=found[key])
-    return found
-
-
-def _give_back(together: Mapping[str, Tensor], columns: Columns) -> None:
-    for key, some in columns.items():
-        torch._foreach_copy_(some, together[key].unbind())
+    def _give_back(self, name: str, together: Mapping[str, Tensor]) -> None:
+        for key, some in self._columns.get(name, {}).items():
+            torch._foreach_copy_(some, together[key].unbind())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,35 +19,13 @@ from muonmesh.numerics.newton_schulz import gram_segments, orthogonalize, room_f
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated, Wholes
 from muonmesh.step.muon import MuonStep, values_of
+from muonmesh.step.runs import runs_of
 from muonmesh.step.slots import view_in_storage
 
 _MOMENTUM = "momentum_buffer"
 
 _LARGE = 1 << 26
 """Elements of a matrix from which on its memory counts for more than the launches of a product by panels."""
-
-
-@dataclass(slots=True)
-class _Run:
-    """Matrices of a batch that lie one after the other in the storage of a parameter.
-
-    Attributes:
-        parameter: As the plan numbers it.
-        stored: As `Local.stored` says.
-        start: The place of their first element.
-        count: How many there are.
-    """
-
-    parameter: int
-    stored: str
-    start: int
-    count: int
-
-    def of(self, storage: Tensor, shape: tuple[int, int], *, apart: bool) -> Sequence[Tensor]:
-        """Return their elements in a contiguous storage: in one tensor or, ``apart``, one each, as they are stored."""
-        rows, cols = shape if self.stored == "as it is" else reversed(shape)
-        some = storage.view(-1)[self.start : self.start + self.count * rows * cols].view(self.count, rows, cols)
-        return some.unbind() if apart else (some,)
 
 
 class MuonStepTogether(MuonStep):
@@ -183,7 +160,7 @@ class MuonStepTogether(MuonStep):
         asked = (self._blocks, self._loans, self._update_squares) != (None, None, None)
         if asked or not self._factors_of(group).fuses:
             return None
-        (_, rows, cols), runs = like.shape, self._runs(batch)
+        (_, rows, cols), runs = like.shape, runs_of(self._plan, batch)
         found = Wholes([], [], [], [], [local.assignment for local in batch])
         apart = len(batch) == 1 or any(run.stored == "transposed" for run in runs)
         for run in runs:
@@ -201,25 +178,10 @@ class MuonStepTogether(MuonStep):
             # The common case, of a parameter that is one matrix, needs no other view of it.
             alone = run.count == 1 and weights.ndim == 2
             as_they_are = weights.numel() == run.count * rows * cols and (alone or not apart)
+            shape = (cols, rows) if run.stored == "transposed" else (rows, cols)
             for some, tensor in zip(found.kept, tensors, strict=False):
-                some += (tensor,) if as_they_are else run.of(tensor, (rows, cols), apart=apart)
+                some += (tensor,) if as_they_are else run.of(tensor, shape, apart=apart)
         return found if len(found.masters) in (0, len(found.weights)) and found.can_fuse(like) else None
-
-    def _runs(self, batch: Sequence[Local]) -> list[_Run]:
-        found: list[_Run] = []
-        for local in batch:
-            assignment = self._plan.assignments[local.assignment]
-            run = found[-1] if found else None
-            if (
-                run is not None
-                and run.parameter == assignment.parameter
-                and run.stored == local.stored
-                and local.start == run.start + run.count * assignment.matrix.numel
-            ):
-                run.count += 1
-            else:
-                found.append(_Run(assignment.parameter, local.stored, local.start, 1))
-        return found
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
