@@ -126,7 +126,8 @@ def ours(settings: Mapping[str, Any]) -> Build:
     return build
 
 
-def _torch_muon(parameters: Parameters, layout: Layout) -> Optimizer:
+def torch_muon(parameters: Parameters, layout: Layout) -> Optimizer:
+    """torch.optim.Muon with its own defaults, but for what all contenders have alike."""
     return torch.optim.Muon(
         parameters,
         lr=LEARNING_RATE,
@@ -147,7 +148,7 @@ def _adamw(*, fused: bool) -> Build:
 
 _OWN = {
     "ours": [Contender(OURS, True, ours({}))],
-    "torch": [Contender(TORCH, True, _torch_muon)],
+    "torch": [Contender(TORCH, True, torch_muon)],
     "adamw": [
         Contender("AdamW fused", False, _adamw(fused=True)),
         Contender("AdamW foreach", False, _adamw(fused=False)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.multiple import add_multiple
 from muonmesh.numerics.kernels.table import Matmuls
 
@@ -40,8 +41,11 @@ def _scaled(out: Tensor, s: float | Tensor) -> Tensor:
         return out if s == 1 else out.mul_(s)
     if len(out) == 1:
         out.mul_(s.squeeze())  # by a scalar, which a CPU does ten times faster than by a 1 × 1 matrix
-    else:
+    elif out.dtype == s.dtype or out.device.type != "cpu":
         out.mul_(s)
+    else:  # torch would take fresh memory for both in the wider dtype, and each page of it would be a fault
+        wide = scratch("scaled", out.shape, dtype=s.dtype, device=out.device)
+        out.copy_(wide.copy_(out).mul_(s))
     return out
 
 
