@@ -35,6 +35,9 @@ _AT_ONCE_ON_A_DEVICE = 1 << 28
 """Elements of equal matrices that one task orthogonalises on a device, where each call has the whole device. On a CPU
 the number of threads and the kernels say how many (`MuonStep._at_once`)."""
 
+_WORTH_A_THREAD = 1 << 18
+"""Elements of equal matrices from which on several threads take less time, which wait for each other in Python."""
+
 
 class _Ready(NamedTuple):
     """A `Slot` made ready for the pieces of its matrices: each tensor is local and contiguous, as pieces index it.
@@ -150,7 +153,8 @@ class MuonStep:
             gradient, master = slot.gradient, here.get("master", slot.state.get("master"))
             momenta: Mapping[str, Tensor | Momentum] | None = None
             if slot.created:
-                momenta = {key: here.get(key, kept) for key, kept in slot.kept_as("momentum").items()}
+                momenta = slot.kept_as("momentum")
+                momenta = {key: here.get(key, kept) for key, kept in momenta.items()} if here else momenta
             if momenta is not None and self._blocks is not None:
                 momenta = {key: self._momentum(slot, key, self._blocks) for key in momenta}
             if momenta is not None:
@@ -162,7 +166,8 @@ class MuonStep:
             local = local_of(slot.tensor)
             weights = local if local.is_contiguous() else local.contiguous()
             master = None if master is None else local_of(master)
-            beside = {key: here.get(key, kept) for key, kept in slot.kept_as("weights").items()}
+            beside = slot.kept_as("weights")
+            beside = {key: here.get(key, kept) for key, kept in beside.items()} if here else beside
             self._ready[number] = _Ready(slot, rule, weights, momenta, beside, gradient, master)
 
     def _create(self, number: int, slot: Slot) -> None:
@@ -393,7 +398,9 @@ class MuonStep:
         if self._device.type != "cpu":
             return max(1, _AT_ONCE_ON_A_DEVICE // (rows * cols))
         kernels = select("auto", device=self._device, dtype=self._precision.compute, rows=rows, cols=cols)
-        return max(1, min(-(-count // torch.get_num_threads()), kernels.at_once))
+        threads = 1 if count * rows * cols < _WORTH_A_THREAD else torch.get_num_threads()
+        turns = -(-count // (threads * kernels.at_once))  # of each thread, so that all have equally many
+        return max(1, -(-count // (threads * turns)))
 
     def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
         """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).

@@ -13,7 +13,7 @@ from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.rules import Rule, parts
 from muonmesh.step.runs import Run
 
-SMALL = 1 << 12
+SMALL = 1 << 14
 """Elements of a matrix up to which to copy it beside others is cheaper than a few calls more [measured]."""
 
 

@@ -41,7 +41,7 @@ def _scaled(out: Tensor, s: float | Tensor) -> Tensor:
         return out if s == 1 else out.mul_(s)
     if len(out) == 1:
         out.mul_(s.squeeze())  # by a scalar, which a CPU does ten times faster than by a 1 × 1 matrix
-    elif out.dtype == s.dtype or out.device.type != "cpu":
+    elif out.device.type != "cpu" or torch.promote_types(out.dtype, s.dtype) == out.dtype:
         out.mul_(s)
     else:  # torch would take fresh memory for both in the wider dtype, and each page of it would be a fault
         wide = scratch("scaled", out.shape, dtype=s.dtype, device=out.device)
