@@ -264,12 +264,24 @@ def dtype_of(config: dict[str, Any]) -> torch.dtype:
     return torch.float32
 
 
-def exactness(config: dict[str, Any], *, zero_init: bool = False, **optimizer: Any) -> list[str]:
-    """Train some steps and return what differs from one process: weights, module, states."""
+def exactness(
+    config: dict[str, Any], *, zero_init: bool = False, heads: dict[str, int] | None = None, **optimizer: Any
+) -> list[str]:
+    """Train some steps and return what differs from one process: weights, module, states.
+
+    With ``heads`` the engine's parameters have DeepSpeed's tag of so many heads, and those of one process are told.
+    """
     dtype = dtype_of(config)
     with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
         model = build(zero_init={"train_micro_batch_size_per_gpu": 1, **config}) if zero_init else None
+        if heads is not None:
+            model = model or build()
+            for name, count in heads.items():
+                model.get_parameter(name).muon_num_heads = count  # type: ignore[attr-defined]
         engine = engine_for(config, model, **optimizer)
+        if heads is not None:
+            told = {name: {"matrices": ("heads", count, 0)} for name, count in heads.items()}
+            optimizer["overrides"] = {**OPTIMIZER["overrides"], **told}
         one = OneProcess(dtype, **optimizer)
         frozen = {name: v for name, v in computed_with(engine).items() if name.startswith("frozen")}
         wrong = [f"before: {line}" for line in differences(weights(engine), one.weights)]

@@ -124,6 +124,15 @@ def test_computed_in_bf16_too(pools: dict[int, Pool], stage: int) -> None:
     assert pools[2].run(ds.exactness, zero(stage), compute_dtype=torch.bfloat16) == [[], []]
 
 
+@pytest.mark.parametrize(
+    "name", ["0", "1 accumulation", "2", "2 bf16", "2 offload", "3", "3 sub-groups", "3 parameters offloaded"]
+)
+def test_deepspeed_s_tag_of_heads_counts_at_every_stage(pools: dict[int, Pool], name: str) -> None:
+    """DeepSpeed's own Muon looks at it at three of the six places where it calls its update."""
+    heads = {"up.weight": 3, "down.weight": 47}
+    assert pools[2].run(ds.exactness, EXACT[name], heads=heads) == [[], []]
+
+
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_model_made_under_zero_init(pools: dict[int, Pool], dtype: dict[str, Any]) -> None:
     assert pools[2].run(ds.exactness, zero(3) | dtype, zero_init=True) == [[], []]

@@ -188,6 +188,22 @@ def test_the_python_of_a_step_is_what_is_no_arithmetic(script: Callable[[str], M
     assert str(REPOSITORY) not in file.read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "waterfall.json"
+    command = [sys.executable, "benchmarks/waterfall.py", "--only", "squares-256", "--rounds", "1", "--json", str(file)]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    figures = json.loads(file.read_text())["tables"]["squares-256"]
+    parts = [figures[name] for name in ("least", "blocks", "below peak", "elementwise", "Python")]
+    assert sum(parts) == pytest.approx(figures["alone"]["ours"])
+    # 40 matrices, 5 steps of three full products: what the profiler counted is what was multiplied.
+    assert figures["least"] + figures["blocks"] == pytest.approx(
+        40 * 5 * 3 * 2 * 256**3 / 1e6 / figures["peak, GFLOP/s"], rel=1e-6
+    )
+
+
 def test_what_is_repeated_for_the_arithmetic_are_the_calls_that_touch_elements(
     script: Callable[[str], ModuleType],
 ) -> None:

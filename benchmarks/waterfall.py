@@ -1,0 +1,157 @@
+"""Where the time of a step on a CPU goes, for matrices of several shapes, and what that leaves to torch.optim.Muon.
+
+    python benchmarks/waterfall.py --json benchmarks/results/waterfall.json
+    python benchmarks/waterfall.py --only squares-768 small-64 --rounds 5
+
+Each workload is stepped by ours and by torch.optim.Muon in turns, on all threads and on one. The step of ours on one
+thread is then divided, by torch's profiler, into
+
+- *least*: the operations of its products, symmetric results at half, at the peak: the rate of a dense product of
+  1024 × 1024, in bf16 if the processor has instructions for it, measured in the same run on one thread;
+- *blocks*: what is multiplied beyond that, since a symmetric result is computed by blocks, at the peak too;
+- *below peak*: what its products take longer than at the peak;
+- *elementwise*: all other operations of torch; *Python*: the rest of the step.
+
+*Sharing* is what all threads together take longer than one: both cores at work, unequal parts, waiting. "Limit" is the
+ratio that would remain if ours were its least alone: torch's time over that, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import Entries, ours, torch_muon
+from report import print_rows, write_json
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+from workload import GPT2_SMALL_LAYER, LAYOUTS, Shape, Workload
+
+from muonmesh.report.forecast import flops_of
+
+WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
+    "layers": (GPT2_SMALL_LAYER, 3),
+    "wide-768": (((768, 3072),), 6),
+    "wide-1024": (((1024, 4096),), 2),
+    "squares-768": (((768, 768),), 6),
+    "squares-1024": (((1024, 1024),), 4),
+    "squares-2048": (((2048, 2048),), 2),
+    "squares-256": (((256, 256),), 40),
+    "small-128": (((128, 128),), 100),
+    "small-64": (((64, 64),), 300),
+    "small-16": (((16, 16),), 500),
+    "small-8": (((8, 8),), 500),
+}
+"""Shapes of a layer, and how many layers."""
+PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm")
+PROFILED = 3  # steps
+SQUARE = 1024  # rows of the product whose rate is the peak
+
+
+def milliseconds(optimizer: Optimizer, workload: Workload) -> float:
+    """Of one step."""
+    workload.refresh_gradients()
+    begin = time.perf_counter()
+    optimizer.step()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def turns(optimizers: dict[str, Optimizer], workload: Workload, *, rounds: int, threads: int) -> dict[str, float]:
+    """Medians of steps that take turns, in milliseconds."""
+    torch.set_num_threads(threads)
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    for number in range(-2, rounds):
+        for name, optimizer in optimizers.items():
+            took = milliseconds(optimizer, workload)
+            if number >= 0:
+                times[name].append(took)
+    return {name: statistics.median(some) for name, some in times.items()}
+
+
+def peak() -> float:
+    """Operations of a dense product in a millisecond, on one thread; in fp32 where bf16 is emulated."""
+    torch.set_num_threads(1)
+    fastest = max((torch.float32, torch.bfloat16), key=lambda dtype: _rate(128, dtype))
+    return _rate(SQUARE, fastest)
+
+
+def _rate(rows: int, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(rows, rows).to(dtype) for _ in range(2))
+    out, took = torch.empty_like(a), []
+    for _ in range(7):
+        begin = time.perf_counter()
+        torch.mm(a, b, out=out)
+        took.append((time.perf_counter() - begin) * 1e3)
+    return float(2 * rows**3 / min(took))
+
+
+def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, float, float]:
+    """Milliseconds of products and of other operations, operations of the products, milliseconds; of a step."""
+    torch.set_num_threads(1)
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True) as profiled:
+        took = sum(milliseconds(optimizer, workload) for _ in range(PROFILED))
+    products = others = flops = 0.0
+    for event in profiled.key_averages():
+        if event.key in PRODUCTS:
+            products += event.self_cpu_time_total / 1e3
+            flops += event.flops
+        elif event.key.startswith("aten::"):
+            others += event.self_cpu_time_total / 1e3
+    return products / PROFILED, others / PROFILED, flops / PROFILED, took / PROFILED
+
+
+def measure(shapes: tuple[Shape, ...], layers: int, *, rounds: int, threads: int) -> dict[str, Any]:
+    """The figures of one workload; times in milliseconds."""
+    layout = LAYOUTS["one"]
+    workload = Workload(shapes, layers, layout)
+    optimizers = {
+        "ours": ours({})(workload.parameters, layout),
+        "torch": torch_muon(workload.parameters, layout),
+    }
+    rate, least = peak(), sum(flops_of(*shape) for shape in shapes) * layers
+    alone = turns(optimizers, workload, rounds=rounds, threads=1)
+    shared = turns(optimizers, workload, rounds=rounds, threads=threads)
+    products, others, flops, _ = divided(optimizers["ours"], workload)
+    return {
+        "matrices": [list(shape) for shape in shapes],
+        "layers": layers,
+        "peak, GFLOP/s": rate / 1e6,
+        "alone": alone,
+        "shared": shared,
+        "least": least / rate,
+        "blocks": (flops - least) / rate,
+        "below peak": products - flops / rate,
+        "elementwise": others,
+        "Python": alone["ours"] - products - others,
+        "sharing": threads * shared["ours"] - alone["ours"],
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), metavar="WORKLOAD")
+    parser.add_argument("--rounds", type=int, default=7, help="counted rounds (default 7)")
+    parser.add_argument("--threads", type=int, default=2, help="beside one (default 2)")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    found = {name: measure(*WORKLOADS[name], rounds=options.rounds, threads=options.threads) for name in options.only}
+    parts = ("least", "blocks", "below peak", "elementwise", "Python", "sharing")
+    header = ["", f"ratio, {options.threads} threads", "one thread", "limit", "ms, one thread", *parts]
+    rows = []
+    for name, some in found.items():
+        ratios = [some[how]["torch"] / some[how]["ours"] for how in ("shared", "alone")]
+        limit = some["alone"]["torch"] / some["least"]
+        cells = [*(f"{value:.2f}" for value in (*ratios, limit)), f"{some['alone']['ours']:.0f}"]
+        rows.append([name, *cells, *(f"{some[part] / some['alone']['ours']:.0%}" for part in parts)])
+    print_rows("A step: torch.optim.Muon's time over ours; shares of ours on one thread", header, rows)
+    if options.json is not None:
+        write_json(str(options.json), "benchmarks/waterfall.py", Entries((), (), {}), found, {})
+
+
+if __name__ == "__main__":
+    main()
