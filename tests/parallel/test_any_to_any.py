@@ -62,11 +62,17 @@ def values_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor
     return {name: values[name].to(dtype) for name in NAMES}
 
 
-def optimizer_of(groups: list[dict[str, Any]], rule: str = "muon", **settings: Any) -> mm.Muon:
+def optimizer_of(
+    groups: list[dict[str, Any]], rule: str = "muon", *, in_copies: bool = False, **settings: Any
+) -> mm.Muon:
+    """An optimizer; ``in_copies`` works on its state as on that of the host (`test_offload.py`)."""
     for group in groups:
         if group["algorithm"] == "muon":
             group.update(RULES[rule])
-    return mm.Muon(groups, **settings)
+    optimizer = mm.Muon(groups, **settings)
+    if in_copies:
+        optimizer._kept.offload = True
+    return optimizer
 
 
 def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
@@ -304,6 +310,28 @@ def test_masters_go_along_as_the_weights(workers, saved, before: str, after: str
     check(workers, path, after, **MASTERS)
     for weights in workers(1).run(loaded_in_full, str(path), MASTERS):
         assert weights == []
+
+
+IN_COPIES = {"in_copies": True, "state_device": "cpu"}
+
+
+@pytest.mark.parametrize("rule", ["muon", pytest.param("adamuon", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp 2", "flat 2"),
+        *(
+            pytest.param(a, b, marks=pytest.mark.soak)
+            for a in ("hsdp, shared state", "declared over tp", "one process")
+            for b in ("flat over tp", "fsdp over tp")
+        ),
+    ],
+)
+def test_state_on_the_host_goes_along_and_so_does_state_that_was_not_there(
+    workers, saved, rule: str, before: str, after: str
+) -> None:
+    check(workers, saved(before, rule=rule, **IN_COPIES), after, rule=rule)
+    check(workers, saved(before, rule=rule), after, rule=rule, **IN_COPIES)
 
 
 def loaded_in_full(path: str, settings: dict[str, Any]) -> list[str]:

@@ -190,14 +190,16 @@ class MuonStep:
         """Give the momentum back of what was prepared, where it lies on the host."""
         if self._loans is not None:
             for number in self._loans.have_read(self._prepared):
-                self._ready[number] = self._ready[number]._replace(momenta={})
+                if number in self._ready:  # of a flat buffer it may be a parameter of which nothing is here
+                    self._ready[number] = self._ready[number]._replace(momenta={})
             self._prepared = []
 
     def _have_written(self, ends: Ends) -> None:
         """Give the other state back of what is written, likewise."""
         if self._loans is not None:
             for number in self._loans.have_written(ends):
-                self._ready[number] = self._ready[number]._replace(beside={}, master=None)
+                if number in self._ready:
+                    self._ready[number] = self._ready[number]._replace(beside={}, master=None)
 
     def _momentum(self, slot: Slot, key: str, blocks: Blocks) -> Momentum:
         """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
