@@ -172,7 +172,7 @@ class MuonStep:
 
     def _create(self, number: int, slot: Slot) -> None:
         """Create the state of a parameter that is missing, if it may have a gradient."""
-        if self._flags.present[number] or self._another_may_have(slot):
+        if not slot.is_complete(self._precision) and (self._flags.present[number] or self._another_may_have(slot)):
             create_state(slot, self._precision)
 
     def _collect_arrived(self, assignments: Iterable[int]) -> None:

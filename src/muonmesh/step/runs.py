@@ -37,8 +37,6 @@ class Run:
             shape: Of each matrix, as it is stored.
             apart: See above.
         """
-        if self.count == 1 and storage.shape == shape:  # the common case: the parameter is one matrix
-            return (storage,)
         rows, cols = shape
         some = storage.view(-1)[self.start : self.start + self.count * rows * cols].view(self.count, rows, cols)
         return some.unbind() if apart else (some,)

@@ -55,8 +55,8 @@ class Slot:
 
     def kept_as(self, kept_as: KeptAs) -> dict[str, Tensor]:
         """Return the local parts of what its rule keeps as "momentum", say, by key; without what is not created yet."""
-        state = self.state
-        return {key: local_of(state[key]) for key, home in self.homes.items() if home.kept_as == kept_as and key in state}
+        homes, state = self.homes.items(), self.state
+        return {key: local_of(state[key]) for key, home in homes if home.kept_as == kept_as and key in state}
 
     @property
     def created(self) -> bool:

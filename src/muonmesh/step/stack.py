@@ -42,11 +42,12 @@ class Stack:
                 as "momentum" and as "weights", by key; ``weights``, or masters, and ``rounded``, weights that masters
                 are rounded to, if there are any. All contiguous.
         """
+        alone = run.count == 1 and tensors["weights"][""].shape == shape  # the common case, and all are shaped alike
         for name, held in tensors.items():
             if held:
                 columns = self._columns.setdefault(name, {})
                 for key, storage in held.items():
-                    columns.setdefault(key, []).extend(run.of(storage, shape, apart=True))
+                    columns.setdefault(key, []).extend((storage,) if alone else run.of(storage, shape, apart=True))
 
     def is_alike(self, count: int) -> bool:
         """Whether each of so many matrices has added the same, in the same dtypes."""
@@ -78,4 +79,7 @@ class Stack:
 
     def _give_back(self, name: str, together: Mapping[str, Tensor]) -> None:
         for key, some in self._columns.get(name, {}).items():
-            torch._foreach_copy_(some, together[key].unbind())
+            if some[0].dtype == together[key].dtype:
+                torch.unbind_copy(together[key], out=some)
+            else:
+                torch._foreach_copy_(some, together[key].unbind())
