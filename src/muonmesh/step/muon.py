@@ -36,7 +36,8 @@ _AT_ONCE_ON_A_DEVICE = 1 << 28
 the number of threads and the kernels say how many (`MuonStep._at_once`)."""
 
 _WORTH_A_THREAD = 1 << 18
-"""Elements of equal matrices from which on several threads take less time, which wait for each other in Python."""
+"""Elements of equal matrices from which on threads share them out; below, waiting for each other's Python costs more
+[measured]."""
 
 
 class _Ready(NamedTuple):
