@@ -54,7 +54,8 @@ def test_restarts_with_other_numbers_of_ranks_lose_nothing(tmp_path: Path) -> No
     assert outcome["kills"] >= 4, "each number of ranks was killed"
     assert outcome["exit"] == 0
     assert outcome["left"] == NOTHING
-    assert outcome["apart"] < 1e-3, "sums over other numbers of ranks round otherwise"
+    # 0.0011 on a CPU with bf16 instructions; a batch that is lost or taken twice changes a loss by tenths.
+    assert outcome["apart"] < 5e-3, "sums over other numbers of ranks round otherwise"
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 600.0) -> None:

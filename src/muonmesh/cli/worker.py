@@ -158,7 +158,7 @@ def train(
 
 
 def main(work: Callable[[Path], None] = work) -> None:
-    """Run ``work`` as one rank. An error is written where the launcher finds it, and ends the process at once.
+    """Run ``work`` as one rank, and end the process at once. An error is written where the launcher finds it.
 
     At once, because a rank that unwinds slowly keeps its sockets open and leaves the others waiting.
     """
@@ -170,10 +170,17 @@ def main(work: Callable[[Path], None] = work) -> None:
         work(run)
     except BaseException as error:
         record_failure(run, int(os.environ["RANK"]), error, tell=LAUNCHER not in os.environ)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(1)
+        _end(1)
+    # Everything has been written and closed. What would come now is the interpreter's end under threads of torch's, in
+    # which a rank was once aborted ("terminate called without an active exception").
+    _end(0)
+
+
+def _end(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
