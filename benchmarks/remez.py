@@ -1,13 +1,18 @@
-"""The coefficients of the set "qdwh": one rational step, then the odd polynomial nearest to 1 on what it leaves.
+"""The coefficients of the sets "qdwh" and "deflated", derived in high precision.
 
-    python benchmarks/remez.py                         # the set as it is
+    python benchmarks/remez.py                         # "qdwh": one rational step, then the polynomial nearest to 1
     python benchmarks/remez.py --smallest 2e-3 --degree 5
+    python benchmarks/remez.py --compose 5 5 9         # "deflated": polynomials, each nearest to 1 on what is left
 
 The rational step x (a + b·x²) / (1 + c·x²) is the best of its kind for singular values in [l, 1]: QDWH's, Nakatsukasa,
 Bai and Gygi 2010 (doi 10.1137/090774999), in closed form. It maps them into [l′, 1]. The polynomial p of the degree
 asked for has the least largest |1 − p(x)| there. Remez' algorithm finds it: as many points as there are coefficients
 plus one, at which the error has one size and alternating signs, are moved to where it is largest until they stay. It is
 then taken at x / safety, since rounding leaves singular values above 1, where p falls or rises without bound.
+
+`composed` takes one polynomial after the other, as The Polar Express does (arXiv 2505.16932). The ones before have made
+[a, b] of [l, 1]; the next is nearest to 1 on [max(a, b·cushion), b], and then scaled, so that what it makes of all of
+[a, b] has its middle at 1. Without the cushion the first ones would be made for the smallest values alone.
 
 Needs mpmath, which torch brings along.
 """
@@ -57,6 +62,27 @@ def nearest_to_one(low: mpf, high: mpf, terms: int) -> tuple[list[mpf], mpf]:
     raise ArithmeticError("Remez' algorithm has not converged")
 
 
+def composed(
+    smallest: mpf, degrees: list[int], cushion: mpf, safety: mpf, last: mpf
+) -> tuple[list[list[mpf]], tuple[mpf, mpf]]:
+    """Return one polynomial for each degree, and where they bring [smallest, 1] before they are made safe.
+
+    Each is then taken at x / safety, the last one at x / last.
+    """
+    low, high = mpf(smallest), mpf(1)
+    polynomials = []
+    for number, degree in enumerate(degrees, 1):
+        start = max(low, cushion * high)
+        found, worst = nearest_to_one(start / high, mpf(1), (degree + 1) // 2)
+        found = [value / high ** (2 * j + 1) for j, value in enumerate(found)]
+        lowest = min(1 - worst, fsum(value * low ** (2 * j + 1) for j, value in enumerate(found)))
+        middle = (lowest + 1 + worst) / 2
+        low, high = lowest / middle, (1 + worst) / middle
+        margin = last if number == len(degrees) else safety
+        polynomials.append([value / middle / margin ** (2 * j + 1) for j, value in enumerate(found)])
+    return polynomials, (low, high)
+
+
 def _extrema(grid: list[mpf], errors: list[mpf], count: int) -> list[mpf]:
     """Return where the error is extreme, at both ends and inside, with alternating signs."""
     found = [grid[0]]
@@ -72,14 +98,26 @@ def _extrema(grid: list[mpf], errors: list[mpf], count: int) -> list[mpf]:
 def main() -> None:
     """Print the coefficients as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smallest", default="1e-3", help="smallest singular value that the rational step is made for")
+    parser.add_argument(
+        "--smallest", default=None, help="smallest singular value that the set is made for: 1e-3, composed 0.012"
+    )
     parser.add_argument("--degree", type=int, default=9)
-    parser.add_argument("--safety", default="1.04")
+    parser.add_argument("--safety", default=None, help="1.04, with --compose 1.01")
+    parser.add_argument("--compose", type=int, nargs="+", metavar="DEGREE", help="without a rational step")
+    parser.add_argument("--cushion", default="0.05")
+    parser.add_argument("--last-safety", default="1.04", help="of the last one composed")
     options = parser.parse_args()
     mp.dps = 60
-    step, low = rational(mpf(options.smallest))
-    found, worst = nearest_to_one(low, mpf(1), (options.degree + 1) // 2)
-    safe = [value / mpf(options.safety) ** (2 * j + 1) for j, value in enumerate(found)]
+    if options.compose:
+        smallest, safety = mpf(options.smallest or "0.012"), mpf(options.safety or "1.01")
+        last = mpf(options.last_safety)
+        polynomials, ends = composed(smallest, options.compose, mpf(options.cushion), safety, last)
+        found = [[float(value) for value in polynomial] for polynomial in polynomials]
+        print(json.dumps({"polynomials": found, "maps to": [float(end) for end in ends]}, indent=1))
+        return
+    step, low = rational(mpf(options.smallest or "1e-3"))
+    best, worst = nearest_to_one(low, mpf(1), (options.degree + 1) // 2)
+    safe = [value / mpf(options.safety or "1.04") ** (2 * j + 1) for j, value in enumerate(best)]
     print(
         json.dumps(
             {

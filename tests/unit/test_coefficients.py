@@ -48,6 +48,7 @@ def test_polar_express_is_the_paper_s_with_its_safety_factor() -> None:
         ("deepseekv4", 10, 9),
         ("aol", 4, 3),
         ("qdwh", 2, 1),
+        ("deflated", 4, 3),
     ],
 )
 def test_past_the_end(name: CoefficientName, length: int, after: int) -> None:
@@ -70,8 +71,8 @@ def test_only_aol_asks_for_a_preconditioner() -> None:
 
 @pytest.mark.parametrize("name", sorted(COEFFICIENT_SETS))
 def test_every_set_grows_small_singular_values_and_stays_bounded(name: CoefficientName) -> None:
-    if name == "qdwh":
-        return  # made for what its rational step leaves: the next test
+    if name in ("qdwh", "deflated"):
+        return  # made for what comes before their polynomials: the next tests
     sigma = torch.linspace(0, 1, 100_001, dtype=torch.float64)[1:]
     for a, b, c in coefficient_schedule(name, max(4, len(COEFFICIENT_SETS[name].polynomials))):
         sigma = a * sigma + b * sigma**3 + c * sigma**5
@@ -99,6 +100,23 @@ def test_qdwh_is_what_its_script_derives() -> None:
     ends = sum(value * (1.04 * x) ** (2 * k + 1) for k, value in enumerate(chosen.polynomials[0]))
     assert isinstance(ends, torch.Tensor)
     assert float((1 - ends).abs().max()) == pytest.approx(found["largest error before safety"], rel=1e-6)
+
+
+def test_deflated_is_what_its_script_derives() -> None:
+    """And what it does: singular values in [0.012, 1] end where the script says, and smaller ones grow 88 times."""
+    script = [sys.executable, Path(__file__).parents[2] / "benchmarks" / "remez.py", "--compose", "5", "5", "9"]
+    found = json.loads(subprocess.run(script, capture_output=True, check=True, text=True).stdout)
+    polynomials = coefficient_schedule("deflated")
+    for chosen, derived in zip(polynomials, found["polynomials"], strict=True):
+        assert chosen == pytest.approx(derived, rel=1e-12)
+    x = torch.logspace(-5, 0, 100_001, dtype=torch.float64)
+    ends = x
+    for safety, polynomial in zip((1.01, 1.01, 1.04), polynomials, strict=True):
+        ends = sum((c * (safety * ends) ** (2 * k + 1) for k, c in enumerate(polynomial)), torch.zeros_like(x))
+    inside = ends[x >= 0.012]
+    assert [float(inside.min()), float(inside.max())] == pytest.approx(found["maps to"], abs=1e-6)
+    assert float(inside.max()) < 1.084
+    assert float((ends / x)[0]) / (1.01**2 * 1.04) == pytest.approx(88.4, rel=1e-2)
 
 
 def test_a_sequence_of_one_s_own_may_mix_lengths_and_repeats_its_last() -> None:

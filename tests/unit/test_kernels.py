@@ -127,7 +127,7 @@ class Multiples(torch.utils._python_dispatch.TorchDispatchMode):
 def test_matrices_of_any_norm_are_multiplied_by_kernels_that_exist(
     rows: int, cols: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: True)
     # oneDNN compiles a kernel for each multiple of a summand: those of two octaves are 32, of no two steps the same.
     constants = {number for polynomial in coefficient_schedule("polar_express", 5) for number in polynomial}
     constants |= {0, 1} | {p + q for p in constants for q in constants}
@@ -147,7 +147,7 @@ def test_a_matrix_that_is_not_finite_does_not_take_seconds(
     rows: int, cols: int, batch: int, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With NaN as the multiple of a bf16 summand, oneDNN takes 1.4 to 5.5 s for one product of twice this size.
-    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: True)
     x = torch.randn(batch, rows, cols)
     x[-1, 2, 3] = bad
     with Multiples() as multiples:
@@ -164,7 +164,7 @@ def chosen(rows: int, cols: int, dtype: torch.dtype, device: torch.device = CPU)
 def test_both_kinds_of_cpu_compute_bf16_alike(
     rows: int, cols: int, batch: int, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: bf16)
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: bf16)
     x = torch.randn(batch, rows, cols, generator=torch.Generator().manual_seed(3))
     exactly = orthogonalize(x.double(), dtype=torch.float64)
     assert float((orthogonalize(x) - exactly).norm() / exactly.norm()) < 0.03
@@ -175,7 +175,7 @@ def test_both_kinds_of_cpu_compute_bf16_alike(
 
 
 def test_without_bf16_instructions_products_are_those_of_fp32_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
     table = chosen(390, 500, torch.bfloat16)
     x, a, _ = operands(390, 500, 1, torch.bfloat16)
     assert torch.equal(
@@ -185,14 +185,14 @@ def test_without_bf16_instructions_products_are_those_of_fp32_rounded_once(monke
 
 
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
     assert chosen(768, 768, torch.bfloat16) is not BLOCKED
-    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: True)
     assert chosen(768, 768, torch.bfloat16) is BLOCKED
     assert chosen(768, 3072, torch.float32) is BLOCKED
     assert kernels.select("torch", device=CPU, dtype=torch.bfloat16, rows=768, cols=768) is BLOCKED
     for bf16 in (True, False):
-        monkeypatch.setattr(kernels, "_multiplies_bf16", lambda bf16=bf16: bf16)
+        monkeypatch.setattr(kernels, "multiplies_bf16", lambda bf16=bf16: bf16)
         for rows in (8, 16, 17, 64, 128):
             small = chosen(rows, rows, torch.bfloat16)
             assert small.at_once >= 20
@@ -209,7 +209,7 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16-instructions", "none"])
 def test_a_batch_of_small_matrices_takes_as_many_calls_as_one(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python is what small matrices wait for, so nothing may be called for each of them."""
-    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: bf16)
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: bf16)
 
     class Calls(TorchFunctionMode):
         count = 0
@@ -231,7 +231,7 @@ def test_a_batch_of_small_matrices_takes_as_many_calls_as_one(bf16: bool, monkey
 
 def test_a_batch_of_small_matrices_takes_no_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page of fresh memory is a fault: 24 matrices of 128 × 128 took twice as long with it."""
-    monkeypatch.setattr(kernels, "_multiplies_bf16", lambda: True)
+    monkeypatch.setattr(kernels, "multiplies_bf16", lambda: True)
     x = torch.randn(4, 64, 64).bfloat16()
     out = torch.empty_like(x)
     orthogonalize(x, out=out)  # takes the memory that is kept

@@ -153,7 +153,11 @@ def test_norms_are_formatted_as_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("coefficients", "steps"),
-    [*((name, {"deepseekv4": 10, "qdwh": 1}.get(name, 5)) for name in COEFFICIENT_SETS), (MINE, 3), ([JORDAN] * 7, 7)],
+    [
+        *((name, {"deepseekv4": 10, "qdwh": 1, "deflated": 3}.get(name, 5)) for name in COEFFICIENT_SETS),
+        (MINE, 3),
+        ([JORDAN] * 7, 7),
+    ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_without_steps_a_set_runs_what_it_is_made_for(coefficients: Any, steps: int) -> None:

@@ -10,7 +10,9 @@ from typing import Literal, TypeAlias, get_args
 
 from muonmesh.errors import explain_error
 
-CoefficientName: TypeAlias = Literal["simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "qdwh"]
+CoefficientName: TypeAlias = Literal[
+    "simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "qdwh", "deflated"
+]
 """The published sets, by the names their authors or first users gave them."""
 
 Polynomial: TypeAlias = tuple[float, ...]
@@ -31,6 +33,8 @@ class CoefficientSet:
             that of the rescaled matrix.
         rational: (a, b, c) of a step x (a + b·x²) / (1 + c·x²) that comes before the polynomials. It is made for
             singular values up to 1, so the matrix is first divided by a bound of its largest one, ‖X Xᵀ‖^½ (Frobenius).
+        deflated: How many of the largest singular values are first brought down to the smallest of them. The matrix is
+            then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a nearer bound of the largest one, instead of by its norm.
         steps: How many steps are taken where nobody says.
     """
 
@@ -38,7 +42,13 @@ class CoefficientSet:
     past_end: Literal["cycle", "repeat_last"]
     preconditioner: Literal["none", "aol"] = "none"
     rational: tuple[float, float, float] | None = None
+    deflated: int = 0
     steps: int = 5
+
+    @property
+    def begins_with_polynomials(self) -> bool:
+        """Whether nothing that needs the norm of X comes before the first polynomial."""
+        return self.rational is None and not self.deflated
 
 
 _JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
@@ -108,6 +118,19 @@ COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
         rational=(251.99210505067546, 15749.259199442326, 16000.251304493),
         steps=1,
     ),
+    # Ours: deflation (numerics/deflation.py), then polynomials for singular values in [0.012, 1], composed as those of
+    # The Polar Express, at x / 1.01, the last, steep above 1, at x / 1.04: benchmarks/remez.py --compose 5 5 9.
+    "deflated": CoefficientSet(
+        (
+            (7.659556113825762, -20.40625391574778, 14.4581249682999),
+            (3.5210636546292013, -2.578932307847841, 0.502336821301721),
+            (3.2784323795346313, -5.624890236425774, 4.818415571298513, -1.7923858898263332, 0.2374608704344986),
+            _POLAR_EXPRESS_LIMIT,
+        ),
+        "repeat_last",
+        deflated=64,
+        steps=3,
+    ),
 }
 
 
@@ -160,7 +183,7 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
     Args:
         coefficients: A published name or a sequence of polynomials.
         steps: Number of iterations, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10. The rational step of "qdwh" is not counted; 1 polynomial follows it.
+            "deepseekv4" 10, of "deflated" 3. The rational step of "qdwh" is not counted; 1 polynomial follows it.
 
     Returns:
         `steps` tuples (a, b, ...), the odd polynomials a·x + b·x³ + ...

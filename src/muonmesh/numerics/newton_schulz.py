@@ -22,10 +22,12 @@ from muonmesh.numerics.coefficients import (
     coefficient_schedule,
     coefficient_set,
 )
+from muonmesh.numerics.deflation import deflate
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, TeamShare, select
+from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.normalize import load, rescale_rows, store
+from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32
 from muonmesh.numerics.rational import rational_step
 from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
@@ -43,6 +45,7 @@ _GRAM_STEPS: dict[CoefficientName, range] = {
     "polar_express": range(3, 11),
     "deepseekv4": range(10, 11),
     "aol": range(3, 6),
+    "deflated": range(3, 4),
 }
 
 
@@ -72,7 +75,7 @@ def orthogonalize(
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
         steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10, of "qdwh" 1 after its rational step.
+            "deepseekv4" 10, of "deflated" 3, of "qdwh" 1 after its rational step.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.
@@ -82,8 +85,8 @@ def orthogonalize(
             others, and gets the whole result, with the bits of one rank.
         times: What the results are multiplied by, 1-D fp32 or wider, one number for each matrix. It is multiplied
             into 1/ν, so it takes no operation of its own, and no rounding.
-        room: Of `room_for`, where it holds x: the result is in it too, so x is lost. For one matrix, of a set without
-            a rational step, on a device; without `out`.
+        room: Of `room_for`, where it holds x: the result is in it too, so x is lost. For one matrix, of a set that
+            begins with polynomials, on a device; without `out`.
 
     Returns:
         `out`, columns of `room`, or a new contiguous tensor of x's shape, dtype and device. It carries no gradient.
@@ -147,10 +150,11 @@ def room_for(rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) 
 def gram_segments(coefficients: Coefficients, steps: int | None = None) -> tuple[tuple[Polynomial, ...], ...]:
     """Return the steps as the Gram form takes them: one or two polynomials between two sums of X Xᵀ.
 
-    Empty for a set that prepares X by its rows (AOL) or by a rational step, which the Gram exchange does not.
+    Empty for a set that prepares X by its rows (AOL), by a rational step or by deflation, which the Gram exchange
+    does not.
     """
     prepared = coefficient_set(coefficients)
-    if prepared.preconditioner == "aol" or prepared.rational is not None:
+    if prepared.preconditioner == "aol" or not prepared.begins_with_polynomials:
         return ()
     return tuple(_segments(coefficient_schedule(coefficients, steps), "gram"))
 
@@ -336,7 +340,7 @@ class _Iteration:
         moves = len(segments) + (prepared.rational is not None)
         self.x, self._next = (first, second) if moves % 2 else (second, first)
         self._begin(count)
-        if self._matmuls.normalize is not None and prepared.rational is None and matrices.dtype == self.x.dtype:
+        if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
             if self.x is not matrices:
                 self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
@@ -369,6 +373,7 @@ class _Iteration:
     def _begin(self, count: int) -> None:
         self._count = count
         self._squares.clear()
+        self._square_term: Tensor | None = None
 
     def _iterate(
         self, segments: Sequence[tuple[Polynomial, ...]], prepared: CoefficientSet, times: Tensor | None
@@ -378,6 +383,9 @@ class _Iteration:
             rescale_rows(self.x, self._gram())
         if prepared.rational is not None:
             self.rational_step(prepared.rational)
+        if prepared.deflated:
+            deflate(self.x, prepared.deflated)
+            self.begin(segments[0][0])
         for number, segment in enumerate(segments, 1):
             self._last = number == len(segments)
             if len(segment) == 2:
@@ -411,6 +419,21 @@ class _Iteration:
     def rational_step(self, abc: tuple[float, float, float]) -> None:
         """X ← x (a + b·x²) / (1 + c·x²) of X divided by a bound of its largest singular value."""
         self._norm_is(self._norm * rational_step(self.x, self._norm, abc, self._kernels))
+
+    def begin(self, p: Polynomial) -> None:
+        """Divide X by ‖A²‖^½ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.
+
+        A and A² are what the first quintic needs too, so they are kept for it.
+        """
+        a = self._gram()
+        square = self._matmuls.polynomial(a, 0.0, 1.0, self._square("c"))
+        rows = torch.linalg.vector_norm(square, dim=-1, dtype=self._norm.dtype)
+        fourth = sums(rows.square_())[:, None, None].sqrt_()
+        fourth = torch.where(fourth == 0, 1.0, fourth)
+        scaled(square, p[2] / fourth)
+        scaled(a, fourth.rsqrt())
+        self._square_term = square
+        self._norm_is(self._norm * fourth.sqrt().sqrt())
 
     def step(self, p: Polynomial) -> None:
         """X ← p(X), two products of X and those of the polynomial."""
@@ -484,7 +507,9 @@ class _Iteration:
         self._apply(factor, (p0 * q0 + mean)[..., None])
 
     def _gram(self) -> Tensor:
-        """A = X Xᵀ of the matrices with norm 1, in buffer `_a`."""
+        """A = X Xᵀ of the matrices with norm 1, in buffer "a"."""
+        if self._square_term is not None:
+            return self._square("a")
         return self._matmuls.gram(self.x, self._inverse_square, self._square("a"))
 
     def _apply(self, b: Tensor, a: float | Tensor) -> None:
@@ -514,6 +539,10 @@ class _Iteration:
 
     def _without_constant(self, p: Polynomial, a: Tensor, out: str, spare: str) -> Tensor:
         """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""
+        if self._square_term is not None:
+            term, self._square_term = self._square_term, None
+            # Not by `alpha`, with which a CPU rounds the end of what a thread has otherwise than the rest.
+            return torch.mul(a, p[1], out=self._square(out)).add_(term)
         if len(p) == 2:
             return torch.mul(a, p[1], out=self._square(out))
         result = self._matmuls.polynomial(a, p[-2], p[-1], self._square(out))

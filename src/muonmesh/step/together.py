@@ -129,7 +129,7 @@ class MuonStepTogether(MuonStep):
             kernels.normalize is None
             or rule.balances()
             or rule.changes_matrices()
-            or coefficient_set(rule.coefficients).rational is not None
+            or not coefficient_set(rule.coefficients).begins_with_polynomials
         )
         if more or not rule.orthogonalizes:
             return False

@@ -18,7 +18,7 @@ from muonmesh.numerics.kernels.widened import widened
 KernelName: TypeAlias = Literal["auto", "torch", "triton"]
 """Who multiplies: "auto" is what is expected to be the fastest on the device, "torch" needs nothing but torch."""
 
-__all__ = ["DIVIDED_FROM_ROWS", "KernelName", "Matmuls", "TeamShare", "select"]
+__all__ = ["DIVIDED_FROM_ROWS", "KernelName", "Matmuls", "TeamShare", "multiplies_bf16", "select"]
 
 # From here on column blocks save more than they cost [measured].
 _BLOCKED_FROM_ROWS = 384
@@ -66,7 +66,7 @@ def select(
     matrix_bytes = rows * cols * dtype.itemsize
     if share is not None:
         exact = blocked_products(share)
-        return widened(exact) if dtype == torch.bfloat16 and not _multiplies_bf16() else exact
+        return widened(exact) if dtype == torch.bfloat16 and not multiplies_bf16() else exact
     if kernels == "triton":
         _check_triton(device, dtype)
     by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16 and is_installed()
@@ -76,12 +76,12 @@ def select(
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
     table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=at_once)
-    narrow = _multiplies_bf16() and rows >= _NARROW_FROM_ROWS
+    narrow = multiplies_bf16() and rows >= _NARROW_FROM_ROWS
     return widened(table) if dtype == torch.bfloat16 and not narrow else table
 
 
 @cache
-def _multiplies_bf16() -> bool:
+def multiplies_bf16() -> bool:
     """Whether this CPU multiplies bf16 faster than fp32, or at least as fast; oneDNN says so from AVX-512 on."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

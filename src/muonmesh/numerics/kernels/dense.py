@@ -12,7 +12,7 @@ from muonmesh.numerics.kernels.table import Matmuls
 
 def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """scale·X Xᵀ."""
-    return _scaled(torch.bmm(x, x.mT, out=out), scale)
+    return scaled(torch.bmm(x, x.mT, out=out), scale)
 
 
 def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
@@ -32,10 +32,10 @@ def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tenso
             add_multiple(x2, b2, number, 1.0, target)  # multiplied in before rounding
     else:
         torch.baddbmm(x, b, x, beta=a, out=out)
-    return _scaled(out, s)
+    return scaled(out, s)
 
 
-def _scaled(out: Tensor, s: float | Tensor) -> Tensor:
+def scaled(out: Tensor, s: float | Tensor) -> Tensor:
     """Multiply in place by a number, or by one number a matrix."""
     if not isinstance(s, Tensor):
         return out if s == 1 else out.mul_(s)

@@ -1,0 +1,88 @@
+"""Deflation: the largest singular values of a matrix brought down, so that the others need not be raised as far.
+
+The polynomials of an iteration are made for singular values in [l, 1], so a matrix is divided by a bound of its largest
+one. Where a few are far above all others, as in momentum, the others begin that much lower. Here those few are found by
+one power iteration, and brought down to the smallest of them. Their vectors stay as they are, and so does the polar
+factor, as far as they have been found (Halko, Martinsson and Tropp 2011, arXiv 0909.4061, algorithm 4.3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics import kernels
+from muonmesh.numerics.kernels.memory import keep, scratch
+from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.threads import run_on_one_thread
+
+_FLOOR = 1 / 32
+"""No further down than this times the largest: what rounding leaves of it in bf16 is some thousandths."""
+_SHARE = 6
+"""At most one singular value in so many: of a small matrix there is little else left."""
+
+
+def deflate(x: Tensor, vectors: int) -> None:
+    """Bring the largest singular values of each matrix down to the smallest of them, in place.
+
+    What is found are Ritz values: with Y = X Xᵀ Ω, where Ω has random signs, an orthonormal basis Q of Y's columns, and
+    Q Qᵀ X = U S Vᵀ, X becomes X − U (S − τ) Vᵀ, where τ is the smallest of S, or 1/32 of the largest if that is more.
+    Zeros stay zeros, and a matrix that is not finite becomes NaN.
+
+    On a CPU each matrix has one thread: sums round otherwise on another number of threads, LAPACK's too. On other
+    devices the host waits for the decomposition of a small matrix.
+
+    Args:
+        x: Shape (batch, rows, cols), rows ≤ cols, compute dtype, contiguous.
+        vectors: How many; of few rows a sixth of them is taken, and of less than six rows none.
+    """
+    vectors = min(vectors, x.shape[1] // _SHARE)
+    if not vectors:
+        return
+    if x.device.type != "cpu":
+        _deflate(x, x, vectors)
+        return
+
+    def each() -> None:
+        for one in x.unbind():  # in fp32 a batch has other bits than a matrix alone
+            if x.dtype != torch.bfloat16 or kernels.multiplies_bf16():
+                _deflate(one, one, vectors)
+            else:
+                wide = scratch("deflated", one.shape, dtype=torch.float32, device=x.device)
+                _deflate(wide.copy_(one), one, vectors)
+
+    run_on_one_thread(each, device=x.device)
+
+
+def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
+    rows = x.shape[-2]
+    exact = torch.promote_types(x.dtype, torch.float32)
+    with exact_fp32(exact):
+        probe = keep(("signs", rows, vectors, x.dtype, x.device), lambda: signs(vectors, rows).to(x.device, x.dtype))
+        y = x @ (probe @ x).mT
+        basis, _ = torch.linalg.qr(y.to(exact))
+        inside = basis.to(x.dtype).mT @ x
+        rest = inside.to(exact)
+        gram = rest @ rest.mT
+        # A decomposition of what is not finite raises; X is not finite then, and stays so.
+        finite = gram.isfinite().flatten(-2).all(-1)[..., None, None]
+        squares, turn = torch.linalg.eigh(torch.where(finite, gram, torch.eye(vectors, dtype=exact, device=x.device)))
+        values = squares.clamp_min(torch.finfo(exact).tiny).sqrt()
+        target = torch.maximum(values[..., :1], values[..., -1:] * _FLOOR)
+        less = (1 - target / values).clamp_min(0)
+        left = basis @ (turn * less[..., None, :] @ turn.mT)
+        subtract = x.addmm_ if x.ndim == 2 else x.baddbmm_
+        subtract(left.to(x.dtype), inside, alpha=-1)
+        if out is not x:
+            out.copy_(x)
+
+
+def signs(rows: int, cols: int) -> Tensor:
+    """Return a matrix of 1 and −1 as if drawn at random, int64 (rows, cols), the same in every version of torch.
+
+    The bits are those of MurmurHash3's finaliser (A. Appleby) of each element's number.
+    """
+    bits = torch.arange(rows * cols)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
+    return (1 - 2 * ((bits ^ (bits >> 16)) & 1)).view(rows, cols)
