@@ -100,18 +100,23 @@ def together(placements: list[Placement], dtype: torch.dtype, rows: int, rule: s
 
 @pytest.mark.parametrize("dtype", one_in(2, [torch.bfloat16, torch.float32]), ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
-    ("ranks", "placement", "rows"),
-    [(2, Shard(0), 128), (4, Shard(1), 128), (4, Replicate(), 64)],
-    ids=["two ranks", "four ranks", "replicas"],
+    ("ranks", "placement", "rows", "coefficients"),
+    [
+        (2, Shard(0), 128, "polar_express"),
+        (4, Shard(1), 128, "polar_express"),
+        (4, Replicate(), 64, "polar_express"),
+        (2, Shard(0), 128, "deflated"),
+    ],
+    ids=["two ranks", "four ranks", "replicas", "deflated"],
 )
 def test_a_team_has_the_bits_of_one_rank(
-    workers, ranks: int, placement: Placement, rows: int, dtype: torch.dtype
+    workers, ranks: int, placement: Placement, rows: int, coefficients: str, dtype: torch.dtype
 ) -> None:
-    outcomes = workers(ranks).run(together, [placement], dtype, rows, "polar_express")
+    outcomes = workers(ranks).run(together, [placement], dtype, rows, coefficients)
     gathered = 0
     for differing, sizes, count in outcomes:
         assert differing == []
         assert max(sizes) == ranks
         assert sizes[-1] == 1, "a small matrix has one owner"
         gathered += count
-    assert gathered >= 15 * ranks
+    assert gathered >= (9 if coefficients == "deflated" else 15) * ranks

@@ -34,7 +34,8 @@ class CoefficientSet:
         rational: (a, b, c) of a step x (a + b·x²) / (1 + c·x²) that comes before the polynomials. It is made for
             singular values up to 1, so the matrix is first divided by a bound of its largest one, ‖X Xᵀ‖^½ (Frobenius).
         deflated: How many of the largest singular values are first brought down to the smallest of them. The matrix is
-            then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a nearer bound of the largest one, instead of by its norm.
+            then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a nearer bound of the largest one, instead of by its norm. It takes
+            `DEFLATED_FROM_ROWS` rows; smaller matrices are given the set "polar_express".
         steps: How many steps are taken where nobody says.
     """
 
@@ -135,6 +136,15 @@ COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
 
 
 _EXAMPLE = "Write coefficients=[(3.4445, -4.7750, 2.0315)]"
+
+
+DEFLATED_FROM_ROWS = 384
+"""Rows from which on deflation saves more than it costs [measured]."""
+
+
+def coefficients_for(coefficients: Coefficients, rows: int) -> Coefficients:
+    """Return the coefficients for a matrix of so many rows: "deflated" is "polar_express" for one of few."""
+    return "polar_express" if coefficients == "deflated" and rows < DEFLATED_FROM_ROWS else coefficients
 
 
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:

@@ -18,8 +18,6 @@ from muonmesh.numerics.threads import run_on_one_thread
 
 _FLOOR = 1 / 32
 """No further down than this times the largest: what rounding leaves of it in bf16 is some thousandths."""
-_SHARE = 6
-"""At most one singular value in so many: of a small matrix there is little else left."""
 
 
 def deflate(x: Tensor, vectors: int) -> None:
@@ -34,11 +32,8 @@ def deflate(x: Tensor, vectors: int) -> None:
 
     Args:
         x: Shape (batch, rows, cols), rows ≤ cols, compute dtype, contiguous.
-        vectors: How many; of few rows a sixth of them is taken, and of less than six rows none.
+        vectors: How many, at most as many as rows.
     """
-    vectors = min(vectors, x.shape[1] // _SHARE)
-    if not vectors:
-        return
     if x.device.type != "cpu":
         _deflate(x, x, vectors)
         return

@@ -21,6 +21,7 @@ from muonmesh.numerics.coefficients import (
     Polynomial,
     coefficient_schedule,
     coefficient_set,
+    coefficients_for,
 )
 from muonmesh.numerics.deflation import deflate
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
@@ -75,7 +76,7 @@ def orthogonalize(
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
         steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10, of "deflated" 3, of "qdwh" 1 after its rational step.
+            "deepseekv4" 10, of "deflated" 3 (of few rows 5), of "qdwh" 1 after its rational step.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.
@@ -104,6 +105,7 @@ def orthogonalize(
         write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
         raise ValueError(explain_error("out", found, needed, write))
     rows, cols = sorted(x.shape[-2:])
+    coefficients = coefficients_for(coefficients, rows)
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
     prepared = coefficient_set(coefficients)
@@ -201,7 +203,7 @@ def resolve_method(
     "auto" takes Gram where it is faster, from 384 rows and twice as many columns on or 256 rows and four times as
     many, and where its error is known to be at most 1.1 times that of the standard method on spectra of four
     decades and on recorded momentum: in bf16, with "polar_express" at 3 to 10 steps, "quintic" and "aol" at 3 to 5,
-    "deepseekv4" at 10. fp32 and fp64 are chosen for exactness, so there "auto" is "standard".
+    "deepseekv4" at 10, "deflated" at 3. fp32 and fp64 are chosen for exactness, so there "auto" is "standard".
 
     Args:
         rows: Rows of the whole matrix.
@@ -224,6 +226,8 @@ def resolve_method(
         raise ValueError(explain_error("method", f"{method!r}", f"one of {known}", 'Write method="auto"'))
     if dtype not in COMPUTE_DTYPES:
         raise TypeError(explain_error("dtype", f"{dtype}", NEEDED_COMPUTE, "Write dtype=torch.bfloat16"))
+    short, long = sorted((rows, cols))
+    coefficients = coefficients_for(coefficients, short)
     schedule = coefficient_schedule(coefficients, steps)
     if method == "gram":
         if coefficient_set(coefficients).rational is not None:
@@ -235,7 +239,6 @@ def resolve_method(
                 needed = "polynomials that rise at 0, with a first coefficient above 0"
                 raise ValueError(explain_error("method", found, needed, 'Write method="standard"'))
         return "gram"
-    short, long = sorted((rows, cols))
     gram_is_better = (
         method == "auto"
         and isinstance(coefficients, str)

@@ -38,7 +38,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.layout.routes import pieces
-from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of
+from muonmesh.numerics.coefficients import coefficient_schedule, coefficients_for, degrees_of
 from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
@@ -336,14 +336,15 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
     steps = len(coefficient_schedule(group["ns_coefficients"], group["ns_steps"]))
-    degrees = degrees_of(group["ns_coefficients"], group["ns_steps"])
     shapes = {(matrix.rows, matrix.cols) for matrix in matrices}  # most parameters are many matrices of few shapes
+    taken = {shape: coefficients_for(group["ns_coefficients"], min(shape)) for shape in shapes}
+    degrees = {shape: degrees_of(taken[shape], group["ns_steps"]) for shape in shapes}
     gram = {shape: method_of(group, *shape, dtype) == "gram" for shape in shapes}
-    flops = {shape: cost(*shape, degrees=degrees, gram=gram[shape]) for shape in shapes}
+    flops = {shape: cost(*shape, degrees=degrees[shape], gram=gram[shape]) for shape in shapes}
     shared = dict.fromkeys(shapes, 0)
     if member.tensor.device.type == "cpu":
         large = (shape for shape in shapes if min(shape) >= DIVIDED_FROM_ROWS)
-        shared |= {shape: gathered(*shape, degrees=degrees, gram=gram[shape]) for shape in large}
+        shared |= {shape: gathered(*shape, degrees=degrees[shape], gram=gram[shape]) for shape in large}
     settings = f"{group['ns_coefficients']}, {steps} steps, {group['ns_method']}, {dtype}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
