@@ -2,6 +2,7 @@
 
     python benchmarks/waterfall.py --json benchmarks/results/waterfall.json
     python benchmarks/waterfall.py --only squares-768 small-64 --rounds 5
+    python benchmarks/waterfall.py --coefficients deflated --json benchmarks/results/waterfall_deflated.json
 
 Each workload is stepped by ours and by torch.optim.Muon in turns, on all threads and on one. The step of ours on one
 thread is then divided, by torch's profiler, into
@@ -22,7 +23,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from contenders import Entries, ours, torch_muon
@@ -31,7 +32,9 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from workload import GPT2_SMALL_LAYER, LAYOUTS, Shape, Workload
 
-from muonmesh.report.forecast import flops_of
+from muonmesh.layout.cost import cost
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_set, coefficients_for, degrees_of
+from muonmesh.numerics.newton_schulz import resolve_method
 
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "layers": (GPT2_SMALL_LAYER, 3),
@@ -104,15 +107,25 @@ def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, flo
     return products / PROFILED, others / PROFILED, flops / PROFILED, took / PROFILED
 
 
-def measure(shapes: tuple[Shape, ...], layers: int, *, rounds: int, threads: int) -> dict[str, Any]:
+def least_of(rows: int, cols: int, coefficients: CoefficientName) -> int:
+    """Operations of one orthogonalisation: those of the polynomials, and the four thin products of deflation."""
+    taken = coefficients_for(coefficients, min(rows, cols))
+    gram = resolve_method(rows, cols, coefficients=taken) == "gram"
+    thin = 4 * 2 * rows * cols * coefficient_set(taken).deflated
+    return cost(rows, cols, degrees=degrees_of(taken), gram=gram) + thin
+
+
+def measure(
+    shapes: tuple[Shape, ...], layers: int, coefficients: CoefficientName, *, rounds: int, threads: int
+) -> dict[str, Any]:
     """The figures of one workload; times in milliseconds."""
     layout = LAYOUTS["one"]
     workload = Workload(shapes, layers, layout)
     optimizers = {
-        "ours": ours({})(workload.parameters, layout),
+        "ours": ours({"ns_coefficients": coefficients})(workload.parameters, layout),
         "torch": torch_muon(workload.parameters, layout),
     }
-    rate, least = peak(), sum(flops_of(*shape) for shape in shapes) * layers
+    rate, least = peak(), sum(least_of(*shape, coefficients) for shape in shapes) * layers
     alone = turns(optimizers, workload, rounds=rounds, threads=1)
     shared = turns(optimizers, workload, rounds=rounds, threads=threads)
     products, others, flops, _ = divided(optimizers["ours"], workload)
@@ -138,8 +151,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds (default 7)")
     parser.add_argument("--threads", type=int, default=2, help="beside one (default 2)")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--coefficients", choices=get_args(CoefficientName), default="polar_express", metavar="SET")
     options = parser.parse_args()
-    found = {name: measure(*WORKLOADS[name], rounds=options.rounds, threads=options.threads) for name in options.only}
+    how_often = {"rounds": options.rounds, "threads": options.threads}
+    found = {name: measure(*WORKLOADS[name], options.coefficients, **how_often) for name in options.only}
     parts = ("least", "blocks", "below peak", "elementwise", "Python", "sharing")
     header = ["", f"ratio, {options.threads} threads", "one thread", "limit", "ms, one thread", *parts]
     rows = []
@@ -148,9 +163,15 @@ def main() -> None:
         limit = some["alone"]["torch"] / some["least"]
         cells = [*(f"{value:.2f}" for value in (*ratios, limit)), f"{some['alone']['ours']:.0f}"]
         rows.append([name, *cells, *(f"{some[part] / some['alone']['ours']:.0%}" for part in parts)])
-    print_rows("A step: torch.optim.Muon's time over ours; shares of ours on one thread", header, rows)
+    print_rows(f"A step: torch.optim.Muon's time over ours, {options.coefficients}; shares on one thread", header, rows)
     if options.json is not None:
-        write_json(str(options.json), "benchmarks/waterfall.py", Entries((), (), {}), found, {})
+        write_json(
+            str(options.json),
+            "benchmarks/waterfall.py",
+            Entries((), (), {}),
+            found,
+            {"coefficients": options.coefficients},
+        )
 
 
 if __name__ == "__main__":
