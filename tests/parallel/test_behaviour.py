@@ -321,6 +321,21 @@ def test_partial_gradients_are_reduced(workers) -> None:
     assert workers(2).run(partial_gradient) == [(True, True)] * 2
 
 
+def partial_where_cut(algorithm: str) -> None:
+    weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh(), [Shard(0)]))
+    optimizer = mm.Muon([{"params": [("w", weight)], "algorithm": algorithm}], lr=0.1)
+    weight.grad = DTensor.from_local(torch.ones(6, 4) * dist.get_rank(), mesh(), [Partial()])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_a_partial_gradient_of_a_cut_parameter_is_an_error_on_every_rank(workers, algorithm: str) -> None:
+    """What a rank holds of it has another shape than the part of the parameter that it stores."""
+    for outcome in workers(2).run_expecting_errors(partial_where_cut, algorithm, timeout=20):
+        assert outcome.error is mm.LayoutError
+        assert "w: found a gradient placed (Partial(sum),); needed the parameter's placements" in outcome.message
+
+
 def swapped() -> list[str]:
     """Accelerate's FSDP2 builds the optimizer first and then swaps only param_group["params"]."""
     model, _ = problem.hold("local", problem.initial())

@@ -101,7 +101,7 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
     """Return the local part of a parameter's gradient, laid out as the parameter, or None.
 
     A gradient that is whole on every rank is cut as its parameter is. A partial one (pure tensor parallelism with
-    ``SequenceParallel`` leaves norm weights so) comes back as the DTensor that it is, for `reduced`.
+    ``SequenceParallel`` leaves the weights of norms so) comes back as the DTensor that it is, for `reduced`.
 
     Raises:
         LayoutError: the gradient lives elsewhere than its parameter.
@@ -149,12 +149,12 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor |
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = _cut_where_replicated(gradient, parameter)
         if gradient.placements != parameter.placements:
-            partial = any(isinstance(placement, Partial) for placement in gradient.placements)
+            # Partial only where the parameter is replicated: elsewhere its local part has another shape.
             kept = all(
-                isinstance(mine, Partial) or mine == theirs
+                mine == theirs or (isinstance(mine, Partial) and isinstance(theirs, TorchReplicate))
                 for mine, theirs in zip(gradient.placements, parameter.placements, strict=False)
             )
-            if not (partial and kept) or gradient.device_mesh != parameter.device_mesh:
+            if not kept or gradient.device_mesh != parameter.device_mesh:
                 raise LayoutError(
                     explain_error(
                         name,

@@ -221,7 +221,8 @@ def make_plan(
     Owners and teams: see `assign_teams`.
 
     Buckets: each owner's matrices are cut, in one order, into pieces of about ``bucket_elements``; bucket i
-    holds the i-th piece of every owner, so all owners compute in every bucket.
+    holds the i-th piece of every owner, so owners compute side by side. In some buckets an owner has nothing: in those
+    that a matrix larger than a bucket takes as well, and in the last ones if it has less to do than others.
 
     Args:
         parameters: What to plan, in the same order on every rank.

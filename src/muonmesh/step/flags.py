@@ -20,8 +20,8 @@ class Flags:
         overflow: Whether some rank's GradScaler has found an overflow: a 0-d bool tensor.
         only_creates_state: Whether this is the step by which torch's checkpoint code creates state: learning
             rate 0 and every gradient exactly zero.
-        stop: 0-d bool tensor, true if some rank found an error or skips, which the host does not know yet; None on
-            CPU.
+        stop: 0-d bool tensor, true if some rank found an error or skips, which the host does not know yet; None where
+            the host waits for the flags: on a CPU, and anywhere at learning rate 0.
         only_zeros: Whether the host knows that nothing can stop this step, so that only matrices whose gradient is
             exactly zero are left alone.
         replan: Whether some rank has other parameters than planned; nothing else counts then.

@@ -51,7 +51,7 @@ class Updated(NamedTuple):
 
     Attributes:
         weights: Any shape, written: masters where there are any.
-        update: That shape, any real dtype, contiguous, read only; multiplied by its step already where
+        update: That shape, any real dtype and strides, read only; multiplied by its step already where
             `Factors.arrives`.
         state: What the rule keeps as "weights", each of that shape, written.
         matrix: Number of its matrix in the plan.
