@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from workload import GPT2_SMALL_LAYER, LAYOUTS, Shape, Workload
 
 from muonmesh.layout.cost import cost
-from muonmesh.numerics.coefficients import CoefficientName, coefficient_set, coefficients_for, degrees_of
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_set, degrees_of, for_rows
 from muonmesh.numerics.newton_schulz import resolve_method
 
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
@@ -109,10 +109,10 @@ def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, flo
 
 def least_of(rows: int, cols: int, coefficients: CoefficientName) -> int:
     """Operations of one orthogonalisation: those of the polynomials, and the four thin products of deflation."""
-    taken = coefficients_for(coefficients, min(rows, cols))
-    gram = resolve_method(rows, cols, coefficients=taken) == "gram"
+    taken, steps = for_rows(coefficients, None, min(rows, cols))
+    gram = resolve_method(rows, cols, coefficients=taken, steps=steps) == "gram"
     thin = 4 * 2 * rows * cols * coefficient_set(taken).deflated
-    return cost(rows, cols, degrees=degrees_of(taken), gram=gram) + thin
+    return cost(rows, cols, degrees=degrees_of(taken, steps), gram=gram) + thin
 
 
 def measure(

@@ -142,9 +142,14 @@ DEFLATED_FROM_ROWS = 384
 """Rows from which on deflation saves more than it costs [measured]."""
 
 
-def coefficients_for(coefficients: Coefficients, rows: int) -> Coefficients:
-    """Return the coefficients for a matrix of so many rows: "deflated" is "polar_express" for one of few."""
-    return "polar_express" if coefficients == "deflated" and rows < DEFLATED_FROM_ROWS else coefficients
+def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[Coefficients, int | None]:
+    """Return the coefficients and steps for a matrix of so many rows.
+
+    They are what was asked for, but a matrix of few rows is not deflated: it takes two steps of "polar_express" more.
+    """
+    if coefficients != "deflated" or rows >= DEFLATED_FROM_ROWS:
+        return coefficients, steps
+    return "polar_express", len(coefficient_schedule(coefficients, steps)) + 2
 
 
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:

@@ -21,7 +21,7 @@ from muonmesh.numerics.coefficients import (
     Polynomial,
     coefficient_schedule,
     coefficient_set,
-    coefficients_for,
+    for_rows,
 )
 from muonmesh.numerics.deflation import deflate
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
@@ -31,7 +31,7 @@ from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32
 from muonmesh.numerics.rational import rational_step
-from muonmesh.numerics.squares import add_scaled, row_products, symmetric_part
+from muonmesh.numerics.squares import add_scaled, row_products, row_squares, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied: step by step, in pairs through the Gram matrix, or whichever is better."""
@@ -76,7 +76,7 @@ def orthogonalize(
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
         steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10, of "deflated" 3 (of few rows 5), of "qdwh" 1 after its rational step.
+            "deepseekv4" 10, of "deflated" 3, of "qdwh" 1 after its rational step.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.
@@ -105,7 +105,7 @@ def orthogonalize(
         write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
         raise ValueError(explain_error("out", found, needed, write))
     rows, cols = sorted(x.shape[-2:])
-    coefficients = coefficients_for(coefficients, rows)
+    coefficients, steps = for_rows(coefficients, steps, rows)
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
     prepared = coefficient_set(coefficients)
@@ -227,7 +227,7 @@ def resolve_method(
     if dtype not in COMPUTE_DTYPES:
         raise TypeError(explain_error("dtype", f"{dtype}", NEEDED_COMPUTE, "Write dtype=torch.bfloat16"))
     short, long = sorted((rows, cols))
-    coefficients = coefficients_for(coefficients, short)
+    coefficients, steps = for_rows(coefficients, steps, short)
     schedule = coefficient_schedule(coefficients, steps)
     if method == "gram":
         if coefficient_set(coefficients).rational is not None:
@@ -430,10 +430,9 @@ class _Iteration:
         """
         a = self._gram()
         square = self._matmuls.polynomial(a, 0.0, 1.0, self._square("c"))
-        rows = torch.linalg.vector_norm(square, dim=-1, dtype=self._norm.dtype)
-        fourth = sums(rows.square_())[:, None, None].sqrt_()
+        fourth = sums(row_squares(square))[:, None, None].sqrt_()
         fourth = torch.where(fourth == 0, 1.0, fourth)
-        scaled(square, p[2] / fourth)
+        scaled(square, p[2] / (1 - p[1]) / fourth)  # for the lerp that adds p₁·A
         scaled(a, fourth.rsqrt())
         self._square_term = square
         self._norm_is(self._norm * fourth.sqrt().sqrt())
@@ -457,12 +456,17 @@ class _Iteration:
         w = p[2] / lead - u * u
         t = p[1] / lead - u * w
         h = self._matmuls.polynomial(a, u, 1.0, self._square("b"))
-        z = self._matmuls.polynomial(h, lead * w, lead, self._square("c"))
-        products = row_products(h, h)
+        products = row_squares(h)
         h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
         diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
         mean = diagonal.mean(-1, keepdim=True)
-        z = add_scaled(z, a, lead * t, a, 0.0, self._square("d"))
+        rest = 1 - lead * t
+        if rest > 0.5:  # one operation, where that divides by nothing small
+            z = self._matmuls.polynomial(h, lead * w / rest, lead / rest, self._square("c"))
+            z = torch.lerp(z, a, lead * t, out=self._square("d"))
+        else:
+            z = self._matmuls.polynomial(h, lead * w, lead, self._square("c"))
+            z = add_scaled(z, a, lead * t, a, 0.0, self._square("d"))
         z.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         return z, (p[0] + mean)[..., None]
 
@@ -544,8 +548,8 @@ class _Iteration:
         """p₁·A + p₂·A² + ..., in the buffer `out` or `spare`; Horner's scheme from the highest power down."""
         if self._square_term is not None:
             term, self._square_term = self._square_term, None
-            # Not by `alpha`, with which a CPU rounds the end of what a thread has otherwise than the rest.
-            return torch.mul(a, p[1], out=self._square(out)).add_(term)
+            # Not by `add`, with which a CPU rounds the end of what a thread has otherwise than the rest.
+            return torch.lerp(term, a, p[1], out=self._square(out))
         if len(p) == 2:
             return torch.mul(a, p[1], out=self._square(out))
         result = self._matmuls.polynomial(a, p[-2], p[-1], self._square(out))

@@ -68,3 +68,12 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
         for a, b in zip(x, y, strict=True)
     ]
     return torch.stack([torch.cat(parts) for parts in sums])
+
+
+def row_squares(x: Tensor) -> Tensor:
+    """Return the sum of squares of each row, the diagonal of X Xᵀ, as `row_products` does."""
+    if x.device.type != "cpu":
+        return row_products(x, x)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=exact)  # in one pass
+    return norms.square_()

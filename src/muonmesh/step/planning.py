@@ -38,7 +38,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.layout.routes import pieces
-from muonmesh.numerics.coefficients import coefficient_schedule, coefficients_for, degrees_of
+from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of, for_rows
 from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
@@ -337,8 +337,9 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
     steps = len(coefficient_schedule(group["ns_coefficients"], group["ns_steps"]))
     shapes = {(matrix.rows, matrix.cols) for matrix in matrices}  # most parameters are many matrices of few shapes
-    taken = {shape: coefficients_for(group["ns_coefficients"], min(shape)) for shape in shapes}
-    degrees = {shape: degrees_of(taken[shape], group["ns_steps"]) for shape in shapes}
+    degrees = {
+        shape: degrees_of(*for_rows(group["ns_coefficients"], group["ns_steps"], min(shape))) for shape in shapes
+    }
     gram = {shape: method_of(group, *shape, dtype) == "gram" for shape in shapes}
     flops = {shape: cost(*shape, degrees=degrees[shape], gram=gram[shape]) for shape in shapes}
     shared = dict.fromkeys(shapes, 0)

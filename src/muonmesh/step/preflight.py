@@ -86,8 +86,8 @@ def preflight(
 ) -> tuple[Flags, Pending | None]:
     """Reduce one vector of small flags over all ranks, see `Census`; raise on every rank if any found an error.
 
-    Partial gradients of replicated parameters are reduced: on a host that waits after the ranks have agreed on who takes
-    part, else before, by the ranks that have one.
+    Partial gradients of replicated parameters are reduced: on a host that waits after the ranks have agreed on who
+    takes part, else before, by the ranks that have one.
 
     Args:
         planned: The plan that this rank follows.

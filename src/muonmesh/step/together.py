@@ -12,7 +12,7 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.work import Ends, Local
-from muonmesh.numerics.coefficients import coefficient_set, coefficients_for
+from muonmesh.numerics.coefficients import coefficient_set, for_rows
 from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.newton_schulz import gram_segments, orthogonalize, room_for
@@ -129,7 +129,7 @@ class MuonStepTogether(MuonStep):
             kernels.normalize is None
             or rule.balances()
             or rule.changes_matrices()
-            or not coefficient_set(coefficients_for(rule.coefficients, rows)).begins_with_polynomials
+            or not coefficient_set(for_rows(rule.coefficients, rule.steps, rows)[0]).begins_with_polynomials
         )
         if more or not rule.orthogonalizes:
             return False
