@@ -112,7 +112,7 @@ def judged(name: str, x: Tensor) -> dict[str, float]:
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     result = orthogonalize(x, coefficients=SETS[name]).double()
     found = {"largest": float(torch.linalg.matrix_norm(result, 2))}
-    if name != "aol":
+    if name not in ("aol", "deflated"):  # whose functions are not of singular values alone
         own = (u * own_function(name, s)) @ vh
         found["own"] = float((result - own).norm() / own.norm())
     count = int((s > s[0] / 2000).sum())

@@ -271,3 +271,13 @@ def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(
     assert 1.0 < found["qdwh"] < 1.06
     assert 1.0 < found["polar_express"] < 1.14
     assert 1.0 < found["simple"] < 1.21
+
+
+@pytest.mark.parametrize("cols", [400, pytest.param(800, marks=pytest.mark.soak)])
+def test_deflated_lets_no_singular_value_grow_on_matrices_made_for_that(
+    script: Callable[[str], ModuleType], cols: int
+) -> None:
+    """From 384 rows on: of fewer it is polar_express. With 800 columns through the Gram matrix."""
+    stress = script("stress")
+    for name, matrix in stress.stress(384, cols):
+        assert stress.judged("deflated", matrix.bfloat16())["largest"] < 1.095, name
