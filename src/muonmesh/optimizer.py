@@ -347,8 +347,9 @@ class Muon(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            LayoutError, PlanError: on every rank, before anything is written. On CUDA an error that only another
-                rank can see is raised at the beginning of the next step.
+            LayoutError, PlanError: on every rank, before anything is written. On CUDA an error in gradients, state or
+                settings stops the writes of this step, and is raised when the next one begins, at learning rate 0 at
+                once. What prevents a plan is raised at once.
         """
         kept, groups = self._kept, self.param_groups
         read_too_early = None if kept.deferred is None else kept.deferred.read_too_early()

@@ -50,7 +50,8 @@ class Local:
 class Tail:
     """The tail of an exchange: what a step has left to do when all its collectives have begun.
 
-    It only waits for a transfer and writes what has arrived. So ranks may do it at different times.
+    It only writes what stayed here, waits for a transfer, and writes what has arrived. So ranks may do it at different
+    times.
 
     Attributes:
         parameters: Those that it writes, as the plan numbers them.

@@ -99,7 +99,8 @@ def apply(
         updates: Likewise, read only.
         active: 1-D bool on the device, one entry a piece or one that several pieces share. None: all are.
         keep: What remains of a weight, 1 − lr·wd: 1-D fp32, likewise.
-        size: Learning rate times scale, likewise.
+        size: What an update is multiplied by before it is subtracted, likewise: learning rate times scale, or −1 where
+            updates arrive as finished steps.
         entries: The entry of each piece. None: there is one for each, in their order.
 
     Raises:

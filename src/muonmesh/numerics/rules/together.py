@@ -177,8 +177,9 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
 
     Args:
         pieces: On one device.
-        factors: Of their rule, whose `Rule.fold` and `Rule.direction` run. The direction of a matrix that is left
-            alone is written all the same, from what is kept.
+        factors: Of their rule. Where it folds as Muon does, a kernel or `_fold_as_muon` stands in for `Rule.fold` and
+            `Rule.direction`; else these run. The direction of a matrix that is left alone is written all the same, from
+            what is kept.
     """
     rule, active = factors.rule, factors.active
     rest = []
@@ -205,7 +206,8 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
 
     Args:
         pieces: On one device.
-        factors: Of their rule, whose `Rule.apply` runs, or `Rule.apply_with` where there are sums.
+        factors: Of their rule. Where it `Factors.adds`, a kernel or `_apply_plain` stands in for `Rule.apply`; else
+            that runs, or `Rule.apply_with` where there are sums.
         measured: Whether the squares of the steps without decay are asked for.
 
     Returns:
