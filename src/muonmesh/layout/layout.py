@@ -247,7 +247,7 @@ class MeshLayout(Layout):
             _prove_dim(size, cuts)
 
     def describe(self) -> str:
-        """Return e.g. ``Shard(0)×2 on 2 ranks``."""
+        """Return e.g. ``StridedShard(0, 2)×2, Shard(0)×2``, one placement for each axis of the mesh."""
         if len(self.ranks) == 1:
             return "one process"
         names = []

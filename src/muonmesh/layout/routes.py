@@ -29,7 +29,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class Routes:
-    """What one rank exchanges for one bucket and one layout, by peer. The way back is the same read backwards.
+    """What one rank exchanges for one bucket, one way, by peer.
+
+    The way back has Routes of its own, for other ranks take part in it where there are replicas, teams or momentum that
+    is sharded over replicas. Where there are none, it is the way there read backwards.
 
     Both ends list the legs between two ranks in the same order.
 

@@ -48,8 +48,8 @@ class _Ready(NamedTuple):
         rule: The rule of its group.
         weights: The parameter, or a copy of one that is not contiguous, which `MuonStep.finish` writes back.
         momenta: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
-            codes stand for. None if there is no state: no rank has ever had a gradient or, where the host does not
-            wait for the flags, this rank has not.
+            codes stand for. None if there is no state: no rank has ever had a gradient. Where the host does not
+            wait for the flags, this rank has not, and the parameter is no shard of which another rank may have one.
         beside: What the rule keeps as "weights", by key, written in place together with them.
         gradient: Of the elements whose momentum is stored here; zeros where only this rank has none. None if
             ``momenta`` is.
