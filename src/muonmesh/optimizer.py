@@ -77,8 +77,8 @@ class Muon(torch.optim.Optimizer):
     """Muon on matrices and AdamW on the rest, the same update whatever holds a matrix.
 
     Muon replaces a matrix's momentum M = UΣVᵀ by about UVᵀ, a whole-matrix operation (K. Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon). Where ranks hold shards of a matrix, its momentum is gathered to one
-    owner, orthogonalised there and scattered back, so that sharding never changes the algorithm: on CPU parameters
+    https://kellerjordan.github.io/posts/muon). Where ranks hold shards of a matrix, its direction, which momentum
+    gives, is gathered to one owner, orthogonalised there and scattered back, so that sharding never changes the algorithm: on CPU parameters
     and state are bit for bit those of one process. A parameter may hold several matrices, as a fused q, k, v weight
     does; each has an owner of its own.
 

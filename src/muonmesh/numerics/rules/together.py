@@ -120,9 +120,10 @@ class Factors:
     def arrives(self) -> bool:
         """Whether updates are multiplied by their step where they are orthogonalised, before they travel.
 
-        There it is a part of the number by which the last product is divided by the norm, so it costs nothing, and the
-        weights are read and written once: decayed and added to what has arrived. It is so where nothing else than that
-        needs the update. All ranks know this alike: it depends on the settings of the group alone.
+        There the last product is multiplied by 1/ν anyhow, to divide the norm out. The step is multiplied into that
+        number, so it costs nothing, and the weights are read and written once: decayed and added to what has arrived.
+        It is so where nothing else than that needs the update. All ranks know this alike: it depends on the settings of
+        the group alone.
         """
         return self.adds and not self.rule.changes_matrices()
 
