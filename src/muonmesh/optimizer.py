@@ -78,9 +78,9 @@ class Muon(torch.optim.Optimizer):
 
     Muon replaces a matrix's momentum M = UΣVᵀ by about UVᵀ, a whole-matrix operation (K. Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon). Where ranks hold shards of a matrix, its direction, which momentum
-    gives, is gathered to one owner, orthogonalised there and scattered back, so that sharding never changes the algorithm: on CPU parameters
-    and state are bit for bit those of one process. A parameter may hold several matrices, as a fused q, k, v weight
-    does; each has an owner of its own.
+    gives, is gathered to one owner, orthogonalised there and scattered back, so that sharding never changes the
+    algorithm: on CPU parameters and state are bit for bit those of one process. A parameter may hold several matrices,
+    as a fused q, k, v weight does; each has an owner of its own.
 
     One step: all ranks check their gradients and agree; each updates the momentum it stores; pieces travel to
     the owners, which orthogonalise whole matrices; every rank applies decay and update to what it stores.
