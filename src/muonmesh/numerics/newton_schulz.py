@@ -292,17 +292,18 @@ def _numbers(times: Tensor, dtype: torch.dtype) -> Tensor:
 class _Iteration:
     """Matrices on their way to orthogonality, in buffers that the next batch uses again.
 
-    The matrices are only ever multiplied by powers of two; their norm ν is divided out of X Xᵀ, and out of X by the
-    last product. Dividing a bf16 matrix by its norm first would round every entry once more, and the slope of the
-    polynomials at 0 amplifies that a thousandfold: it doubles the error on recorded momentum, as
-    docs/internals/numerics.md shows.
+    What is loaded is only multiplied by a power of two. Its norm ν is not divided out of it, but of X Xᵀ before the
+    polynomials, and of the result by the last product. To divide a bf16 matrix by its norm first would round every
+    entry once more, and the slope of the polynomials at 0 amplifies that a thousandfold: it doubles the error on
+    recorded momentum, as docs/internals/numerics.md shows.
 
     Each buffer is contiguous and begins at a multiple of 64 bytes, so a product of some shape always meets the same
     alignment: its last bits depend on it. The caller's memory is used as a buffer where it is suitable, because fewer
     buffers leave more of the matrix in the cache that the threads share.
 
     Attributes:
-        x: The matrices times ν, shape (batch, rows, cols), rows ≤ cols, compute dtype.
+        x: The iterates of matrices of norm 1, each times ν: at first what was loaded, as it is. Shape (batch, rows,
+            cols), rows ≤ cols, compute dtype.
     """
 
     def __init__(
