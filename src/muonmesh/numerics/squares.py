@@ -71,9 +71,17 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def row_squares(x: Tensor) -> Tensor:
-    """Return the sum of squares of each row, the diagonal of X Xᵀ, as `row_products` does."""
+    """Return the sum of squares of each row, the diagonal of X Xᵀ, as `row_products` does.
+
+    `torch.linalg.vector_norm` alone would write a wider copy of all of X, into memory fresh from the system.
+    """
     if x.device.type != "cpu":
         return row_products(x, x)
     exact = torch.promote_types(x.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=exact)  # in one pass
-    return norms.square_()
+    few = max(1, 2 * CACHED // x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).split(few)
+    norms = [
+        torch.linalg.vector_norm(scratch("wide", part.shape, dtype=exact, device=x.device).copy_(part), dim=-1)
+        for part in rows
+    ]
+    return torch.cat(norms).square_().view(x.shape[:-1])
