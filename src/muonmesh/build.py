@@ -17,6 +17,7 @@ from muonmesh.errors import explain_error
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
+from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode
 from muonmesh.numerics.scale import ScaleMode
@@ -62,6 +63,7 @@ def from_model(
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
     compute_dtype: torch.dtype = torch.bfloat16,
+    kernels: KernelName = "auto",
     state_dtype: StateDtype = torch.float32,
     state_device: StateDevice = None,
     master_dtype: torch.dtype | None = None,
@@ -94,6 +96,7 @@ def from_model(
         adamw_betas: AdamW's decay rates of the moments.
         adamw_eps: AdamW's ε.
         compute_dtype: Dtype of orthogonalisation and wire.
+        kernels: What multiplies.
         state_dtype: Dtype of the momentum.
         state_device: "cpu" keeps state on the host.
         master_dtype: Of masters of lower-precision parameters.
@@ -140,6 +143,7 @@ def from_model(
         adamw_betas=adamw_betas,
         adamw_eps=adamw_eps,
         compute_dtype=compute_dtype,
+        kernels=kernels,
         state_dtype=state_dtype,
         state_device=state_device,
         master_dtype=master_dtype,

@@ -34,6 +34,7 @@ from muonmesh.comm.wire import Counts
 from muonmesh.comm.work import Tail
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.numerics.coefficients import Coefficients
+from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
@@ -107,6 +108,8 @@ class Muon(torch.optim.Optimizer):
         adamw_betas: AdamW's decay rates of the moments.
         adamw_eps: AdamW's ε.
         compute_dtype: Dtype of orthogonalisation and wire.
+        kernels: What multiplies, see `orthogonalize`; the same on all ranks. "compiled" is the fastest on CPUs with
+            AVX-512 bf16 (`docs/performance.md`).
         state_dtype: Dtype of the momentum, kept through ``load_state_dict``. "int8": in blocks of 256 elements with an
             fp32 scale each, 1.02 bytes an element; saved in fp32, so any checkpoint can be loaded into any other.
         state_device: "cpu" keeps what has a number for each element on the host, pinned: momentum, what rules and AdamW
@@ -158,6 +161,7 @@ class Muon(torch.optim.Optimizer):
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         compute_dtype: torch.dtype = torch.bfloat16,
+        kernels: KernelName = "auto",
         state_dtype: StateDtype = torch.float32,
         state_device: StateDevice = None,
         master_dtype: torch.dtype | None = None,
@@ -171,6 +175,7 @@ class Muon(torch.optim.Optimizer):
         try:
             check_optimizer(
                 compute_dtype=compute_dtype,
+                kernels=kernels,
                 state_dtype=state_dtype,
                 state_device=state_device,
                 master_dtype=master_dtype,
@@ -206,7 +211,7 @@ class Muon(torch.optim.Optimizer):
             while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
                 frame = frame.f_back
             refuse_partitioner(frame.f_locals.get("self"))
-            precision = Precision.of(compute_dtype, state_dtype, master_dtype, state_device)
+            precision = Precision.of(compute_dtype, state_dtype, master_dtype, kernels, state_device)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)

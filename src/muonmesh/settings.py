@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from muonmesh.errors import about, explain_error
 from muonmesh.layout import Rates, Teams
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
+from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_known, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
@@ -116,6 +117,7 @@ class Precision:
         compute: Of orthogonalisation and wire.
         state: Of what rules keep for each element: fp32 where momentum is kept in int8.
         master: Of masters; None for none.
+        kernels: What multiplies.
         int8: Whether momentum is kept in int8, with a scale for each block (`muonmesh.step.blocks`).
         on_host: Whether what has a number for each element is kept on the host (`muonmesh.step.offload`).
     """
@@ -123,17 +125,22 @@ class Precision:
     compute: torch.dtype
     state: torch.dtype
     master: torch.dtype | None
+    kernels: KernelName = "auto"
     int8: bool = False
     on_host: bool = False
 
     @staticmethod
     def of(
-        compute: torch.dtype, state: StateDtype, master: torch.dtype | None, device: StateDevice = None
+        compute: torch.dtype,
+        state: StateDtype,
+        master: torch.dtype | None,
+        kernels: KernelName,
+        device: StateDevice,
     ) -> Precision:
         """Return what the arguments of `Muon` say."""
         if isinstance(state, str):
-            return Precision(compute, torch.float32, master, int8=True)
-        return Precision(compute, state, master, on_host=device is not None)
+            return Precision(compute, torch.float32, master, kernels, int8=True)
+        return Precision(compute, state, master, kernels, on_host=device is not None)
 
     def leaves(self, device: torch.device) -> bool:
         """Whether what has a number for each element is kept elsewhere than its parameter on ``device``."""
@@ -182,6 +189,7 @@ def check_optimizer(
     state_dtype: object,
     state_device: object,
     master_dtype: object,
+    kernels: object,
     process_group: object,
     layouts: object,
     shard_state: object,
@@ -213,6 +221,9 @@ def check_optimizer(
         raise ValueError(explain_error("Muon", found, needed, "Write state_dtype=torch.bfloat16, or no state_device"))
     found, needed = master_dtype, f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
     _check(found is None or found in HELD_DTYPES, "master_dtype", found, needed)
+    _check(kernels in get_args(KernelName), "kernels", kernels, ", ".join(f'"{k}"' for k in get_args(KernelName)))
+    if kernels == "compiled":  # before anything is planned; whether parameters are on a CPU is known then
+        check_kernels(kernels, device=torch.device("cpu"), dtype=cast(torch.dtype, compute_dtype))
     check_process_group(process_group)
     positive = isinstance(bucket_cap_mb, (int, float)) and _is_number(bucket_cap_mb) and bucket_cap_mb > 0
     _check(positive, "bucket_cap_mb", bucket_cap_mb, "a positive number")

@@ -84,6 +84,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "adamw_betas": (0.8, 0.9),
         "adamw_eps": 1e-5,
         "compute_dtype": torch.float64,
+        "kernels": "torch",
         "state_dtype": torch.float64,
         "state_device": "cpu",
         "master_dtype": torch.float64,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.numerics.threads import run_all
+from muonmesh.numerics.kernels.threads import run_all
 
 CPU = torch.device("cpu")
 

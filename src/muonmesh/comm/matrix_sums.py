@@ -22,7 +22,7 @@ from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.exact import total_of
-from muonmesh.numerics.threads import run_all
+from muonmesh.numerics.kernels.threads import run_all
 
 
 class MatrixSums:

@@ -16,7 +16,7 @@ from muonmesh.comm.team import Team
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Ends, Tail, Work
 from muonmesh.layout import Plan
-from muonmesh.numerics.threads import run_all
+from muonmesh.numerics.kernels.threads import run_all
 
 
 class OwnerExchange:

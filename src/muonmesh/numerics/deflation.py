@@ -13,8 +13,8 @@ from torch import Tensor
 
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels.memory import keep, scratch
+from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.precision import exact_fp32
-from muonmesh.numerics.threads import run_on_one_thread
 
 _FLOOR = 1 / 32
 """No further down than this times the largest: what rounding leaves of it in bf16 is some thousandths."""

@@ -25,7 +25,8 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.deflation import deflate
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, KernelName, Matmuls, TeamShare, select
+from muonmesh.numerics.gram_form import factor_of_all, factored
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, Exact, KernelName, Matmuls, TeamShare, select
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
@@ -107,12 +108,13 @@ def orthogonalize(
     rows, cols = sorted(x.shape[-2:])
     coefficients, steps = for_rows(coefficients, steps, rows)
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
-    segments = tuple(_segments(coefficient_schedule(coefficients, steps), chosen))
-    prepared = coefficient_set(coefficients)
+    prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
     if share is not None and (x.device.type != "cpu" or rows < DIVIDED_FROM_ROWS):
         found, needed = f"a matrix of {rows} rows on {x.device.type}", f"{DIVIDED_FROM_ROWS} rows or more on a CPU"
         raise ValueError(explain_error("share", found, needed, "Leave the matrix to one rank"))
     matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, share=share)
+    whole = takes_all_at_once(rows, coefficients, chosen, kernels)
+    segments = (schedule,) if whole else tuple(_segments(schedule, chosen))
 
     if room is not None:
         iteration = _Iteration((1, rows, cols), matmuls, kernels, dtype=dtype, device=x.device)
@@ -249,6 +251,14 @@ def resolve_method(
     return "gram" if gram_is_better else "standard"
 
 
+def takes_all_at_once(
+    rows: int, coefficients: Coefficients, method: Literal["standard", "gram"], kernels: KernelName
+) -> bool:
+    """Say whether all steps are taken on one Gram matrix: those after deflation, by kernels that keep its rounding."""
+    taken, _ = for_rows(coefficients, None, rows)
+    return method == "gram" and kernels == "compiled" and coefficient_set(taken).deflated > 0
+
+
 def _check_input(x: Tensor) -> None:
     """Raise for what is not a batch of dense floating-point matrices held whole by this process."""
     if not isinstance(x, Tensor):
@@ -317,6 +327,7 @@ class _Iteration:
     ) -> None:
         """Work on at most (batch, rows, cols) matrices, in memory that is the thread's own."""
         self._matmuls, self._kernels = matmuls, kernels
+        self._row_products = row_products if matmuls.exact is None else matmuls.exact.row_products
         self._shape, self._dtype, self._device = shape, dtype, device
         self._memory: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
@@ -349,10 +360,12 @@ class _Iteration:
                 self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
-            self._norm_is(load(matrices, self.x, together=together))
+            exact = self._exact_for(matrices)
+            self._norm_is(load(matrices, self.x, together=together) if exact is None else exact.load(matrices, self.x))
         self._iterate(segments, prepared, times)
         if self.x is not out:
-            store(self.x, out)
+            exact = self._exact_for(out)
+            (store if exact is None else exact.store)(self.x, out)
 
     def run_in(
         self,
@@ -389,6 +402,9 @@ class _Iteration:
             self.rational_step(prepared.rational)
         if prepared.deflated:
             deflate(self.x, prepared.deflated)
+            if len(segments) == 1:
+                self.all_steps(segments[0])
+                return
             self.begin(segments[0][0])
         for number, segment in enumerate(segments, 1):
             self._last = number == len(segments)
@@ -413,6 +429,10 @@ class _Iteration:
         fits = memory.shape[1:] == (rows, cols) and memory.dtype == self._dtype and memory.is_contiguous()
         return fits and memory.data_ptr() % _ALIGNMENT == 0
 
+    def _exact_for(self, memory: Tensor) -> Exact | None:
+        """Return the operations of the table that read or write the caller's memory in one pass, if they can."""
+        return self._matmuls.exact if memory.dtype == self._dtype and memory.is_contiguous() else None
+
     def _long(self, number: int, count: int) -> Tensor:
         return scratch(f"long {number}", self._shape, dtype=self._dtype, device=self._device)[:count]
 
@@ -431,7 +451,8 @@ class _Iteration:
         """
         a = self._gram()
         square = self._matmuls.polynomial(a, 0.0, 1.0, self._square("c"))
-        fourth = sums(row_squares(square))[:, None, None].sqrt_()
+        squares = row_squares(square) if self._matmuls.exact is None else self._row_products(square, square)
+        fourth = sums(squares)[:, None, None].sqrt_()
         fourth = torch.where(fourth == 0, 1.0, fourth)
         scaled(square, p[2] / (1 - p[1]) / fourth)  # for the lerp that adds p₁·A
         scaled(a, fourth.rsqrt())
@@ -453,11 +474,9 @@ class _Iteration:
         size of the result. The powers of A themselves have factors many times as large, by which their rounding to bf16
         would be multiplied. The diagonal is computed in fp32 as in `gram_steps`.
         """
-        lead, u = p[4], p[3] / (2 * p[4])
-        w = p[2] / lead - u * u
-        t = p[1] / lead - u * w
+        lead, u, w, t = factored(p)
         h = self._matmuls.polynomial(a, u, 1.0, self._square("b"))
-        products = row_squares(h)
+        products = row_squares(h) if self._matmuls.exact is None else self._row_products(h, h)
         h_diagonal, a_diagonal = (square.diagonal(dim1=-2, dim2=-1).to(products.dtype) for square in (h, a))
         diagonal = lead * (products + w * h_diagonal + t * a_diagonal)
         mean = diagonal.mean(-1, keepdim=True)
@@ -507,12 +526,20 @@ class _Iteration:
             factor = matmuls.product(w, z, both, p0 + q0, other)
 
         # The diagonal of the factor again, in fp32 and rounded once.
-        products = row_products(z, w)
+        products = self._row_products(z, w)
         z_diagonal, w_diagonal = (t.diagonal(dim1=-2, dim2=-1).to(products.dtype) for t in (z, w))
         diagonal = products + q0 * z_diagonal + p0 * w_diagonal
         mean = diagonal.mean(-1, keepdim=True)
         factor.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
         self._apply(factor, (p0 * q0 + mean)[..., None])
+
+    def all_steps(self, polynomials: Sequence[Polynomial]) -> None:
+        """X ← all polynomials of X divided by (Σσ⁸)^⅛, with two products of X altogether; see `factor_of_all`."""
+        assert self._matmuls.exact is not None
+        self._last = True
+        factor, mean, norm = factor_of_all(self.x, self._inverse_square, polynomials, self._matmuls.exact, self._square)
+        self._norm_is(self._norm * norm)
+        self._apply(factor, mean)
 
     def _gram(self) -> Tensor:
         """A = X Xᵀ of the matrices with norm 1, in buffer "a"."""

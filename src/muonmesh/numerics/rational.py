@@ -12,9 +12,9 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels import KernelName, select
 from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.normalize import sums
 from muonmesh.numerics.precision import exact_fp32
-from muonmesh.numerics.threads import run_on_one_thread
 
 _ABOVE = 1.005
 """By how much the bound of the largest singular value is widened, since X is rounded."""
@@ -56,7 +56,8 @@ def _step(x: Tensor, norm: Tensor, step: tuple[float, float, float], kernels: Ke
         if x.dtype != exact or x.device.type == "cpu":
             wide = scratch("rational x", x.shape, dtype=exact, device=x.device).copy_(x)
         square = scratch("rational square", (count, rows, rows), dtype=exact, device=x.device)
-        matmuls = select(kernels, device=x.device, dtype=exact, rows=rows, cols=cols)
+        taken = kernels if kernels != "compiled" else "auto"  # those are for bf16
+        matmuls = select(taken, device=x.device, dtype=exact, rows=rows, cols=cols)
         gram = matmuls.gram(wide, norm.square().reciprocal(), square)
         # ‖X Xᵀ‖² is the sum of the fourth powers of the singular values, so its fourth root bounds the largest.
         fourth = sums(sums(gram.square().flatten(0, 1)).view(-1, rows))[:, None, None]

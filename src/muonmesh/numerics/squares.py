@@ -79,7 +79,7 @@ def row_squares(x: Tensor) -> Tensor:
         return row_products(x, x)
     exact = torch.promote_types(x.dtype, torch.float32)
     few = max(1, 2 * CACHED // x.shape[-1])
-    rows = x.reshape(-1, x.shape[-1]).split(few)
+    rows = torch.split(x.reshape(-1, x.shape[-1]), few)
     norms = [
         torch.linalg.vector_norm(scratch("wide", part.shape, dtype=exact, device=x.device).copy_(part), dim=-1)
         for part in rows

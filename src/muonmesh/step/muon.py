@@ -17,9 +17,9 @@ from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.kernels import TeamShare, select
 from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
 from muonmesh.numerics.rules import Rule, parts
-from muonmesh.numerics.threads import run_all
 from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.flags import Flags
@@ -400,7 +400,9 @@ class MuonStep:
         rows, cols = sorted(shape)
         if self._device.type != "cpu":
             return max(1, _AT_ONCE_ON_A_DEVICE // (rows * cols))
-        kernels = select("auto", device=self._device, dtype=self._precision.compute, rows=rows, cols=cols)
+        kernels = select(
+            self._precision.kernels, device=self._device, dtype=self._precision.compute, rows=rows, cols=cols
+        )
         threads = 1 if count * rows * cols < _WORTH_A_THREAD else torch.get_num_threads()
         turns = -(-count // (threads * kernels.at_once))  # of each thread, so that all have equally many
         return max(1, -(-count // (threads * turns)))
@@ -440,6 +442,7 @@ class MuonStep:
                 steps=rule.steps,
                 method=rule.method,
                 dtype=self._precision.compute,
+                kernels=self._precision.kernels,
                 out=out,
                 overwrite=True,
                 share=team,

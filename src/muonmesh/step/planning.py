@@ -39,8 +39,8 @@ from muonmesh.layout import (
 from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of, for_rows
-from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
-from muonmesh.numerics.newton_schulz import gram_segments, resolve_method
+from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, check_kernels
+from muonmesh.numerics.newton_schulz import gram_segments, resolve_method, takes_all_at_once
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
 from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
 from muonmesh.step.blocks import Blocks
@@ -234,7 +234,7 @@ def plan_members(
         found, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
         raise LayoutError(explain_error("the groups", found, "one device per process", write))
     elementwise = tuple(m for m in members if groups[m.group]["algorithm"] == "adamw" and m.storage.layout is not None)
-    parameters = [_parameter(groups[member.group], member, precision.compute) for member in muon]
+    parameters = [_parameter(groups[member.group], member, precision) for member in muon]
     plan = make_plan(
         parameters,
         ranks=connected_ranks([member.storage for member in members]),
@@ -250,6 +250,8 @@ def plan_members(
     )
     devices_here = (member.tensor.device for member in (*muon, *members))
     device = next(devices_here, None) or device_without_parameters()
+    if muon:
+        check_kernels(precision.kernels, device=device, dtype=precision.compute)
     return _planned(signature, muon, elementwise, adamw, plan, device)
 
 
@@ -331,7 +333,7 @@ def bucket_elements(bucket_cap_mb: float, precision: Precision) -> int:
     return max(1, int(bucket_cap_mb * 2**20 / precision.compute.itemsize))
 
 
-def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> Parameter:
+def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -> Parameter:
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
@@ -340,13 +342,24 @@ def _parameter(group: Mapping[str, Any], member: Member, dtype: torch.dtype) -> 
     degrees = {
         shape: degrees_of(*for_rows(group["ns_coefficients"], group["ns_steps"], min(shape))) for shape in shapes
     }
-    gram = {shape: method_of(group, *shape, dtype) == "gram" for shape in shapes}
-    flops = {shape: cost(*shape, degrees=degrees[shape], gram=gram[shape]) for shape in shapes}
+    methods = {shape: method_of(group, *shape, precision.compute) for shape in shapes}
+    gram = {shape: methods[shape] == "gram" for shape in shapes}
+    flops = {
+        shape: cost(
+            *shape,
+            degrees=degrees[shape],
+            gram=gram[shape],
+            at_once=takes_all_at_once(min(shape), group["ns_coefficients"], methods[shape], precision.kernels),
+        )
+        for shape in shapes
+    }
     shared = dict.fromkeys(shapes, 0)
     if member.tensor.device.type == "cpu":
         large = (shape for shape in shapes if min(shape) >= DIVIDED_FROM_ROWS)
         shared |= {shape: gathered(*shape, degrees=degrees[shape], gram=gram[shape]) for shape in large}
-    settings = f"{group['ns_coefficients']}, {steps} steps, {group['ns_method']}, {dtype}"
+    settings = f"{group['ns_coefficients']}, {steps} steps, {group['ns_method']}, {precision.compute}"
+    if precision.kernels != "auto":  # they round otherwise
+        settings = f"{settings}, kernels {precision.kernels}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
     segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
     rule = RULES[group["algorithm"]]

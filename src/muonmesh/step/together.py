@@ -124,7 +124,9 @@ class MuonStepTogether(MuonStep):
         (number,) = numbers = [local.assignment for local in batch]
         rule, (rows, cols) = self._rule(number), self._plan.assignments[number].matrix.shape
         # Of these kernels alone it is known that panels have the bits of the whole, which another layout may multiply.
-        kernels = select("auto", device=self._device, dtype=self._precision.compute, rows=rows, cols=cols)
+        kernels = select(
+            self._precision.kernels, device=self._device, dtype=self._precision.compute, rows=rows, cols=cols
+        )
         more = (
             kernels.normalize is None
             or rule.balances()
@@ -144,6 +146,7 @@ class MuonStepTogether(MuonStep):
             steps=rule.steps,
             method=rule.method,
             dtype=self._precision.compute,
+            kernels=self._precision.kernels,
             times=self._steps_of(numbers),
             room=room,
         )

@@ -1,4 +1,4 @@
-"""The matrix products of Newton–Schulz: a table of five, chosen for the hardware by `select`."""
+"""The matrix products of Newton–Schulz: a table, chosen for the hardware by `select`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from muonmesh.numerics.kernels.blocked import BLOCKED, blocked_products
+from muonmesh.numerics.kernels.compiled import compiled_products, library
+from muonmesh.numerics.kernels.compiler import CompilerError
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.share import TeamShare
-from muonmesh.numerics.kernels.table import Matmuls
+from muonmesh.numerics.kernels.table import Exact, Matmuls
 from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, triton_products
 from muonmesh.numerics.kernels.widened import widened
 
-KernelName: TypeAlias = Literal["auto", "torch", "triton"]
-"""Who multiplies: "auto" is what is expected to be the fastest on the device, "torch" needs nothing but torch."""
+KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
+"""Who multiplies: "auto" is what is expected to be the fastest on the device of what is installed, "torch" needs
+nothing but torch, "compiled" a C compiler and bf16 on a CPU."""
 
-__all__ = ["DIVIDED_FROM_ROWS", "KernelName", "Matmuls", "TeamShare", "multiplies_bf16", "select"]
+__all__ = [
+    "DIVIDED_FROM_ROWS",
+    "Exact",
+    "KernelName",
+    "Matmuls",
+    "TeamShare",
+    "check_kernels",
+    "multiplies_bf16",
+    "select",
+]
 
 # From here on column blocks save more than they cost [measured].
 _BLOCKED_FROM_ROWS = 384
@@ -58,32 +70,60 @@ def select(
         The table.
 
     Raises:
-        ValueError: `kernels` is unknown, or "triton" where Triton cannot be.
+        ValueError: `kernels` is unknown, or "triton" or "compiled" where it cannot be.
     """
-    if kernels not in get_args(KernelName):
-        known = ", ".join(repr(name) for name in get_args(KernelName))
-        raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
+    check_kernels(kernels, device=device, dtype=dtype)
     matrix_bytes = rows * cols * dtype.itemsize
+    cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
+    if kernels == "compiled":
+        return compiled_products(at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once, share=share)
     if share is not None:
         exact = blocked_products(share)
         return widened(exact) if dtype == torch.bfloat16 and not multiplies_bf16() else exact
-    if kernels == "triton":
-        _check_triton(device, dtype)
     by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16 and is_installed()
     if kernels == "triton" or (by_triton and _has_tensor_cores(device)):
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
-    at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
-    table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=at_once)
+    table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=cpu_at_once)
     narrow = multiplies_bf16() and rows >= _NARROW_FROM_ROWS
     return widened(table) if dtype == torch.bfloat16 and not narrow else table
+
+
+def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Check that matrices on a device can be multiplied by an implementation; it is compiled if need be.
+
+    Raises:
+        ValueError: as `select`.
+    """
+    if kernels not in get_args(KernelName):
+        known = ", ".join(repr(name) for name in get_args(KernelName))
+        raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
+    if kernels == "triton":
+        _check_triton(device, dtype)
+    if kernels == "compiled":
+        _check_compiled(device, dtype)
 
 
 @cache
 def multiplies_bf16() -> bool:
     """Whether this CPU multiplies bf16 faster than fp32, or at least as fast; oneDNN says so from AVX-512 on."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _check_compiled(device: torch.device, dtype: torch.dtype) -> None:
+    needed, write = "", 'kernels="auto"'
+    if device.type != "cpu":
+        found, needed = f"a matrix on {device.type}", "one on a CPU"
+    elif dtype != torch.bfloat16:
+        found, needed = f"{dtype}", "bf16"
+    else:
+        try:
+            library()
+        except CompilerError as error:
+            found, needed, write = str(error), "a C compiler", 'kernels="auto", or install gcc or clang'
+    if needed:
+        raise ValueError(f"kernels='compiled': found {found}; needed {needed}. Write {write}")
 
 
 def _check_triton(device: torch.device, dtype: torch.dtype) -> None:

@@ -8,7 +8,6 @@ scratch buffer: mirrored from `out` itself, whose rows are often a power of two 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -94,7 +93,7 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
     return kept[key]
 
 
-def _fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object], share: TeamShare | None) -> None:
+def fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object], share: TeamShare | None) -> None:
     """Fill out (rows, rows); `multiply(number, entries)` writes those of a column block, down to the diagonal's.
 
     Every call counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and calls
@@ -148,20 +147,18 @@ def _after_each_other(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return list(torch.split(memory[: sum(sizes)], list(sizes)))
 
 
-def _fill_rows(
-    c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float, share: TeamShare | None
-) -> None:
-    """Write beta·C + alpha·A B, a few hundred rows at a time."""
+def fill_rows(out: Tensor, multiply: Callable[[slice, Tensor], object], share: TeamShare | None) -> None:
+    """Fill out (rows, cols), a few hundred rows at a time; `multiply(some, target)` writes some of its rows."""
     rows, cols = out.shape
     if rows < 2 * ROWS:  # too few to divide
-        torch.addmm(c, a, b, beta=beta, alpha=alpha, out=out)
+        multiply(slice(0, rows), out)
         return
     members, index = (1, 0) if share is None else (share.size, share.index)
     each = -(-rows // (ROWS * members)) * ROWS
     first, last = min(rows, index * each), min(rows, (index + 1) * each)
     for start in range(first, last, ROWS):
         some = slice(start, min(start + ROWS, last))
-        torch.addmm(c[some], a[some], b, beta=beta, alpha=alpha, out=out[some])
+        multiply(some, out[some])
     if share is not None:
         mine = scratch("own rows", (each, cols), dtype=out.dtype, device=out.device)
         everyone = scratch("rows", (members, each, cols), dtype=out.dtype, device=out.device)
@@ -177,6 +174,12 @@ def blocked_products(share: TeamShare | None = None) -> Matmuls:
     are those of one rank.
     """
 
+    def by_rows(c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float) -> None:
+        def multiply(some: slice, target: Tensor) -> None:
+            torch.addmm(c[some], a[some], b, beta=beta, alpha=alpha, out=target)
+
+        fill_rows(out, multiply, share)
+
     def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """scale·X Xᵀ."""
         # A number is multiplied in before rounding, and on a CPU reading it waits for nothing.
@@ -186,7 +189,7 @@ def blocked_products(share: TeamShare | None = None) -> Matmuls:
         def multiply(number: int, entries: Tensor) -> None:
             torch.addmm(entries, x2[: len(entries)], columns[number], beta=0, alpha=alpha, out=entries)
 
-        _fill_symmetric(out[0], multiply, share)
+        fill_symmetric(out[0], multiply, share)
         return out
 
     def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
@@ -197,7 +200,7 @@ def blocked_products(share: TeamShare | None = None) -> Matmuls:
             above, rows, column, _ = panels[number]
             torch.addmm(above, rows, column, beta=b, alpha=c, out=entries)
 
-        _fill_symmetric(out[0], multiply, share)
+        fill_symmetric(out[0], multiply, share)
         return out
 
     def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
@@ -207,18 +210,18 @@ def blocked_products(share: TeamShare | None = None) -> Matmuls:
         def multiply(number: int, entries: Tensor) -> None:
             torch.addmm(of_c[number].above, of_a[number].rows, of_b[number].column, beta=factor, out=entries)
 
-        _fill_symmetric(out[0], multiply, share)
+        fill_symmetric(out[0], multiply, share)
         return out
 
     def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
         """factor·C + A B, both triangles."""
-        _fill_rows(c[0], a[0], b[0], out[0], beta=factor, alpha=1.0, share=share)
+        by_rows(c[0], a[0], b[0], out[0], beta=factor, alpha=1.0)
         return out
 
     def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
         """s·(a·X + B X)."""
         (x2,), (b2,) = x, b
-        add_multiple(x2, b2, a, s, out[0], functools.partial(_fill_rows, share=share))
+        add_multiple(x2, b2, a, s, out[0], by_rows)
         return out
 
     return Matmuls(gram=gram, polynomial=polynomial, product=product, full=full, apply=apply, at_once=1, together=False)

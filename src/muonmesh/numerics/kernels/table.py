@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
+
+Term: TypeAlias = tuple[Tensor, float | Tensor]
+"""A batch of matrices, and what it is multiplied by: a number, or one for each matrix, (batch, 1, 1)."""
+
+
+class Combine(Protocol):
+    """See `Exact`."""
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        alpha: float | Tensor,
+        terms: Sequence[Term],
+        out: Tensor,
+        low: Tensor | None = None,
+        *,
+        symmetric: bool = True,
+    ) -> Tensor:
+        """Return `out`."""
+        ...
 
 
 class Join(Protocol):
@@ -17,6 +38,25 @@ class Join(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return Q and μ."""
         ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Products whose rounding can be kept, and one pass for what takes torch several; for contiguous batches.
+
+    Attributes:
+        combine: `combine(A, B, alpha, terms, out, low, symmetric=)`: alpha·A B plus at most two terms, rounded once; B
+            may be Aᵀ of a matrix that is not square. `low`, shaped like `out`, takes what rounding leaves, rounded.
+            `symmetric` says whether one triangle is computed and mirrored.
+        row_products: `row_products(X, Y)`: the sum of X * Y over each row, fp32 (batch, rows).
+        load: `load(X, out)`: as `numerics.normalize.load`, where both have the compute dtype.
+        store: `store(X, out)`: as `numerics.normalize.store`, likewise.
+    """
+
+    combine: Combine
+    row_products: Callable[[Tensor, Tensor], Tensor]
+    load: Callable[[Tensor, Tensor], Tensor]
+    store: Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +82,7 @@ class Matmuls:
         normalize: `normalize(X)`: multiplies each matrix in place by a power of two, if that is needed to multiply it
             safely, and returns 1/ν and 1/ν² of what it is then, fp32 (batch, 1, 1) each; ν counts as 1 for a matrix of
             zeros, and as NaN where an entry is not finite. None: likewise.
+        exact: What else this hardware can do; None: products rounded to the compute dtype, and torch's operations.
         sparing: Whether memory traffic is what elementwise operations cost, as on a device. Then a number that follows
             from the data is divided out of B instead of multiplied by X, and left to the last product.
     """
@@ -55,4 +96,5 @@ class Matmuls:
     together: bool
     join: Join | None = None
     normalize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    exact: Exact | None = None
     sparing: bool = False

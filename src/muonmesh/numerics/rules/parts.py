@@ -9,8 +9,8 @@ from torch import Tensor
 
 from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.rules.rule import Rule
-from muonmesh.numerics.threads import run_on_one_thread
 
 _CACHED = 1 << 19
 """Elements a CPU works on at a time, so that the operations of one rule find them in its cache. With fewer, threads

@@ -44,6 +44,19 @@ def run_all(tasks: Sequence[Callable[[], None]], *, device: torch.device, costs:
         task()
 
 
+def run_parts(part: Callable[[int, int], None]) -> None:
+    """Run a task that divides itself, ``part(number, parts)``, on as many threads as torch has here.
+
+    Raises:
+        Exception: the first one that a part raised.
+    """
+    parts = torch.get_num_threads()
+    if parts == 1:
+        part(0, 1)
+    else:
+        list(_threads(parts).map(part, range(parts), [parts] * parts))
+
+
 def run_on_one_thread(task: Callable[[], None], *, device: torch.device) -> None:
     """Run a task whose bits depend on the number of threads that share one operation: on a CPU, on one.
 

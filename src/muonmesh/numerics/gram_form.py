@@ -1,0 +1,108 @@
+"""The Gram form of all steps at once: whatever their number, two products with X, one of which is X Xᵀ.
+
+With F the product of the factors so far, the Gram matrix of F X is F X Xᵀ Fᵀ, so no step needs X. In bf16 alone that is
+too coarse from the third step on: a Gram matrix holds the squares of the singular values, and each step amplifies its
+rounding where they are small. So each Gram matrix is held as two, the bf16 matrix and what rounding to it left, in bf16
+too. Where singular values are small a factor is nearly its constant; so the second matrix is needed in sums, and not as
+an operand of products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.coefficients import Polynomial
+from muonmesh.numerics.kernels import Exact
+
+Squares = Callable[[str], Tensor]
+"""Memory for (1, rows, rows) in the compute dtype, the same for the same name."""
+
+
+def factored(p: Polynomial) -> tuple[float, float, float, float]:
+    """Return l, u, w and t so that p₁·A + … + p₄·A⁴ = l·(H² + w·H + t·A) with H = A² + u·A.
+
+    Two products instead of three, and numbers of the size of the result. The powers of A themselves have factors many
+    times as large, by which their rounding would be multiplied.
+    """
+    lead, u = p[4], p[3] / (2 * p[4])
+    w = p[2] / lead - u * u
+    return lead, u, w, p[1] / lead - u * w
+
+
+def factor_of_all(
+    x: Tensor, inverse_square: Tensor, polynomials: Sequence[Polynomial], exact: Exact, square: Squares
+) -> tuple[Tensor, Tensor, float]:
+    """Return Q, μ and n so that (μ + Q) X are all polynomials of X/(n·ν), times n·ν.
+
+    n·ν is (Σσ⁸)^⅛, which bounds the largest singular value.
+
+    Args:
+        x: One matrix, (1, rows, cols), rows ≤ cols.
+        inverse_square: 1/ν², (1, 1, 1).
+        polynomials: Of degree 5 or 9, the first a quintic.
+        exact: Of the table of products.
+        square: Gives memory; Q is in it.
+
+    Returns:
+        Q, whose diagonal has zero mean (see `_Iteration.gram_steps`); μ, fp32 (1, 1, 1); and n.
+    """
+    combine = exact.combine
+    r, low, zr, zr_low = square("a"), square("a low"), square("b"), square("b low")
+    combine(x, x.mT, inverse_square, (), r, low)
+    z, scale = _first(polynomials[0], r, exact, square)
+    norm, constant = scale**-0.5, torch.full((1, 1, 1), polynomials[0][0])
+    factor, mean = z, constant
+    for number, p in enumerate(polynomials[1:]):
+        # R ← (c + Z) R (c + Z), where c + Z is the step before.
+        combine(z, r, scale, ((r, scale * constant), (low, scale * constant)), zr, zr_low)
+        combine(z, zr, 1.0, ((zr, constant), (zr_low, constant)), r, low)
+        scale = 1.0
+        z, constant = _powers(p, r, exact, square(f"step {number % 2}"), square)
+        factor, mean = _joined(z, constant, factor, mean, exact, square(f"factor {number % 2}"))
+    return factor, mean, norm
+
+
+def _first(p: Polynomial, r: Tensor, exact: Exact, square: Squares) -> tuple[Tensor, float]:
+    """Return p₁·S + p₂·S² and s, where S = s·R, so that the Schatten-4 norm of S is 1."""
+    squared = exact.combine(r, r, 1.0, (), square("c"))
+    # On a CPU reading a number waits for nothing.
+    scale = (exact.row_products(squared, squared).sum().sqrt().item() or 1.0) ** -0.5
+    weight = p[1] * scale
+    squared.mul_(p[2] * scale**2 / (1 - weight))
+    # Not by `add`, with which a CPU rounds the end of what a thread has otherwise than the rest.
+    return torch.lerp(squared, r, weight, out=square("step first")), scale
+
+
+def _powers(p: Polynomial, r: Tensor, exact: Exact, out: Tensor, square: Squares) -> tuple[Tensor, Tensor]:
+    """Return Z, in `out`, and c so that c + Z = p₀ + p₁·R + …, where Z of degree 9 has no mean on its diagonal."""
+    if len(p) == 3:
+        return exact.combine(r, r, p[2], ((r, p[1]),), out), torch.full((1, 1, 1), p[0])
+    lead, u, w, t = factored(p)
+    h = exact.combine(r, r, 1.0, ((r, u),), square("c"))
+    z = exact.combine(h, h, lead, ((h, lead * w), (r, lead * t)), out)
+    diagonal = lead * (exact.row_products(h, h) + w * _diagonal(h) + t * _diagonal(r))
+    return z, p[0] + _without_mean(z, diagonal)
+
+
+def _joined(w: Tensor, q: Tensor, z: Tensor, p: Tensor, exact: Exact, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (q + W)(p + Z) as a matrix without a mean on its diagonal, in `out`, and the rest.
+
+    Both triangles are multiplied: rounded matrices commute only nearly, and no later product of X repairs that.
+    """
+    exact.combine(w, z, 1.0, ((z, q), (w, p)), out, symmetric=False)
+    diagonal = exact.row_products(w, z) + q[..., 0] * _diagonal(z) + p[..., 0] * _diagonal(w)
+    return out, p * q + _without_mean(out, diagonal)
+
+
+def _diagonal(square: Tensor) -> Tensor:
+    return square.diagonal(dim1=-2, dim2=-1).float()
+
+
+def _without_mean(square: Tensor, diagonal: Tensor) -> Tensor:
+    """Write a diagonal less its mean, fp32 (1, rows), rounded once, and return the mean, (1, 1, 1)."""
+    mean = diagonal.mean(-1, keepdim=True)
+    square.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
+    return mean[..., None]

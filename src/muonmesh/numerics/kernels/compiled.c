@@ -1,0 +1,378 @@
+/* Products of bf16 matrices on a CPU, compiled by the user's own compiler (compiler.py).
+ *
+ * Every element of a result is one sum in fp32, over k in order, in pairs: first the odd member of a pair, then the
+ * even one, as VDPBF16PS does. A product of two bf16 numbers is exact in fp32, so a processor without that instruction
+ * comes to the same bits by multiplying and adding. Nothing else depends on how a product is cut up: not tiles, panels,
+ * threads, nor the matrices beside it. Numbers below 2^-126 may count as zero.
+ *
+ * As in Goto and van de Geijn (2008), "Anatomy of High-Performance Matrix Multiplication": a group of panels of B is
+ * packed for the second-level cache, and tiles of A times a panel are summed in registers.
+ */
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__) || defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+typedef uint16_t bf16;
+#if defined(__AVX512F__)
+enum { LANES = 16, ROWS = 12 }; /* of a tile: 24 sums, 2 vectors of B and one of A in 32 registers */
+#else
+enum { LANES = 8, ROWS = 4 };
+#endif
+typedef float floats __attribute__((vector_size(LANES * 4)));
+typedef uint32_t pairs __attribute__((vector_size(LANES * 4))); /* of bf16, the even one in the lower half */
+typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+
+enum { VECTORS = 2, WIDTH = LANES * VECTORS }; /* of a panel */
+enum { PANELS = 4, DEPTH = 3072 }; /* packed at once: panels, and elements of each of their columns */
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+
+INLINE floats widen(halves h) { return (floats)(__builtin_convertvector(h, pairs) << 16); }
+
+/* To nearest, ties to even; NaN stays NaN. */
+INLINE halves narrow(floats x) {
+#if defined(__AVX512BF16__)
+  return (halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+  pairs bits = (pairs)x, nan = (pairs)(x != x);
+  pairs rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector((rounded & ~nan) | (((bits >> 16) | 0x40) & nan), halves);
+#endif
+}
+
+/* sum + a * b of each pair. */
+INLINE floats add_products(floats sum, uint32_t a, pairs b) {
+#if defined(__AVX512BF16__)
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#else
+  union { uint32_t bits; float number; } odd = {a & 0xffff0000u}, even = {a << 16};
+  sum += (floats)(b & 0xffff0000u) * odd.number;
+  return sum + (floats)(b << 16) * even.number;
+#endif
+}
+
+/* Pack a panel of B, whose element (k, j) is b[k * ld + j]: pairs of rows, one for each column. */
+static void pack_rows(const bf16 *b, long ld, long depth, long width, uint32_t *packed) {
+  for (long k = 0; k < depth; k += 2, packed += WIDTH) {
+    const bf16 *even = b + k * ld, *odd = even + ld;
+    if (width == WIDTH && k + 1 < depth)
+      UNROLL for (int v = 0; v < VECTORS; v++) {
+        halves low, high;
+        memcpy(&low, even + v * LANES, sizeof low);
+        memcpy(&high, odd + v * LANES, sizeof high);
+        pairs both = __builtin_convertvector(low, pairs) | (__builtin_convertvector(high, pairs) << 16);
+        memcpy(packed + v * LANES, &both, sizeof both);
+      }
+    else
+      for (long j = 0; j < WIDTH; j++) {
+        uint32_t low = j < width ? even[j] : 0, high = j < width && k + 1 < depth ? odd[j] : 0;
+        packed[j] = low | high << 16;
+      }
+  }
+}
+
+#if defined(__AVX512F__)
+INLINE void transpose_16(__m512i *r) {
+  __m512i t[16];
+  UNROLL for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  UNROLL for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  UNROLL for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  UNROLL for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+#endif
+
+/* Pack a panel of B, whose element (k, j) is b[j * ld + k]. */
+static void pack_columns(const bf16 *b, long ld, long depth, long width, uint32_t *packed) {
+  for (long j = 0; j < WIDTH; j += LANES) {
+    long k = 0;
+#if defined(__AVX512F__)
+    if (j + LANES <= width)
+      for (; k + 2 * LANES <= depth; k += 2 * LANES) {
+        __m512i r[LANES];
+        UNROLL for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(b + (j + i) * ld + k);
+        transpose_16(r);
+        UNROLL for (int i = 0; i < LANES; i++) _mm512_storeu_si512(packed + (k / 2 + i) * WIDTH + j, r[i]);
+      }
+#endif
+    for (; k < depth; k += 2)
+      for (long i = j; i < j + LANES; i++) {
+        uint32_t low = i < width ? b[i * ld + k] : 0, high = i < width && k + 1 < depth ? b[i * ld + k + 1] : 0;
+        packed[k / 2 * WIDTH + i] = low | high << 16;
+      }
+  }
+}
+
+/* sums (rows, WIDTH) += A (rows, depth) times a packed panel. */
+INLINE void tile(int rows, const bf16 *a, long ld, long depth, const uint32_t *packed, float *sums) {
+  floats sum[ROWS][VECTORS];
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int v = 0; v < VECTORS; v++) memcpy(&sum[i][v], sums + i * WIDTH + v * LANES, sizeof(floats));
+  /* A pointer for every three rows: one for each would be more than there are registers. */
+  const bf16 *third[(ROWS + 2) / 3];
+  UNROLL for (int i = 0; i < rows; i += 3) third[i / 3] = a + i * ld;
+  for (long k = 0; k + 1 < depth; k += 2, packed += WIDTH) {
+    pairs b[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) memcpy(&b[v], packed + v * LANES, sizeof(pairs));
+    UNROLL for (int i = 0; i < rows; i++) {
+      uint32_t both;
+      memcpy(&both, third[i / 3] + i % 3 * ld, sizeof both);
+      UNROLL for (int v = 0; v < VECTORS; v++) sum[i][v] = add_products(sum[i][v], both, b[v]);
+    }
+    UNROLL for (int i = 0; i < rows; i += 3) {
+      third[i / 3] += 2;
+      __asm__("" : "+r"(third[i / 3])); /* else the compiler computes one from the other, and moves them about */
+    }
+  }
+  if (depth & 1) {
+    pairs b[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) memcpy(&b[v], packed + v * LANES, sizeof(pairs));
+    UNROLL for (int i = 0; i < rows; i++)
+      UNROLL for (int v = 0; v < VECTORS; v++) sum[i][v] = add_products(sum[i][v], a[i * ld + depth - 1], b[v]);
+  }
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int v = 0; v < VECTORS; v++) memcpy(sums + i * WIDTH + v * LANES, &sum[i][v], sizeof(floats));
+}
+
+static void any_tile(long rows, const bf16 *a, long ld, long depth, const uint32_t *packed, float *sums) {
+  if (rows == ROWS) {
+    tile(ROWS, a, ld, depth, packed, sums);
+    return;
+  }
+  for (; rows >= 4; rows -= 4, a += 4 * ld, sums += 4 * WIDTH) tile(4, a, ld, depth, packed, sums);
+  for (; rows; rows--, a += ld, sums += WIDTH) tile(1, a, ld, depth, packed, sums);
+}
+
+/* A matrix in memory, with `ld` elements from one row to the next; none: `at` is null. */
+typedef struct {
+  bf16 *at;
+  long ld;
+} matrix;
+
+INLINE matrix part_of(matrix m, long row, long column) {
+  return (matrix){m.at ? m.at + row * m.ld + column : 0, m.ld};
+}
+
+INLINE floats load_widened(const bf16 *from, long some) {
+  halves h = {0};
+  if (some == LANES) memcpy(&h, from, sizeof h);
+  else memcpy(&h, from, some * sizeof(bf16));
+  return widen(h);
+}
+
+INLINE halves store_narrowed(floats x, bf16 *to, long some) {
+  halves h = narrow(x);
+  if (some == LANES) memcpy(to, &h, sizeof h);
+  else memcpy(to, &h, some * sizeof(bf16));
+  return h;
+}
+
+/* out = alpha * sums + beta * C + gamma * D, rounded once; low: what rounding leaves. */
+INLINE void finish(const float *sums, long rows, long width, float alpha, float beta, matrix c, float gamma, matrix d,
+                   matrix out, matrix low) {
+  for (long i = 0; i < rows; i++, sums += WIDTH)
+    for (long j = 0; j < width; j += LANES) {
+      long some = least(LANES, width - j);
+      floats x;
+      memcpy(&x, sums + j, sizeof x);
+      x *= alpha;
+      if (c.at) x += load_widened(c.at + i * c.ld + j, some) * beta;
+      if (d.at) x += load_widened(d.at + i * d.ld + j, some) * gamma;
+      halves rounded = store_narrowed(x, out.at + i * out.ld + j, some);
+      if (low.at) store_narrowed(x - widen(rounded), low.at + i * low.ld + j, some);
+    }
+}
+
+INLINE void transpose_8(const bf16 *from, long ldf, bf16 *to, long ldt) {
+#if defined(__SSE2__)
+  __m128i r[8], t[8];
+  UNROLL for (int i = 0; i < 8; i++) r[i] = _mm_loadu_si128((const __m128i *)(from + i * ldf));
+  UNROLL for (int i = 0; i < 4; i++) {
+    t[2 * i] = _mm_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+  }
+  UNROLL for (int i = 0; i < 2; i++) {
+    r[4 * i] = _mm_unpacklo_epi32(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm_unpackhi_epi32(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm_unpacklo_epi32(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm_unpackhi_epi32(t[4 * i + 1], t[4 * i + 3]);
+  }
+  UNROLL for (int i = 0; i < 4; i++) {
+    t[2 * i] = _mm_unpacklo_epi64(r[i], r[i + 4]);
+    t[2 * i + 1] = _mm_unpackhi_epi64(r[i], r[i + 4]);
+  }
+  UNROLL for (int i = 0; i < 8; i++) _mm_storeu_si128((__m128i *)(to + i * ldt), t[i]);
+#else
+  for (int i = 0; i < 8; i++)
+    for (int j = 0; j < 8; j++) to[j * ldt + i] = from[i * ldf + j];
+#endif
+}
+
+/* Mirror columns [first, last) of the upper triangle of a square. */
+static void mirror(bf16 *out, long ld, long first, long last) {
+  for (long j = first; j < last; j += 8)
+    for (long i = 0; i < last && i < j + 8; i += 8) {
+      if (i + 8 <= j && j + 8 <= last) {
+        transpose_8(out + i * ld + j, ld, out + j * ld + i, ld);
+        continue;
+      }
+      for (long row = i; row < least(i + 8, last); row++)
+        for (long column = j > row ? j : row + 1; column < least(j + 8, last); column++)
+          out[column * ld + row] = out[row * ld + column];
+    }
+}
+
+/* One of `parts` parts of the columns of one product; see muonmesh_multiply. */
+static void multiply(long rows, long depth, long cols, matrix a, matrix b, int transposed, matrix c, matrix d,
+                     matrix out, matrix low, const float *factors, int symmetric, long part, long parts,
+                     uint32_t *packed, float *sums) {
+  const long wide = PANELS * WIDTH, each = (least(depth, DEPTH) + 1) / 2 * WIDTH;
+  for (long start = 0, number = 0; start < cols; start += wide, number++) {
+    /* A column of a symmetric result is the longer, the further to the right it is; so dealt out to and fro. */
+    long turn = number % (2 * parts);
+    if (turn != part && turn != 2 * parts - 1 - part) continue;
+    long stop = least(start + wide, cols), above = symmetric ? least(stop, rows) : rows;
+    if (depth > DEPTH) memset(sums, 0, ((above + ROWS - 1) / ROWS) * ROWS * wide * sizeof(float));
+    for (long k = 0; k < depth; k += DEPTH) {
+      long some = least(DEPTH, depth - k);
+      for (long j = start, p = 0; j < stop; j += WIDTH, p++)
+        (transposed ? pack_columns : pack_rows)(transposed ? b.at + j * b.ld + k : b.at + k * b.ld + j, b.ld, some,
+                                                least(WIDTH, stop - j), packed + p * each);
+      float *of_tile = sums;
+      for (long i = 0; i < above; i += ROWS)
+        for (long j = start, p = 0; j < stop; j += WIDTH, p++) {
+          long height = least(ROWS, rows - i), width = least(WIDTH, stop - j);
+          if (symmetric && i >= j + width) continue;
+          if (depth > DEPTH) of_tile = sums + (i / ROWS * PANELS + p) * ROWS * WIDTH;
+          else memset(sums, 0, ROWS * WIDTH * sizeof(float));
+          any_tile(height, a.at + i * a.ld + k, a.ld, some, packed + p * each, of_tile);
+          if (k + some == depth)
+            finish(of_tile, height, width, factors[0], factors[1], part_of(c, i, j), factors[2], part_of(d, i, j),
+                   part_of(out, i, j), part_of(low, i, j));
+        }
+    }
+    if (symmetric) mirror(out.at, out.ld, start, stop);
+    if (symmetric && low.at) mirror(low.at, low.ld, start, stop);
+  }
+}
+
+/* How many bytes of memory a product needs, aligned to 64. */
+long muonmesh_room(long rows, long depth) {
+  long packed = PANELS * ((least(depth, DEPTH) + 1) / 2) * WIDTH * sizeof(uint32_t);
+  long tiles = depth > DEPTH ? (rows + ROWS - 1) / ROWS * PANELS : 1;
+  return packed + tiles * ROWS * WIDTH * (long)sizeof(float);
+}
+
+/* out = alpha * A B + beta * C + gamma * D, rounded once, of `batch` matrices that follow each other.
+ *
+ * A is (rows, depth), B (depth, cols), or its transpose (cols, depth); C, D, out and low are (rows, cols), each with its
+ * ld. C, D and low may be null; out may be C or D, but not A or B. low is what rounding leaves, rounded to bf16. Of a
+ * symmetric result the upper triangle is computed and mirrored. factors has alpha, beta and gamma for each matrix.
+ * This call computes the columns of one of `parts` parts; calls for different parts may run at the same time, each
+ * with `room` of its own.
+ */
+void muonmesh_multiply(long batch, long rows, long depth, long cols, const matrix operands[6], int transposed,
+                       const float *factors, int symmetric, long part, long parts, void *room) {
+  const long heights[6] = {rows, transposed ? cols : depth, rows, rows, rows, rows};
+  uint32_t *packed = room;
+  float *sums = (float *)(packed + PANELS * ((least(depth, DEPTH) + 1) / 2) * WIDTH);
+  for (long i = 0; i < batch; i++) {
+    matrix m[6];
+    for (int n = 0; n < 6; n++) m[n] = part_of(operands[n], i * heights[n], 0);
+    multiply(rows, depth, cols, m[0], m[1], transposed, m[2], m[3], m[4], m[5], factors + 3 * i, symmetric, part, parts,
+             packed, sums);
+  }
+}
+
+/* out (cols, rows) = the transpose of each of `batch` matrices (rows, cols). */
+void muonmesh_transpose(long batch, long rows, long cols, const bf16 *from, bf16 *out) {
+  enum { BLOCK = 64 }; /* as much of both as the first-level cache holds */
+  for (long number = 0; number < batch; number++, from += rows * cols, out += rows * cols)
+    for (long top = 0; top < rows; top += BLOCK)
+      for (long left = 0; left < cols; left += BLOCK) {
+        long bottom = least(top + BLOCK, rows), right = least(left + BLOCK, cols);
+        for (long i = top; i < bottom; i += 8)
+          for (long j = left; j < right; j += 8) {
+            if (i + 8 <= bottom && j + 8 <= right) {
+              transpose_8(from + i * cols + j, cols, out + j * rows + i, rows);
+              continue;
+            }
+            for (long row = i; row < least(i + 8, bottom); row++)
+              for (long column = j; column < least(j + 8, right); column++)
+                out[column * rows + row] = from[row * cols + column];
+          }
+      }
+}
+
+/* The sum of x[j] * y[j], as sixteen sums in fp32 that are added at the end. */
+static float dot(const bf16 *x, const bf16 *y, long count) {
+  enum { SUMS = 16, TAKEN = SUMS / LANES };
+  floats sum[TAKEN] = {0};
+  float each[SUMS];
+  long j = 0;
+  for (; j + SUMS <= count; j += SUMS)
+    UNROLL for (int v = 0; v < TAKEN; v++)
+      sum[v] += load_widened(x + j + v * LANES, LANES) * load_widened(y + j + v * LANES, LANES);
+  memcpy(each, sum, sizeof each);
+  for (int i = 0; j < count; i++, j++) {
+    union { uint32_t bits; float number; } a = {(uint32_t)x[j] << 16}, b = {(uint32_t)y[j] << 16};
+    each[i] += a.number * b.number;
+  }
+  for (int half = SUMS / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) each[i] += each[i + half];
+  return each[0];
+}
+
+/* out[i] = the sum of X * Y over row i. */
+void muonmesh_row_products(long rows, long cols, const bf16 *x, const bf16 *y, float *out) {
+  for (long i = 0; i < rows; i++) out[i] = dot(x + i * cols, y + i * cols, cols);
+}
+
+/* out = X times a power of two that brings its largest element near 1, of `batch` matrices (rows, cols).
+ *
+ * out may be X. norms[i] is the Frobenius norm of what was written, 1 for zeros, NaN where an element is not finite.
+ */
+void muonmesh_load(long batch, long rows, long cols, const bf16 *x, bf16 *out, float *norms) {
+  const long count = rows * cols;
+  for (long number = 0; number < batch; number++, x += count, out += count) {
+    uint16_t largest = 0;
+    for (long j = 0; j < count; j++) {
+      uint16_t magnitude = x[j] & 0x7fff;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    /* 2^-(e + 1) for a largest element of 2^e to 2^(e + 1), as far as that is a normal number. */
+    int exponent = largest >> 7, scale = exponent < 1 ? 252 : exponent > 252 ? 1 : 253 - exponent;
+    union { uint32_t bits; float number; } power = {(uint32_t)scale << 23};
+    double total = 0;
+    for (long i = 0; i < rows; i++) {
+      for (long j = i * cols; j < (i + 1) * cols; j += LANES) {
+        long some = least(LANES, (i + 1) * cols - j);
+        store_narrowed(load_widened(x + j, some) * power.number, out + j, some);
+      }
+      total += dot(out + i * cols, out + i * cols, cols);
+    }
+    norms[number] = exponent == 255 ? __builtin_nanf("") : total > 0 ? (float)__builtin_sqrt(total) : 1.0f;
+  }
+}

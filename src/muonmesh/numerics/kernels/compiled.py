@@ -1,0 +1,214 @@
+"""CPU: bf16 products of our own in C (compiled.c), compiled by the user's compiler.
+
+What they save against torch's: of a symmetric result little more than the upper triangle is multiplied, at full speed,
+and it is mirrored while it is in the cache; what is added is added before the result is rounded; and a batch of small
+matrices is one call. What rounding leaves can be kept too. Each sum runs in one order, so the bits depend neither on
+threads nor on the matrices beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from muonmesh.numerics.kernels.blocked import BLOCK, fill_rows, fill_symmetric
+from muonmesh.numerics.kernels.compiler import compiled
+from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.share import TeamShare
+from muonmesh.numerics.kernels.table import Exact, Matmuls
+from muonmesh.numerics.kernels.threads import run_parts
+
+_WORTH_A_THREAD = 1 << 24
+"""Multiplications of one product from which on all threads divide it."""
+
+_Number: TypeAlias = float | Tensor | list[float]
+"""One number, or one for each matrix."""
+
+
+class _Matrix(ctypes.Structure):
+    """`matrix` of compiled.c."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("ld", ctypes.c_long))
+
+
+_Operands = _Matrix * 6
+
+
+def _matrix(batch: Tensor | None, *, transposed: bool = False) -> _Matrix:
+    if batch is None:
+        return _Matrix(None, 0)
+    return _Matrix(batch.data_ptr(), batch.stride(2 if transposed else 1))
+
+
+@cache
+def library(*flags: str) -> ctypes.CDLL:
+    """Return the functions of compiled.c.
+
+    Args:
+        flags: For the compiler, besides its own.
+
+    Raises:
+        CompilerError: they cannot be compiled here.
+    """
+    found = compiled("compiled.c", *flags)
+    long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
+    found.muonmesh_room.argtypes, found.muonmesh_room.restype = (long, long), long
+    found.muonmesh_multiply.argtypes = (long, long, long, long, _Operands, flag, pointer, flag, long, long, pointer)
+    found.muonmesh_row_products.argtypes = (long, long, pointer, pointer, pointer)
+    found.muonmesh_transpose.argtypes = (long, long, long, pointer, pointer)
+    found.muonmesh_load.argtypes = (long, long, long, pointer, pointer, pointer)
+    for name in ("multiply", "row_products", "transpose", "load"):
+        getattr(found, f"muonmesh_{name}").restype = None
+    return found
+
+
+def compiled_products(*, at_once: int = 1, share: TeamShare | None = None) -> Matmuls:
+    """Return the table for batches of at most ``at_once`` matrices, or for one whose products a team of ranks divides.
+
+    The bits of a matrix are the same in a batch, alone, on any number of threads, and in a team.
+    """
+    multiply: Callable[..., Tensor] = _multiply if share is None else functools.partial(_divide, share)
+
+    def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """scale·X Xᵀ."""
+        return multiply(x, x.mT, scale, (), out)
+
+    def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
+        """b·A + c·A²."""
+        return multiply(a, a, c, ((a, b),), out)
+
+    def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
+        """factor·C + A B, for A and B that commute."""
+        return multiply(a, b, 1.0, ((c, factor),), out)
+
+    def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
+        """factor·C + A B, both triangles."""
+        return multiply(a, b, 1.0, ((c, factor),), out, symmetric=False)
+
+    def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
+        """s·(a·X + B X)."""
+        scales = _each(s, len(x))
+        factors = [scale * number for scale, number in zip(scales, _each(a, len(x)), strict=True)]
+        return multiply(b, x, scales, ((x, factors),), out, symmetric=False)
+
+    return Matmuls(
+        gram=gram,
+        polynomial=polynomial,
+        product=product,
+        full=full,
+        apply=apply,
+        at_once=at_once,
+        together=at_once > 1,
+        exact=Exact(combine=multiply, row_products=_row_products, load=_load, store=_store),
+    )
+
+
+def _each(number: _Number, count: int) -> list[float]:
+    if isinstance(number, Tensor):
+        return number.flatten().tolist()  # on a CPU this waits for nothing
+    return number if isinstance(number, list) else [number] * count
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    alpha: _Number,
+    terms: Sequence[tuple[Tensor, _Number]],
+    out: Tensor,
+    low: Tensor | None = None,
+    *,
+    symmetric: bool = True,
+) -> Tensor:
+    """See `Exact.combine`; the matrices of a batch follow each other, the rows of one may be apart."""
+    count, rows, depth = a.shape
+    cols, transposed = out.shape[2], b.stride(2) != 1
+    factors = [_each(alpha, count)]
+    operands = [_matrix(a), _matrix(b, transposed=transposed)]
+    for term, factor in terms:
+        numbers = _each(factor, count)
+        operands.append(_matrix(term if any(numbers) else None))
+        factors.append(numbers)
+    for _ in range(2 - len(terms)):
+        operands.append(_matrix(None))
+        factors.append([0.0] * count)
+    functions, told = library(), _Operands(*operands, _matrix(out), _matrix(low))
+    each = (ctypes.c_float * (3 * count))(*(number for some in zip(*factors, strict=True) for number in some))
+    size = functions.muonmesh_room(rows, depth)
+
+    def part(number: int, parts: int) -> None:
+        room = scratch("products", (size,), dtype=torch.uint8, device=out.device).data_ptr()
+        functions.muonmesh_multiply(count, rows, depth, cols, told, transposed, each, symmetric, number, parts, room)
+
+    if rows * cols * depth < _WORTH_A_THREAD:
+        part(0, 1)
+    else:
+        run_parts(part)
+    return out
+
+
+def _divide(
+    share: TeamShare,
+    a: Tensor,
+    b: Tensor,
+    alpha: _Number,
+    terms: Sequence[tuple[Tensor, _Number]],
+    out: Tensor,
+    low: Tensor | None = None,
+    *,
+    symmetric: bool = True,
+) -> Tensor:
+    """`_multiply` of one matrix by a team: each rank computes some blocks of columns, or of rows."""
+
+    def rows(some: slice, target: Tensor) -> None:
+        taken = [(term[:, some], factor) for term, factor in terms]
+        _multiply(a[:, some], b, alpha, taken, target[None], symmetric=False)
+
+    def block(number: int, entries: Tensor, rest: Tensor | None = None) -> None:
+        stop, width = entries.shape
+        columns = slice(number * BLOCK, number * BLOCK + width)
+        taken = [(term[:, :stop, columns], factor) for term, factor in terms]
+        left = None if rest is None else rest[None]
+        _multiply(a[:, :stop], b[..., columns], alpha, taken, entries[None], left, symmetric=False)
+
+    def block_low(number: int, entries: Tensor) -> None:
+        block(number, scratch("rounded", entries.shape, dtype=out.dtype, device=out.device), entries)
+
+    if not symmetric:
+        fill_rows(out[0], rows, share)
+        return out
+    fill_symmetric(out[0], block, share)
+    if low is not None:  # computed again: two products of a dozen
+        fill_symmetric(low[0], block_low, share)
+    return out
+
+
+def _row_products(x: Tensor, y: Tensor) -> Tensor:
+    """See `Matmuls.row_products`."""
+    batch, rows, cols = x.shape
+    out = torch.empty(batch, rows)
+    library().muonmesh_row_products(batch * rows, cols, x.data_ptr(), y.data_ptr(), out.data_ptr())
+    return out
+
+
+def _load(x: Tensor, out: Tensor) -> Tensor:
+    """See `Matmuls.load`."""
+    norms = torch.empty(len(out), 1, 1)
+    if x.shape != out.shape:
+        _store(x, out)
+        x = out
+    library().muonmesh_load(*out.shape, x.data_ptr(), out.data_ptr(), norms.data_ptr())
+    return norms
+
+
+def _store(x: Tensor, out: Tensor) -> None:
+    """See `Matmuls.store`."""
+    if x.shape == out.shape:
+        out.copy_(x)
+    else:
+        library().muonmesh_transpose(*x.shape, x.data_ptr(), out.data_ptr())
