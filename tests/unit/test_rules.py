@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -543,6 +544,23 @@ def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
         results.append([*(weight.detach() for weight in weights), *state])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_a_step_that_clipping_stops_on_a_device_changes_nothing(rule: str, state_dtype: torch.dtype) -> None:
+    """Everything runs there and is masked: what a gradient that is NaN makes may not reach weights or state."""
+    weight = nn.Parameter(random(12, 20, seed=0).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1, state_dtype=state_dtype)
+    optimizer._kept.together, optimizer._kept.waits = True, False
+    weight.grad = random(12, 20, seed=1).float()
+    optimizer.step()
+    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+    weight.grad = random(12, 20, seed=2).float()
+    weight.grad[3, 4] = math.nan
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert all(map(torch.equal, before, [weight.detach(), *optimizer.state[weight].values()]))
 
 
 def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:

@@ -100,8 +100,10 @@ def check_source(source: object) -> None:
 def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
     """Return the local part of a parameter's gradient, laid out as the parameter, or None.
 
-    A gradient that is whole on every rank is cut as its parameter is. A partial one (pure tensor parallelism with
-    ``SequenceParallel`` leaves the weights of norms so) comes back as the DTensor that it is, for `reduced`.
+    A gradient that is whole along an axis of the mesh is cut there as its parameter is, where no other axis cuts the
+    same dim; under FSDP2 over tensor parallelism, where two axes may, it is refused. A partial one (pure tensor
+    parallelism with ``SequenceParallel`` leaves the weights of norms so) comes back as the DTensor that it is, for
+    `reduced`.
 
     Raises:
         LayoutError: the gradient lives elsewhere than its parameter.
@@ -179,6 +181,9 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor |
 
 def _cut_where_replicated(gradient: DTensor, parameter: DTensor) -> DTensor:
     """Cut a gradient that every rank has whole where its parameter is sharded; sends nothing.
+
+    Along plain shards only, of a dim that one axis alone cuts. Where its parameter is cut otherwise it is returned as
+    it is.
 
     Tensor parallelism leaves the gradient of an embedding that is sharded by vocabulary so.
     """

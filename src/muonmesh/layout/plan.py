@@ -50,7 +50,8 @@ class Plan:
         ranks: The connected set: all ranks that share any of the parameters.
         parameters: The parameters whose matrices are assigned.
         assignments: Every Matrix once, with its team.
-        buckets: Numbers of the assignments that move and compute together, in order.
+        buckets: Numbers of the assignments that have owners, by bucket, in order. What moves in a bucket moves and
+            computes together; what does not is computed by its owner beside some bucket (`comm.schedule`).
         elementwise: Parameters that are not orthogonalised.
         grams: Numbers of the assignments that no owner computes: their Gram matrices are summed (`layout.gram`).
         bucket_elements: About how many elements a rank works on at a time.

@@ -178,9 +178,9 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
 
     Args:
         pieces: On one device.
-        factors: Of their rule. Where it folds as Muon does, a kernel or `_fold_as_muon` stands in for `Rule.fold` and
-            `Rule.direction`; else these run. The direction of a matrix that is left alone is written all the same, from
-            what is kept.
+        factors: Of their rule. Where it folds as Muon does, a kernel or, for momentum in fp32, `_fold_as_muon` stands
+            in for `Rule.fold` and `Rule.direction`; else these run. The direction of a matrix that is left alone is
+            written all the same, from what is kept and from a gradient of zeros.
     """
     rule, active = factors.rule, factors.active
     rest = []
@@ -196,10 +196,12 @@ def fold(pieces: Sequence[Folded], factors: Factors) -> None:
         _fold_fused(in_one, factors)
         _fold_as_muon(by_torch, factors)
     for piece in rest if _folds_as_muon(rule) else pieces:
+        # What is left out may be NaN, and a direction may be made of the gradient.
+        g = piece.gradient if factors.only_zeros else piece.gradient.masked_fill(factors.inactive[piece.matrix], 0)
         if piece.folds:
-            parts.fold(rule, piece.gradient, piece.state, active=active[piece.matrix], into=piece.into)
+            parts.fold(rule, g, piece.state, active=active[piece.matrix], into=piece.into)
         elif piece.into is not None:
-            parts.write_direction(rule, piece.gradient, piece.state, piece.into)
+            parts.write_direction(rule, g, piece.state, piece.into)
 
 
 def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False) -> Tensor | None:
@@ -309,8 +311,8 @@ def _fold_one(
 def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
     """`Rule.apply` with full decay: weights that are left alone are multiplied by 1 and changed by 0 times the update.
 
-    That changes none of their bits, since the update of a matrix that is left alone is finite: it comes from what is
-    kept and not from the gradient.
+    That changes none of their bits, since the update of a matrix that is left alone is finite: `fold` takes zeros for
+    its gradient.
     """
     for some in _alike(pieces, [piece.weights for piece in pieces]):
         exact = torch.promote_types(some[0].weights.dtype, torch.float32)
