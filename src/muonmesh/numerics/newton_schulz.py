@@ -360,8 +360,7 @@ class _Iteration:
                 self.x.copy_(matrices if matrices.shape == self.x.shape else matrices.mT)
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
-            exact = self._exact_for(matrices)
-            self._norm_is(load(matrices, self.x, together=together) if exact is None else exact.load(matrices, self.x))
+            self._norm_is(self._load(matrices, together=together))
         self._iterate(segments, prepared, times)
         if self.x is not out:
             exact = self._exact_for(out)
@@ -428,6 +427,15 @@ class _Iteration:
         _, rows, cols = self._shape
         fits = memory.shape[1:] == (rows, cols) and memory.dtype == self._dtype and memory.is_contiguous()
         return fits and memory.data_ptr() % _ALIGNMENT == 0
+
+    def _load(self, matrices: Tensor, *, together: bool) -> Tensor:
+        """Write matrices to X times a power of two, and return their norms; see `load`."""
+        exact, same = self._matmuls.exact, self._exact_for(matrices)
+        norms = None if same else load(matrices, self.x, together=together)
+        if exact is not None:  # in one pass, or for the norms, so that they are summed in one way
+            return exact.load(matrices if same else self.x, self.x)
+        assert norms is not None
+        return norms
 
     def _exact_for(self, memory: Tensor) -> Exact | None:
         """Return the operations of the table that read or write the caller's memory in one pass, if they can."""

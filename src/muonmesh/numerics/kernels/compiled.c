@@ -263,7 +263,8 @@ static void multiply(long rows, long depth, long cols, matrix a, matrix b, int t
       float *of_tile = sums;
       for (long i = 0; i < above; i += ROWS)
         for (long j = start, p = 0; j < stop; j += WIDTH, p++) {
-          long height = least(ROWS, rows - i), width = least(WIDTH, stop - j);
+          /* No row below the last column of a symmetric result: another part mirrors to there. */
+          long height = least(ROWS, above - i), width = least(WIDTH, stop - j);
           if (symmetric && i >= j + width) continue;
           if (depth > DEPTH) of_tile = sums + (i / ROWS * PANELS + p) * ROWS * WIDTH;
           else memset(sums, 0, ROWS * WIDTH * sizeof(float));
@@ -363,7 +364,7 @@ void muonmesh_load(long batch, long rows, long cols, const bf16 *x, bf16 *out, f
       largest = magnitude > largest ? magnitude : largest;
     }
     /* 2^-(e + 1) for a largest element of 2^e to 2^(e + 1), as far as that is a normal number. */
-    int exponent = largest >> 7, scale = exponent < 1 ? 252 : exponent > 252 ? 1 : 253 - exponent;
+    int exponent = largest >> 7, scale = exponent < 1 ? 252 : exponent > 251 ? 2 : 253 - exponent;
     union { uint32_t bits; float number; } power = {(uint32_t)scale << 23};
     double total = 0;
     for (long i = 0; i < rows; i++) {

@@ -1,0 +1,377 @@
+"""Products compiled by the user's compiler: each against fp64, the same bits however cut up and on every processor."""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import muonmesh as mm
+from muonmesh.numerics import kernels
+from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.kernels import compiled, compiler
+from muonmesh.numerics.kernels.compiled import compiled_products
+from muonmesh.numerics.kernels.share import TeamShare
+from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.numerics.normalize import load
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="needs a C compiler"
+)
+
+CPU = torch.device("cpu")
+TABLE = compiled_products(at_once=3)
+# Tiles of 12 or 4 rows and 32 or 16 columns, groups of four panels, 3072 elements of depth at a time.
+SIZES = [(1, 1), (3, 50), (12, 32), (37, 39), (128, 128), (130, 259), (40, 3073), (401, 530)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def symmetric(rows: int, batch: int, seed: int) -> Tensor:
+    x = random(batch, rows, rows, seed=seed) / rows**0.5
+    return x.triu() + x.triu(1).mT
+
+
+def near(found: Tensor, expected: Tensor, eps: float = 2**-8) -> None:
+    """One rounding, and sums in fp32; relative to the largest entry."""
+    tolerance = (1.01 * eps + 2**-19) * float(expected.abs().max())
+    assert float((found.double() - expected).abs().max()) <= tolerance
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# --- products ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("rows", "cols"), SIZES)
+def test_products_against_fp64(rows: int, cols: int, batch: int) -> None:
+    x, a, b, c = random(batch, rows, cols) / cols**0.5, *(symmetric(rows, batch, seed) for seed in (1, 2, 3))
+    before = [t.clone() for t in (x, a, b, c)]
+    xd, ad, bd, cd = (t.double() for t in (x, a, b, c))
+    square, low, long = torch.full_like(a, torch.nan), torch.full_like(a, torch.nan), torch.full_like(x, torch.nan)
+    each = torch.linspace(0.5, 2.0, batch)[:, None, None]
+
+    near(TABLE.gram(x, each, square), each.double() * (xd @ xd.mT))
+    assert torch.equal(square, square.mT)
+    near(TABLE.polynomial(a, -2.5, 1.25, square), -2.5 * ad + 1.25 * ad @ ad)
+    assert torch.equal(square, square.mT)
+    upper = TABLE.product(a, b, c, 0.75, square)
+    expected = 0.75 * cd + ad @ bd
+    near(upper.triu(), expected.triu())
+    assert torch.equal(upper, upper.mT), "the lower triangle is the mirror image of the upper one"
+    near(TABLE.full(a, b, c, 0.75, square), expected)
+    near(TABLE.apply(x, a, 1.5, 1.0, long), 1.5 * xd + ad @ xd)
+    near(TABLE.apply(x, a, each, each, long), each.double() * (each * xd + ad @ xd))
+    assert TABLE.exact is not None
+    combined = TABLE.exact.combine(a, b, 0.5, ((c, each), (a, -3.0)), square, low, symmetric=False)
+    expected = 0.5 * ad @ bd + each * cd - 3 * ad
+    near(combined, expected)
+    near(combined.double() + low.double(), expected, eps=2**-16)
+    TABLE.exact.combine(a, b, 0.5, ((c, each), (a, -3.0)), square, low)
+    near((square.double() + low.double()).triu(), expected.triu(), eps=2**-16)
+    assert torch.equal(square, square.mT)
+    assert torch.equal(low, low.mT)
+    assert all(map(torch.equal, (x, a, b, c), before))
+
+
+def test_what_is_added_is_rounded_once() -> None:
+    """1 and twice 1.5·2⁻⁹ is 1 + 2⁻⁷ if rounded once; rounded after each sum it would stay 1."""
+    a = torch.eye(40, dtype=torch.bfloat16)[None]
+    small, out = torch.full_like(a, 1.5 * 2**-9), torch.empty_like(a)
+    assert TABLE.exact is not None
+    TABLE.exact.combine(a, torch.ones_like(a), 1.0, ((small, 1.0), (small, 1.0)), out, symmetric=False)
+    assert torch.equal(out, torch.full_like(out, 1 + 2**-7))
+
+
+def all_of(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    """Every product of a table, bits to be compared."""
+    squares, long = [torch.empty_like(a) for _ in range(6)], torch.empty_like(x)
+    each = torch.linspace(0.5, 2.0, len(x))[:, None, None]
+    assert table.exact is not None
+    return [
+        table.gram(x, each, squares[0]),
+        table.polynomial(a, -2.5, 1.25, squares[1]),
+        table.product(a, b, b, 0.75, squares[2]),
+        table.full(a, b, b, 0.75, squares[3]),
+        table.exact.combine(x, x.mT, 0.7, ((a, 0.3), (b, 0.1)), squares[4], squares[5]),
+        squares[5],
+        table.apply(x, a, each, each, long),
+        table.exact.row_products(x, long),
+    ]
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(64, 70), (300, 517), (401, 3100)])
+def test_bits_depend_neither_on_the_batch_nor_on_threads(rows: int, cols: int, threads: None) -> None:
+    x, a, b = random(3, rows, cols), symmetric(rows, 3, 1), symmetric(rows, 3, 2)
+    torch.set_num_threads(1)
+    expected = all_of(TABLE, x, a, b)
+    for count in (2, 3, 5):
+        torch.set_num_threads(count)
+        assert all(map(torch.equal, all_of(TABLE, x, a, b), expected)), count
+    torch.set_num_threads(1)
+    each = torch.linspace(0.5, 2.0, 3)[:, None, None]
+    for n in range(3):
+        alone = x[n : n + 1], a[n : n + 1], b[n : n + 1]
+        assert torch.equal(TABLE.gram(alone[0], each[n : n + 1], torch.empty_like(alone[1]))[0], expected[0][n])
+        assert torch.equal(TABLE.product(*alone[1:], alone[2], 0.75, torch.empty_like(alone[1]))[0], expected[2][n])
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flags are those of x86-64")
+@pytest.mark.parametrize("flags", [("-march=x86-64",), ("-march=x86-64-v3",), ("-mno-avx512bf16",)], ids=lambda f: f[0])
+def test_every_processor_has_the_same_bits(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the instruction for pairs of bf16, by AVX2 and by SSE2, with other tiles."""
+    for rows, cols in ((37, 39), (130, 259)):
+        x, a, b = random(2, rows, cols), symmetric(rows, 2, 1), symmetric(rows, 2, 2)
+        with monkeypatch.context() as patch:
+            expected = [*all_of(TABLE, x, a, b), *loaded(x)]
+            patch.setattr(compiled, "library", functools.partial(compiled.library, *flags))
+            assert all(map(torch.equal, [*all_of(TABLE, x, a, b), *loaded(x)], expected))
+
+
+def test_a_team_has_the_bits_of_one_rank() -> None:
+    """Its parts one after the other; tests/parallel/test_teams.py has real ranks."""
+    rows, cols = 1030, 1100
+    x, a, b = random(1, rows, cols), symmetric(rows, 1, 1), symmetric(rows, 1, 2)
+
+    class Alone(TeamShare):
+        index, size = 0, 1
+
+        def gather(self, mine: Tensor, everyone: Tensor) -> None:
+            everyone[0].copy_(mine)
+
+    found = all_of(compiled_products(share=Alone()), x, a, b)
+    assert all(map(torch.equal, found, all_of(compiled_products(), x, a, b)))
+
+
+# --- one pass ---------------------------------------------------------------------------------------------------
+
+
+def loaded(x: Tensor) -> tuple[Tensor, Tensor]:
+    assert TABLE.exact is not None
+    out = torch.empty(len(x), *sorted(x.shape[1:]), dtype=x.dtype)
+    return out, TABLE.exact.load(x, out)
+
+
+@pytest.mark.parametrize("exponent", [-133, -126, -100, 0, 60, 125])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (64, 64), (130, 70), (90, 900)])
+def test_load_is_that_of_torch_s_operations(shape: tuple[int, int], exponent: int) -> None:
+    x = (random(3, *shape).clamp(-2, 2).double() * 2.0**exponent).bfloat16()
+    x[1] = 0
+    expected = torch.empty(3, *sorted(shape), dtype=torch.bfloat16)
+    norms = load(x, expected, together=False)
+    out, found = loaded(x)
+    assert found[1] == 1
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(found, norms.float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_load_says_that_a_matrix_is_not_finite(bad: float) -> None:
+    x = random(3, 20, 31)
+    x[1, 19, 30] = bad
+    norms = loaded(x)[1].flatten()
+    assert norms[1].isnan()
+    assert norms[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 17), (64, 200), (131, 70)])
+def test_rows_and_transposes(shape: tuple[int, int]) -> None:
+    x, y = random(2, *shape), random(2, *shape, seed=1)
+    assert TABLE.exact is not None
+    expected = (x.double() * y.double()).sum(-1)
+    torch.testing.assert_close(TABLE.exact.row_products(x, y).double(), expected, rtol=1e-5, atol=1e-5)
+    out = torch.empty(2, *shape[::-1], dtype=x.dtype)
+    TABLE.exact.store(x, out)
+    assert torch.equal(out, x.mT)
+
+
+# --- orthogonalisation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coefficients", ["polar_express", "quintic", "aol", "qdwh", "deflated"])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 64, 70), (200, 90), (384, 400), (400, 1000)])
+def test_it_is_as_near_to_the_polar_factor_as_torch_s(shape: tuple[int, ...], coefficients: str) -> None:
+    x = random(*shape).float()
+    u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    found, usual = (
+        float((orthogonalize(x, coefficients=coefficients, kernels=name).double() - u @ vh).norm() / (u @ vh).norm())
+        for name in ("compiled", "auto")
+    )
+    assert found < 1.05 * usual + 0.003
+    wide, tall = (orthogonalize(y, coefficients=coefficients, kernels="compiled") for y in (x, x.mT))
+    assert torch.equal(tall, wide.mT)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
+def test_all_steps_on_one_gram_matrix_are_as_accurate_as_one_by_one(seed: int) -> None:
+    """Spectra over which bf16 Gram matrices alone would be off; singular values stay below 1.2 (1.37 without `low`)."""
+    u, _, vh = torch.linalg.svd(random(384, 800, seed=seed).double(), full_matrices=False)
+    along = torch.linspace(0, 1, 384, dtype=torch.float64)
+    for s in (10 ** (-along), 10 ** (-2 * along), 10 ** (-4 * along), (along > 0.1) + 1e-3, (along < 0.02) + 0.01):
+        x = ((u * s) @ vh).bfloat16()
+        one_by_one, at_once = (
+            orthogonalize(x, coefficients="deflated", kernels="compiled", method=method).double()
+            for method in ("standard", "gram")
+        )
+        errors = [float((y - u @ vh).norm() / 384**0.5) for y in (one_by_one, at_once)]
+        assert errors[1] < 1.08 * errors[0] + 0.002
+        assert float(torch.linalg.matrix_norm(at_once, 2)) < 1.17
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_all_steps_at_once_are_the_polynomials(steps: int) -> None:
+    """Against the polynomials in fp64; deflation has little to bring down, since all values are near each other."""
+    u, _, vh = torch.linalg.svd(random(384, 800).double(), full_matrices=False)
+    s = torch.linspace(0.9, 1.0, 384, dtype=torch.float64)
+    found = orthogonalize(
+        ((u * s) @ vh).bfloat16(), coefficients="deflated", steps=steps, kernels="compiled", method="gram"
+    )
+    values = s / s.pow(8).sum() ** 0.125
+    values[-64:] = values[-64]  # at most; by how much hardly shows
+    for p in coefficient_schedule("deflated", steps):
+        values = sum(c * values ** (2 * k + 1) for k, c in enumerate(p))
+    ends = torch.einsum("ij,ik,kj->j", u, found.double(), vh.mT)
+    torch.testing.assert_close(ends[:-64], values[:-64], rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("coefficients", ["polar_express", "deflated"])
+def test_a_non_finite_matrix_stays_alone(coefficients: str, bad: float) -> None:
+    for rows, cols in ((24, 40), (384, 900)):
+        x = random(3, rows, cols).float()
+        expected = orthogonalize(x, coefficients=coefficients, kernels="compiled")
+        x[1, 3, 5] = bad
+        result = orthogonalize(x, coefficients=coefficients, kernels="compiled")
+        assert not result[1].isfinite().any()
+        assert torch.equal(result[[0, 2]], expected[[0, 2]])
+        assert not orthogonalize(torch.zeros(rows, cols), coefficients=coefficients, kernels="compiled").any()
+
+
+@pytest.mark.parametrize("coefficients", ["polar_express", "deflated"])
+def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(coefficients: str, threads: None) -> None:
+    def run(y: Tensor) -> Tensor:
+        return orthogonalize(y, coefficients=coefficients, kernels="compiled")
+
+    for shape in ((8, 8), (17, 40), (100, 131), (384, 800)):
+        x = random(5, *shape)
+        torch.set_num_threads(1)
+        alone = torch.stack([run(one.clone()) for one in x])
+        assert torch.equal(run(x), alone)
+        torch.set_num_threads(2)
+        assert torch.equal(run(x), alone)
+        assert torch.equal(run(x * 2.0**-90), alone)
+        assert torch.equal(run(x.mT.contiguous().mT), alone)
+        shifted = torch.zeros(x.numel() + 3, dtype=x.dtype)[3:].view_as(x)
+        assert torch.equal(run(shifted.copy_(x)), alone)
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A process that has compiled nothing yet, and whose caches are empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler.tempfile, "tempdir", str(tmp_path))
+    for cached in (compiled.library, compiler.compiled):
+        cached.cache_clear()
+    yield tmp_path
+    for cached in (compiled.library, compiler.compiled):
+        cached.cache_clear()
+
+
+def test_the_library_is_compiled_once_for_a_machine(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled.library()
+    (library,) = (nothing_compiled / "cache" / "muonmesh").iterdir()
+    written = library.stat().st_mtime_ns
+    for cached in (compiled.library, compiler.compiled):
+        cached.cache_clear()
+    compiled.library()
+    assert library.stat().st_mtime_ns == written
+    assert [library] == list(library.parent.iterdir()), "nothing is left behind"
+
+
+def test_a_home_that_cannot_be_written_is_no_obstacle(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (nothing_compiled / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(nothing_compiled / "file"))
+    compiled.library()
+    assert len(list(nothing_compiled.glob("muonmesh-*/compiled-*.so"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("no-such-compiler -O9", "found no C compiler no-such-compiler; needed a C compiler"),
+        ("false", r"found false .* ended with 1"),
+    ],
+)
+def test_errors_say_what_the_compiler_said(
+    nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch, command: str, told: str
+) -> None:
+    monkeypatch.setenv("CC", command)
+    with pytest.raises(ValueError, match=told):
+        orthogonalize(random(4, 4), kernels="compiled")
+    with pytest.raises(ValueError, match='Write kernels="auto"'):
+        mm.Muon([torch.nn.Parameter(torch.ones(3, 3))], kernels="compiled")
+
+
+def test_without_a_compiler(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"no C compiler: neither \$CC nor cc, gcc or clang"):
+        orthogonalize(random(4, 4), kernels="compiled")
+
+
+def test_what_it_is_not_for() -> None:
+    with pytest.raises(ValueError, match=r"found torch.float32; needed bf16. Write kernels=\"auto\""):
+        orthogonalize(random(4, 4), kernels="compiled", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"found torch.float32; needed bf16"):
+        mm.Muon([torch.nn.Parameter(torch.ones(3, 3))], kernels="compiled", compute_dtype=torch.float32)
+    with pytest.raises(ValueError, match="found a matrix on meta; needed one on a CPU"):
+        kernels.select("compiled", device=torch.device("meta"), dtype=torch.bfloat16, rows=3, cols=3)
+    with pytest.raises(ValueError, match=r"kernels: found 'quick'; needed \"auto\", \"torch\""):
+        mm.Muon([torch.nn.Parameter(torch.ones(3, 3))], kernels="quick")  # type: ignore[arg-type]
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coefficients", ["polar_express", "deflated"])
+def test_a_step_is_made_of_the_same_products(coefficients: str) -> None:
+    """Small matrices in batches, one large and tall: each weight moves by what `orthogonalize` says."""
+    shapes = [(20, 31)] * 5 + [(31, 20)] * 2 + [(900, 390)]
+    weights = [torch.nn.Parameter(random(*shape, seed=n).float()) for n, shape in enumerate(shapes)]
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = mm.Muon(
+        weights,
+        lr=0.1,
+        weight_decay=0.0,
+        nesterov=False,
+        momentum=0.0,
+        kernels="compiled",
+        ns_coefficients=coefficients,
+    )
+    for n, weight in enumerate(weights):
+        weight.grad = random(*weight.shape, seed=50 + n).float()
+    optimizer.step()
+    for n, (weight, was) in enumerate(zip(weights, before, strict=True)):
+        update = orthogonalize(
+            random(*weight.shape, seed=50 + n), coefficients=coefficients, kernels="compiled"
+        ).float()
+        expected = was - 0.1 * mm.update_scale(*weight.shape, "match_rms_adamw") * update
+        torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-6)
