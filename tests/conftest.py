@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 # Before torch is imported, here and in the ranks: layouts are compared bit for bit, and the number of threads
 # changes how a matrix product rounds.
@@ -52,6 +53,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return ("unit tests with ranks" if "unit/" in file else "ranks") if uses_ranks else file
 
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="session")
+def c_compiler() -> None:
+    """For tests of what the user's compiler makes; skips them where there is none."""
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("this machine has no C compiler")
 
 
 @pytest.fixture(scope="session")

@@ -214,7 +214,8 @@ def different_plans(kind: str) -> None:
         for i, t in enumerate(tensors)
     ]
     steps = 4 if kind == "settings" and odd else 5
-    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps)
+    kernels = "torch" if kind == "kernels" and odd else "auto"
+    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps, kernels=kernels)
     if kind == "partial" and odd:
         partial = DTensor.from_local(torch.ones(8, 6), mesh(), [Partial()])
         optimizer.param_groups[0]["params"][0] = partial
@@ -229,6 +230,7 @@ def different_plans(kind: str) -> None:
         ("order", "rank 0 has 'w0: shape (8, 6)"),
         ("count", "w2: shape (4, 4)"),
         ("settings", "4 steps"),
+        ("kernels", "kernels torch"),
         ("partial", "w0: found placement Partial(sum)"),
     ],
 )

@@ -60,6 +60,12 @@ def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> No
         assert differing == []
 
 
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+def test_bit_for_bit_with_compiled_products(workers, c_compiler: None, layout: str) -> None:
+    for differing, _ in workers(4).run(run, layout, torch.bfloat16, kernels="compiled"):
+        assert differing == []
+
+
 def as_on_a_device(optimizer: mm.Muon) -> None:
     optimizer._kept.waits, optimizer._kept.together = False, True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -63,33 +64,36 @@ def test_a_team_of_one_is_told_as_an_owner(workers) -> None:
 # ------------------------------------------------------------------ steps
 
 
-def values(seed: int) -> dict[str, Tensor]:
+def values(seed: int, names: Iterable[str] = SHAPES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, (shape, _) in SHAPES.items()}
+    return {name: torch.randn(SHAPES[name][0], generator=generator) for name in names}
 
 
 def stepped(held: dict[str, nn.Parameter], dtype: torch.dtype, **settings: object) -> mm.Muon:
-    group = {"params": list(held.items()), "matrices": [spec for _, spec in SHAPES.values()], "algorithm": "muon"}
+    group = {"params": list(held.items()), "matrices": [SHAPES[name][1] for name in held], "algorithm": "muon"}
     optimizer = mm.Muon([group], lr=0.1, compute_dtype=dtype, bucket_cap_mb=1.0, **settings)
     for step in range(2):
-        for name, gradient in values(1 + step).items():
+        for name, gradient in values(1 + step, held).items():
             held[name].grad = problem.placed_like(held[name], gradient)
         optimizer.step()
     return optimizer
 
 
-def together(placements: list[Placement], dtype: torch.dtype, rows: int, rule: str) -> tuple[list[str], list[int], int]:
+def together(
+    placements: list[Placement], dtype: torch.dtype, rows: int, coefficients: str, kernels: str, names: Sequence[str]
+) -> tuple[list[str], list[int], int]:
     """Step with teams and alone; return what differs, the sizes of the teams and how many products were gathered."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "ROWS", rows)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         shared = {
             name: nn.Parameter(distribute_tensor(value, mesh, placements, src_data_rank=None))
-            for name, value in values(0).items()
+            for name, value in values(0, names).items()
         }
-        optimizer = stepped(shared, dtype, exchange=ALWAYS, ns_coefficients=rule)
-        alone = {name: nn.Parameter(value) for name, value in values(0).items()}
-        stepped(alone, dtype, process_group="local", ns_coefficients=rule)
+        settings = {"ns_coefficients": coefficients, "kernels": kernels}
+        optimizer = stepped(shared, dtype, exchange=ALWAYS, **settings)
+        alone = {name: nn.Parameter(value) for name, value in values(0, names).items()}
+        stepped(alone, dtype, process_group="local", **settings)
     assert optimizer._kept.planned is not None
     sizes = [len(assignment.team) for assignment in optimizer._kept.planned.plan.assignments]
     differing = problem.differing(
@@ -112,11 +116,25 @@ def together(placements: list[Placement], dtype: torch.dtype, rows: int, rule: s
 def test_a_team_has_the_bits_of_one_rank(
     workers, ranks: int, placement: Placement, rows: int, coefficients: str, dtype: torch.dtype
 ) -> None:
-    outcomes = workers(ranks).run(together, [placement], dtype, rows, coefficients)
+    outcomes = workers(ranks).run(together, [placement], dtype, rows, coefficients, "auto", [*SHAPES])
+    check_team(outcomes, ranks, least=9 if coefficients == "deflated" else 15)
+
+
+@pytest.mark.parametrize(("ranks", "coefficients"), one_in(2, [(2, "deflated"), (4, "polar_express"), (4, "deflated")]))
+def test_a_team_has_the_bits_of_one_rank_with_compiled_products(
+    workers, c_compiler: None, ranks: int, coefficients: str
+) -> None:
+    """One matrix is so much larger than the others that it has a team, whatever it costs."""
+    names = ["tall", "small"]
+    outcomes = workers(ranks).run(together, [Shard(0)], torch.bfloat16, 128, coefficients, "compiled", names)
+    check_team(outcomes, ranks, least=9)
+
+
+def check_team(outcomes: list[tuple[list[str], list[int], int]], ranks: int, *, least: int) -> None:
     gathered = 0
     for differing, sizes, count in outcomes:
         assert differing == []
         assert max(sizes) == ranks
         assert sizes[-1] == 1, "a small matrix has one owner"
         gathered += count
-    assert gathered >= (9 if coefficients == "deflated" else 15) * ranks
+    assert gathered >= least * ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import platform
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,11 +21,8 @@ from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.normalize import load
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="needs a C compiler"
-)
+pytestmark = pytest.mark.usefixtures("c_compiler")
 
-CPU = torch.device("cpu")
 TABLE = compiled_products(at_once=3)
 # Tiles of 12 or 4 rows and 32 or 16 columns, groups of four panels, 3072 elements of depth at a time.
 SIZES = [(1, 1), (3, 50), (12, 32), (37, 39), (128, 128), (130, 259), (40, 3073), (401, 530)]
