@@ -3,6 +3,7 @@
     python benchmarks/waterfall.py --json benchmarks/results/waterfall.json
     python benchmarks/waterfall.py --only squares-768 small-64 --rounds 5
     python benchmarks/waterfall.py --coefficients deflated --json benchmarks/results/waterfall_deflated.json
+    python benchmarks/waterfall.py --coefficients deflated --kernels compiled --json FILE
 
 Each workload is stepped by ours and by torch.optim.Muon in turns, on all threads and on one. The step of ours on one
 thread is then divided, by torch's profiler, into
@@ -34,7 +35,8 @@ from workload import GPT2_SMALL_LAYER, LAYOUTS, Shape, Workload
 
 from muonmesh.layout.cost import cost
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_set, degrees_of, for_rows
-from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.kernels import KernelName, compiled
+from muonmesh.numerics.newton_schulz import resolve_method, takes_all_at_once
 
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "layers": (GPT2_SMALL_LAYER, 3),
@@ -50,6 +52,8 @@ WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "small-8": (((8, 8),), 500),
 }
 """Shapes of a layer, and how many layers."""
+TILE, PANEL = 12, 32
+"""Rows and columns that a compiled product sums at a time, with AVX-512."""
 PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm")
 PROFILED = 3  # steps
 SQUARE = 1024  # rows of the product whose rate is the peak
@@ -92,12 +96,37 @@ def _rate(rows: int, dtype: torch.dtype) -> float:
     return float(2 * rows**3 / min(took))
 
 
-def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, float, float]:
+class Timed:
+    """The functions of compiled.c, whose products are timed and counted: torch's profiler does not see them."""
+
+    def __init__(self) -> None:
+        self.functions, self.seconds, self.operations = compiled.library(), 0.0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.functions, name)
+
+    def muonmesh_multiply(self, *arguments: Any) -> None:
+        """Multiply, on one thread."""
+        batch, rows, depth, cols, _, _, _, symmetric, *_ = arguments
+        begin = time.perf_counter()
+        self.functions.muonmesh_multiply(*arguments)
+        self.seconds += time.perf_counter() - begin
+        heights = (
+            min(rows, -(-(left + PANEL) // TILE) * TILE) if symmetric else rows for left in range(0, cols, PANEL)
+        )
+        self.operations += 2 * batch * depth * PANEL * sum(heights)
+
+
+def divided(optimizer: Optimizer, workload: Workload, kernels: KernelName) -> tuple[float, float, float, float]:
     """Milliseconds of products and of other operations, operations of the products, milliseconds; of a step."""
     torch.set_num_threads(1)
+    timed, library = Timed() if kernels == "compiled" else None, compiled.library
+    if timed is not None:
+        compiled.library = lambda: timed  # type: ignore[assignment,return-value]
     with profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True) as profiled:
         took = sum(milliseconds(optimizer, workload) for _ in range(PROFILED))
-    products = others = flops = 0.0
+    compiled.library = library
+    products, others, flops = (0.0, 0.0, 0.0) if timed is None else (timed.seconds * 1e3, 0.0, timed.operations)
     for event in profiled.key_averages():
         if event.key in PRODUCTS:
             products += event.self_cpu_time_total / 1e3
@@ -107,28 +136,35 @@ def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, flo
     return products / PROFILED, others / PROFILED, flops / PROFILED, took / PROFILED
 
 
-def least_of(rows: int, cols: int, coefficients: CoefficientName) -> int:
+def least_of(rows: int, cols: int, coefficients: CoefficientName, kernels: KernelName) -> int:
     """Operations of one orthogonalisation: those of the polynomials, and the four thin products of deflation."""
     taken, steps = for_rows(coefficients, None, min(rows, cols))
-    gram = resolve_method(rows, cols, coefficients=taken, steps=steps) == "gram"
+    method = resolve_method(rows, cols, coefficients=taken, steps=steps)
+    at_once = takes_all_at_once(min(rows, cols), taken, method, kernels)
     thin = 4 * 2 * rows * cols * coefficient_set(taken).deflated
-    return cost(rows, cols, degrees=degrees_of(taken, steps), gram=gram) + thin
+    return cost(rows, cols, degrees=degrees_of(taken, steps), gram=method == "gram", at_once=at_once) + thin
 
 
 def measure(
-    shapes: tuple[Shape, ...], layers: int, coefficients: CoefficientName, *, rounds: int, threads: int
+    shapes: tuple[Shape, ...],
+    layers: int,
+    coefficients: CoefficientName,
+    kernels: KernelName,
+    *,
+    rounds: int,
+    threads: int,
 ) -> dict[str, Any]:
     """The figures of one workload; times in milliseconds."""
     layout = LAYOUTS["one"]
     workload = Workload(shapes, layers, layout)
     optimizers = {
-        "ours": ours({"ns_coefficients": coefficients})(workload.parameters, layout),
+        "ours": ours({"ns_coefficients": coefficients, "kernels": kernels})(workload.parameters, layout),
         "torch": torch_muon(workload.parameters, layout),
     }
-    rate, least = peak(), sum(least_of(*shape, coefficients) for shape in shapes) * layers
+    rate, least = peak(), sum(least_of(*shape, coefficients, kernels) for shape in shapes) * layers
     alone = turns(optimizers, workload, rounds=rounds, threads=1)
     shared = turns(optimizers, workload, rounds=rounds, threads=threads)
-    products, others, flops, _ = divided(optimizers["ours"], workload)
+    products, others, flops, _ = divided(optimizers["ours"], workload, kernels)
     return {
         "matrices": [list(shape) for shape in shapes],
         "layers": layers,
@@ -152,9 +188,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="beside one (default 2)")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--coefficients", choices=get_args(CoefficientName), default="polar_express", metavar="SET")
+    parser.add_argument("--kernels", choices=get_args(KernelName), default="auto", metavar="NAME")
     options = parser.parse_args()
     how_often = {"rounds": options.rounds, "threads": options.threads}
-    found = {name: measure(*WORKLOADS[name], options.coefficients, **how_often) for name in options.only}
+    found = {
+        name: measure(*WORKLOADS[name], options.coefficients, options.kernels, **how_often) for name in options.only
+    }
     parts = ("least", "blocks", "below peak", "elementwise", "Python", "sharing")
     header = ["", f"ratio, {options.threads} threads", "one thread", "limit", "ms, one thread", *parts]
     rows = []
@@ -163,14 +202,18 @@ def main() -> None:
         limit = some["alone"]["torch"] / some["least"]
         cells = [*(f"{value:.2f}" for value in (*ratios, limit)), f"{some['alone']['ours']:.0f}"]
         rows.append([name, *cells, *(f"{some[part] / some['alone']['ours']:.0%}" for part in parts)])
-    print_rows(f"A step: torch.optim.Muon's time over ours, {options.coefficients}; shares on one thread", header, rows)
+    print_rows(
+        f"A step: torch.optim.Muon's time over ours, {options.coefficients}, {options.kernels}; shares on one thread",
+        header,
+        rows,
+    )
     if options.json is not None:
         write_json(
             str(options.json),
             "benchmarks/waterfall.py",
             Entries((), (), {}),
             found,
-            {"coefficients": options.coefficients},
+            {"coefficients": options.coefficients, "kernels": options.kernels},
         )
 
 

@@ -161,8 +161,20 @@ static void any_tile(long rows, const bf16 *a, long ld, long depth, const uint32
     tile(ROWS, a, ld, depth, packed, sums);
     return;
   }
+#if defined(__AVX512F__)
+  if (rows == 8) {
+    tile(8, a, ld, depth, packed, sums);
+    return;
+  }
+#endif
   for (; rows >= 4; rows -= 4, a += 4 * ld, sums += 4 * WIDTH) tile(4, a, ld, depth, packed, sums);
   for (; rows; rows--, a += ld, sums += WIDTH) tile(1, a, ld, depth, packed, sums);
+}
+
+/* Of how many rows the next tile is: 8 and 8 rather than 12 and 4, which would leave sums waiting for each other. */
+INLINE long height_of(long left) {
+  if (ROWS == 12 && left != 12 && left >= 8 && left < 20) return 8;
+  return least(ROWS, left);
 }
 
 /* A matrix in memory, with `ld` elements from one row to the next; none: `at` is null. */
@@ -254,25 +266,27 @@ static void multiply(long rows, long depth, long cols, matrix a, matrix b, int t
     long turn = number % (2 * parts);
     if (turn != part && turn != 2 * parts - 1 - part) continue;
     long stop = least(start + wide, cols), above = symmetric ? least(stop, rows) : rows;
-    if (depth > DEPTH) memset(sums, 0, ((above + ROWS - 1) / ROWS) * ROWS * wide * sizeof(float));
+    if (depth > DEPTH) memset(sums, 0, above * wide * sizeof(float));
     for (long k = 0; k < depth; k += DEPTH) {
       long some = least(DEPTH, depth - k);
       for (long j = start, p = 0; j < stop; j += WIDTH, p++)
         (transposed ? pack_columns : pack_rows)(transposed ? b.at + j * b.ld + k : b.at + k * b.ld + j, b.ld, some,
                                                 least(WIDTH, stop - j), packed + p * each);
-      float *of_tile = sums;
-      for (long i = 0; i < above; i += ROWS)
+      /* No row below the last column of a symmetric result: another part mirrors to there. */
+      for (long i = 0, height; i < above; i += height) {
+        height = height_of(above - i);
         for (long j = start, p = 0; j < stop; j += WIDTH, p++) {
-          /* No row below the last column of a symmetric result: another part mirrors to there. */
-          long height = least(ROWS, above - i), width = least(WIDTH, stop - j);
+          long width = least(WIDTH, stop - j);
           if (symmetric && i >= j + width) continue;
-          if (depth > DEPTH) of_tile = sums + (i / ROWS * PANELS + p) * ROWS * WIDTH;
+          float *of_tile = sums;
+          if (depth > DEPTH) of_tile += i * wide + p * height * WIDTH;
           else memset(sums, 0, ROWS * WIDTH * sizeof(float));
           any_tile(height, a.at + i * a.ld + k, a.ld, some, packed + p * each, of_tile);
           if (k + some == depth)
             finish(of_tile, height, width, factors[0], factors[1], part_of(c, i, j), factors[2], part_of(d, i, j),
                    part_of(out, i, j), part_of(low, i, j));
         }
+      }
     }
     if (symmetric) mirror(out.at, out.ld, start, stop);
     if (symmetric && low.at) mirror(low.at, low.ld, start, stop);
@@ -282,8 +296,8 @@ static void multiply(long rows, long depth, long cols, matrix a, matrix b, int t
 /* How many bytes of memory a product needs, aligned to 64. */
 long muonmesh_room(long rows, long depth) {
   long packed = PANELS * ((least(depth, DEPTH) + 1) / 2) * WIDTH * sizeof(uint32_t);
-  long tiles = depth > DEPTH ? (rows + ROWS - 1) / ROWS * PANELS : 1;
-  return packed + tiles * ROWS * WIDTH * (long)sizeof(float);
+  long summed = depth > DEPTH ? rows * PANELS : ROWS;
+  return packed + summed * WIDTH * (long)sizeof(float);
 }
 
 /* out = alpha * A B + beta * C + gamma * D, rounded once, of `batch` matrices that follow each other.
