@@ -107,10 +107,10 @@ def own_function(name: str, s: Tensor) -> Tensor:
     return qdwh_of(s) if name == "qdwh" else polynomials_of(s / s.norm(), SETS[name])
 
 
-def judged(name: str, x: Tensor) -> dict[str, float]:
-    """The figures of one set for one bf16 matrix."""
+def judged(name: str, x: Tensor, **how: Any) -> dict[str, float]:
+    """The figures of one set for one bf16 matrix, orthogonalised as `how` says."""
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
-    result = orthogonalize(x, coefficients=SETS[name]).double()
+    result = orthogonalize(x, coefficients=SETS[name], **how).double()
     found = {"largest": float(torch.linalg.matrix_norm(result, 2))}
     if name not in ("aol", "deflated"):  # whose functions are not of singular values alone
         own = (u * own_function(name, s)) @ vh

@@ -20,8 +20,8 @@ def cost(rows: int, cols: int, *, degrees: Sequence[int], gram: bool, at_once: b
     m, n = min(rows, cols), max(rows, cols)
     half_square, wide = m * m * m, 2 * m * m * n
     powers = half_square * sum(max(0, degree - 2 - (degree == 5)) for degree in degrees)  # bA + cA² and on
-    if at_once:  # each step after the first: Z R, Z R Z and the factor, the last in full
-        return powers + wide // 2 + wide + (len(degrees) - 1) * 4 * half_square
+    if at_once:  # each step after the first: Z R, once in full, Z R Z, and the factor in full
+        return powers + wide // 2 + wide + ((len(degrees) - 1) * 4 + (len(degrees) > 1)) * half_square
     if not gram:
         return powers + len(degrees) * (wide // 2 + wide)
     pairs = (len(degrees) + 1) // 3

@@ -56,9 +56,11 @@ def factor_of_all(
     norm, constant = scale**-0.5, torch.full((1, 1, 1), polynomials[0][0])
     factor, mean = z, constant
     for number, p in enumerate(polynomials[1:]):
-        # R ← (c + Z) R (c + Z), where c + Z is the step before.
-        combine(z, r, scale, ((r, scale * constant), (low, scale * constant)), zr, zr_low)
-        combine(z, zr, 1.0, ((zr, constant), (zr_low, constant)), r, low)
+        # R ← (c + Z) R (c + Z), where c + Z is the step before. Rounded, Z and R commute only nearly, and half of Z R
+        # mirrored is off where large entries cancel; of the first step, in which most do, it is multiplied in full.
+        with_r = ((r, scale * constant), (low, scale * constant))
+        combine(z, r, scale, with_r, zr, zr_low, symmetric=number > 0)
+        combine(zr, z, 1.0, ((zr, constant), (zr_low, constant)), r, low)
         scale = 1.0
         z, constant = _powers(p, r, exact, square(f"step {number % 2}"), square)
         factor, mean = _joined(z, constant, factor, mean, exact, square(f"factor {number % 2}"))
