@@ -3,9 +3,9 @@
     python benchmarks/iterations.py --momentum momentum.safetensors --json benchmarks/results/iterations.json
     python benchmarks/iterations.py --only speed --rounds 9
 
-Contenders: sets by name, and "O": the 16 largest singular values brought down to the 16th, the matrix divided by a
-Schatten norm, then four quintics. O is only simulated, with its norm known from the fp64 singular values; "deflated" is
-what has become of it.
+Contenders: sets by name, with compiled products too where there is a compiler ("one Gram matrix" is method="gram"), and
+"O": the 16 largest singular values brought down to the 16th, the matrix divided by a Schatten norm, then four quintics.
+O is only simulated, with its norm known from the fp64 singular values; "deflated" is what has become of it.
 
 Errors are relative, in the Frobenius norm, to U Vᵀ of the singular value decomposition in fp64, so they hold what the
 polynomials leave and what rounding adds. Times are processor times of one thread in rounds that take turns; what is
@@ -15,6 +15,7 @@ reported are ratios to the default set.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import Coefficients, coefficient_schedule
+from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import orthogonalize
 
 # For singular values from 5e-3 on, each nearest to 1 on at least the upper 95 % of what is left, at x / 1.01.
@@ -103,7 +105,16 @@ CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "O": lambda x: o(x, deflated=True),
     "O without deflation": lambda x: o(x, deflated=False),
 }
-TIMED = ("simple", "polar_express", "polar_express, standard", "qdwh", "deflated")
+TIMED = ["simple", "polar_express", "polar_express, standard", "qdwh", "deflated"]
+try:
+    check_kernels("compiled", device=torch.device("cpu"), dtype=torch.bfloat16)
+    compiled = functools.partial(orthogonalize, kernels="compiled")
+    CONTENDERS["polar_express, compiled"] = compiled
+    CONTENDERS["deflated, compiled"] = functools.partial(compiled, coefficients="deflated")
+    CONTENDERS["deflated, one Gram matrix"] = functools.partial(compiled, coefficients="deflated", method="gram")
+    TIMED += ["polar_express, compiled", "deflated, compiled"]
+except ValueError as error:
+    print(error)
 
 
 def accuracy(momentum: Path | None, rows: int, cols: int) -> list[dict[str, Any]]:
