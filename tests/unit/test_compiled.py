@@ -96,7 +96,7 @@ def test_what_is_added_is_rounded_once() -> None:
 
 def all_of(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
     """Every product of a table, bits to be compared."""
-    squares, long = [torch.empty_like(a) for _ in range(6)], torch.empty_like(x)
+    squares, long = [torch.empty_like(a) for _ in range(8)], torch.empty_like(x)
     each = torch.linspace(0.5, 2.0, len(x))[:, None, None]
     assert table.exact is not None
     return [
@@ -106,6 +106,8 @@ def all_of(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tens
         table.full(a, b, b, 0.75, squares[3]),
         table.exact.combine(x, x.mT, 0.7, ((a, 0.3), (b, 0.1)), squares[4], squares[5]),
         squares[5],
+        table.exact.combine(a, b, 0.7, ((a, 0.3), (b, 0.1)), squares[6], squares[7], symmetric=False),
+        squares[7],
         table.apply(x, a, each, each, long),
         table.exact.row_products(x, long),
     ]

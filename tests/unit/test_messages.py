@@ -146,7 +146,7 @@ ERRORS = ("ValueError", "TypeError", "MuonMeshError", "LayoutError", "PlanError"
 COMPOSERS = ("explain_error", "about")
 BY_HAND = {
     # A part that may import nothing of ours, `errors` neither.
-    "numerics/kernels/__init__.py": {"kernels", "kernels='triton'"},
+    "numerics/kernels/__init__.py": {"kernels", "kernels='triton'", "kernels='compiled'"},
     "numerics/kernels/fused.py": {"piece ", "pieces of "},
     "numerics/kernels/rows.py": {"piece "},
     # What another rank's message said, which has its four parts.

@@ -104,6 +104,7 @@ def test_from_model_hands_every_argument_on() -> None:
         **vars(optimizer._kept),
         "gradients": optimizer.gradients,
         "compute_dtype": optimizer._kept.precision.compute,
+        "kernels": optimizer._kept.precision.kernels,
         "state_dtype": optimizer._kept.precision.state,
         "state_device": "cpu" if optimizer._kept.precision.on_host else None,
         "master_dtype": optimizer._kept.precision.master,

@@ -165,9 +165,13 @@ def _divide(
 ) -> Tensor:
     """`_multiply` of one matrix by a team: each rank computes some blocks of columns, or of rows."""
 
-    def rows(some: slice, target: Tensor) -> None:
+    def rows(some: slice, target: Tensor, rest: Tensor | None = None) -> None:
         taken = [(term[:, some], factor) for term, factor in terms]
-        _multiply(a[:, some], b, alpha, taken, target[None], symmetric=False)
+        left = None if rest is None else rest[None]
+        _multiply(a[:, some], b, alpha, taken, target[None], left, symmetric=False)
+
+    def rows_low(some: slice, target: Tensor) -> None:
+        rows(some, scratch("rounded", target.shape, dtype=out.dtype, device=out.device), target)
 
     def block(number: int, entries: Tensor, rest: Tensor | None = None) -> None:
         stop, width = entries.shape
@@ -179,12 +183,15 @@ def _divide(
     def block_low(number: int, entries: Tensor) -> None:
         block(number, scratch("rounded", entries.shape, dtype=out.dtype, device=out.device), entries)
 
-    if not symmetric:
+    # What rounding leaves is computed in a second product, which only a few of a dozen are asked for.
+    if symmetric:
+        fill_symmetric(out[0], block, share)
+    else:
         fill_rows(out[0], rows, share)
-        return out
-    fill_symmetric(out[0], block, share)
-    if low is not None:  # computed again: two products of a dozen
+    if low is not None and symmetric:
         fill_symmetric(low[0], block_low, share)
+    elif low is not None:
+        fill_rows(low[0], rows_low, share)
     return out
 
 
