@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from muonmesh.layout import FlatParameter, FlatShards, Rates, Teams
     from muonmesh.migration import PackageName, convert_settings
     from muonmesh.numerics.coefficients import CoefficientName
+    from muonmesh.numerics.kernels import KernelName
     from muonmesh.numerics.newton_schulz import Method, orthogonalize
     from muonmesh.numerics.rules import (
         AdaMuonRule,
@@ -48,6 +49,7 @@ __all__ = [
     "GradientSource",
     "HeadPart",
     "HyperballRule",
+    "KernelName",
     "LayoutError",
     "Method",
     "Muon",
@@ -87,6 +89,7 @@ _HOMES = {
     "layout": "FlatParameter FlatShards Rates Teams",
     "migration": "PackageName convert_settings",
     "numerics.coefficients": "CoefficientName",
+    "numerics.kernels": "KernelName",
     "numerics.newton_schulz": "Method orthogonalize",
     "numerics.rules": "AdaMuonRule DecayMode HyperballRule MuonEqRule MuonPlusRule MuonRule NorMuonRule Rule "
     "ScionRowNormRule ScionSignRule register_rule",

@@ -17,12 +17,11 @@ from muonmesh.errors import explain_error
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
 from muonmesh.numerics.coefficients import Coefficients
-from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.optimizer import Muon
-from muonmesh.settings import ExchangeMode, ProcessGroup, StateDevice, StateDtype
+from muonmesh.settings import ExchangeMode, KernelName, ProcessGroup, StateDevice, StateDtype
 
 
 @functools.wraps(split_locally)

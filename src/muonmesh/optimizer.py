@@ -34,7 +34,6 @@ from muonmesh.comm.wire import Counts
 from muonmesh.comm.work import Tail
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.numerics.coefficients import Coefficients
-from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
@@ -44,6 +43,7 @@ from muonmesh.settings import (
     LOST_GROUP,
     LOST_LAYOUTS,
     ExchangeMode,
+    KernelName,
     Precision,
     ProcessGroup,
     SettingsFound,

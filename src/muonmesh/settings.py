@@ -17,7 +17,8 @@ from torch import Tensor
 from muonmesh.errors import about, explain_error
 from muonmesh.layout import Rates, Teams
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.kernels import KernelName, check_kernels
+from muonmesh.numerics.kernels import KernelName as KernelName
+from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_known, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode

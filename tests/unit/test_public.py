@@ -38,6 +38,7 @@ def test_what_annotations_and_values_need_can_be_imported() -> None:
         "ScaleMode",
         "Algorithm",
         "ExchangeMode",
+        "KernelName",
         "CoefficientName",
         "Method",
         "DecayMode",
