@@ -1,6 +1,7 @@
 """Several ranks on one matrix: a whole step with a team against a step with one owner, over gloo.
 
     python benchmarks/teams.py
+    python benchmarks/teams.py --coefficients deflated --kernels compiled
     python benchmarks/teams.py --ranks 4 --shapes 4096x4096 --rounds 5 --json benchmarks/results/teams.json
 
 One matrix, sharded along dim 0 over all ranks as FSDP2 shards it, one thread a rank. Both optimizers have the same
@@ -16,7 +17,7 @@ import os
 import socket
 import statistics
 import time
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,9 @@ def timed(optimizer: mm.Muon) -> tuple[float, float]:
     return float(seconds), optimizer.counts.seconds_waiting
 
 
-def run(rank: int, ranks: int, port: int, shapes: list[tuple[int, int]], rounds: int, found: Any) -> None:
+def run(
+    rank: int, ranks: int, port: int, shapes: list[tuple[int, int]], rounds: int, settings: dict[str, Any], found: Any
+) -> None:
     """What one rank does; the first one tells what it has found."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -56,7 +59,7 @@ def run(rank: int, ranks: int, port: int, shapes: list[tuple[int, int]], rounds:
             weight = nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)], src_data_rank=None))
             weight.grad = distribute_tensor(gradient, mesh, [Shard(0)], src_data_rank=None)
             weights.append(weight)
-            optimizers.append(mm.Muon([("weight", weight)], lr=0.02, exchange=exchange))
+            optimizers.append(mm.Muon([("weight", weight)], lr=0.02, exchange=exchange, **settings))
         times = [[timed(optimizer) for optimizer in optimizers] for _ in range(1 + rounds)][1:]
         equal = torch.tensor(torch.equal(*(weight.to_local() for weight in weights)))
         dist.all_reduce(equal, dist.ReduceOp.MIN)
@@ -85,14 +88,17 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["4096x4096", "2048x8192"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--coefficients", choices=get_args(mm.CoefficientName), default="polar_express", metavar="SET")
+    parser.add_argument("--kernels", choices=get_args(mm.KernelName), default="auto", metavar="NAME")
     chosen = parser.parse_args()
+    settings = {"ns_coefficients": chosen.coefficients, "kernels": chosen.kernels}
     shapes = [(int(rows), int(cols)) for rows, cols in (shape.split("x") for shape in chosen.shapes)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with multiprocessing.Manager() as manager:
         shared = manager.list()
-        multiprocessing.spawn(run, (chosen.ranks, port, shapes, chosen.rounds, shared), nprocs=chosen.ranks)
+        multiprocessing.spawn(run, (chosen.ranks, port, shapes, chosen.rounds, settings, shared), nprocs=chosen.ranks)
         found = list(shared)
     rows = [
         [
@@ -110,7 +116,7 @@ def main() -> None:
     header = ["matrix", "ratio", "owner s", "team s", "waiting", "gathers", "MB a rank", "same bits"]
     print_rows(f"A step by a team of {chosen.ranks} over one by an owner", header, rows)
     if chosen.json:
-        write_json(chosen.json, "benchmarks/teams.py", Entries((), (), {}), {f["shape"]: f for f in found}, {})
+        write_json(chosen.json, "benchmarks/teams.py", Entries((), (), {}), {f["shape"]: f for f in found}, settings)
     if not all(f["equal"] for f in found):
         raise SystemExit("a team has other bits than one rank")
 
