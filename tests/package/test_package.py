@@ -35,6 +35,7 @@ assert not torch.equal(before, model[1].weight)
 folder = pathlib.Path(mm.__file__).parent
 assert folder.is_relative_to(sys.prefix), folder
 assert (folder / "py.typed").exists()
+assert (folder / "numerics" / "kernels" / "compiled.c").exists()
 print(importlib.metadata.version("muonmesh"))
 """
 
@@ -110,7 +111,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> No
     assert names == {
         str(path.relative_to(sources))
         for path in (sources / "muonmesh").rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".c") or path.name == "py.typed"
     }
 
 
