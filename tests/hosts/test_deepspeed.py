@@ -124,6 +124,11 @@ def test_computed_in_bf16_too(pools: dict[int, Pool], stage: int) -> None:
     assert pools[2].run(ds.exactness, zero(stage), compute_dtype=torch.bfloat16) == [[], []]
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_products_too(pools: dict[int, Pool], c_compiler: None, stage: int) -> None:
+    assert pools[2].run(ds.exactness, zero(stage), compute_dtype=torch.bfloat16, kernels="compiled") == [[], []]
+
+
 @pytest.mark.parametrize(
     "name", ["0", "1 accumulation", "2", "2 bf16", "2 offload", "3", "3 sub-groups", "3 parameters offloaded"]
 )
