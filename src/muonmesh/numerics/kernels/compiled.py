@@ -196,7 +196,7 @@ def _divide(
 
 
 def _row_products(x: Tensor, y: Tensor) -> Tensor:
-    """See `Matmuls.row_products`."""
+    """See `Exact.row_products`."""
     batch, rows, cols = x.shape
     out = torch.empty(batch, rows)
     library().muonmesh_row_products(batch * rows, cols, x.data_ptr(), y.data_ptr(), out.data_ptr())
@@ -204,7 +204,7 @@ def _row_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _load(x: Tensor, out: Tensor) -> Tensor:
-    """See `Matmuls.load`."""
+    """See `Exact.load`."""
     norms = torch.empty(len(out), 1, 1)
     if x.shape != out.shape:
         _store(x, out)
@@ -214,7 +214,7 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _store(x: Tensor, out: Tensor) -> None:
-    """See `Matmuls.store`."""
+    """See `Exact.store`."""
     if x.shape == out.shape:
         out.copy_(x)
     else:
