@@ -16,9 +16,6 @@ exchange's own collectives in their order with no work in between; AdamW's part,
 processor time that a transfer takes is taken from computing, so it is told beside, and so is the ratio to
 max(computing − AdamW + that time, communicating).
 
-``wait``: a step and a forward after it, `step()` and `step(wait=False)` in turns, with how long the host waits for the
-first gather and for the last results. What a gather from hooks in the last backward could save at most is the former.
-
 ``trace``: one step under torch.profiler. Its spans of gloo's collectives and of the exchange's parts are kept for
 `docs/images/draw/timeline.py`, and how much of each gather lies under the orthogonalisation of the bucket before.
 """
@@ -61,7 +58,7 @@ from muonmesh.comm.work import Idle
 
 WIDTH, HIDDEN = 256, 1024
 KINDS = ("fsdp", "ddp")
-PARTS = ("bound", "wait", "trace")
+PARTS = ("bound", "trace")
 WARM_UP = 3
 
 Found = dict[str, Any]
@@ -103,18 +100,16 @@ class Rank:
     def __init__(self, options: argparse.Namespace, kind: str) -> None:
         torch.manual_seed(0)
         model = Model(options.vocabulary, options.blocks)
-        self.forward: nn.Module = model
         if kind == "fsdp":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
         else:
-            self.forward = DistributedDataParallel(model)
+            self.wrapper = DistributedDataParallel(model)  # or its hooks are gone
         group = "world" if kind == "ddp" else None
         dtype = getattr(torch, options.dtype)
         self.optimizer = mm.from_model(model, process_group=group, bucket_cap_mb=options.bucket_mb, compute_dtype=dtype)
-        self.tokens = torch.randint(options.vocabulary, (options.tokens,))
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -170,8 +165,7 @@ def nothing_travels() -> Iterator[None]:
 
 def communicate(exchange: Exchange) -> None:
     """Take part in the collectives of a step, with nothing to compute in between."""
-    for left in exchange.run(Idle()):
-        left.finish()
+    exchange.run(Idle())
 
 
 def bound(rank: Rank, rounds: int) -> Found:
@@ -211,56 +205,6 @@ def bound(rank: Rank, rounds: int) -> Found:
         "buckets": rank.buckets(),
         "megabytes_sent": counts.bytes_sent / 1e6,
     }
-
-
-# ------------------------------------------------------------------ wait
-
-
-def waited(rank: Rank, rounds: int) -> Found:
-    """A step and the forward after it, which waits for the last results or lets them travel."""
-    waits: dict[str, float] = {}
-    finish = Wire.finish
-
-    def timed_finish(wire: Wire, transfer: Transfer) -> None:
-        begin = time.perf_counter()
-        finish(wire, transfer)
-        waits[transfer.what] = (time.perf_counter() - begin) * 1e3
-
-    def one(*, wait: bool) -> None:
-        rank.optimizer.step(wait=wait)
-        with torch.no_grad():
-            rank.forward(rank.tokens)
-
-    names = ("step and forward", "without waiting", "step", "forward", "first gather", "last results")
-    found: dict[str, list[float]] = {name: [] for name in names}
-    last = rank.buckets() - 1
-    for number in range(WARM_UP + rounds):
-        both = [timed(lambda wait=wait: one(wait=wait)) for wait in (True, False)]  # type: ignore[misc]
-        rank.optimizer.finish()
-        Wire.finish = timed_finish  # type: ignore[method-assign]
-        step = timed(rank.optimizer.step)
-        Wire.finish = finish  # type: ignore[method-assign]
-        with torch.no_grad():
-            forward = timed(lambda: rank.forward(rank.tokens))
-        # Under DDP nothing is gathered, since every rank has the whole momentum.
-        first = slowest(waits.get("the gather of bucket 0", 0.0))
-        results = slowest(sum(value for what, value in waits.items() if what in last_results(waits, last)))
-        if number >= WARM_UP:
-            for name, value in zip(names, (*both, step, forward, first, results), strict=True):
-                found[name].append(value)
-    pairs = list(zip(found["step and forward"], found["without waiting"], strict=True))
-    return {
-        "saved": statistics.median(1 - without / waiting for waiting, without in pairs),
-        "saved_of_each": [1 - without / waiting for waiting, without in pairs],
-        **{name: statistics.median(values) for name, values in found.items()},
-        "rounds": found,
-        "buckets": rank.buckets(),
-    }
-
-
-def last_results(waits: dict[str, float], last: int) -> list[str]:
-    """The names of the transfers that bring the results of the last bucket."""
-    return [what for what in waits if what.startswith("the scatter") and f"bucket {last}" in what]
 
 
 # ------------------------------------------------------------------ trace
@@ -383,7 +327,7 @@ def hidden(spans: list[Found]) -> list[float]:
 
 # ------------------------------------------------------------------ ranks
 
-MEASURE: dict[str, Callable[[Rank, int], Found]] = {"bound": bound, "wait": waited, "trace": traced}
+MEASURE: dict[str, Callable[[Rank, int], Found]] = {"bound": bound, "trace": traced}
 
 
 def serve(folder: Path) -> None:
@@ -440,23 +384,13 @@ def rows_of_bounds(found: dict[str, Found]) -> list[list[str]]:
     return rows
 
 
-def rows_of_waits(found: dict[str, Found]) -> list[list[str]]:
-    """A table."""
-    columns = ("step", "forward", "step and forward", "without waiting", "first gather", "last results")
-    rows = []
-    for name, f in found.items():
-        low, _, high = quartiles(f["saved_of_each"])
-        rows.append([name, f"{f['saved']:.1%}", f"{low:.1%} – {high:.1%}", *(f"{f[c]:.1f}" for c in columns)])
-    return rows
-
-
 def main() -> None:
     """Measure, print and write."""
     summary, _, description = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=["bound", "wait"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=["bound"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
@@ -464,7 +398,6 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=12, help="of 256×1024 and 1024×256")
     parser.add_argument("--vocabulary", type=int, default=4096, help="rows of AdamW's embedding, 256 wide")
-    parser.add_argument("--tokens", type=int, default=512, help="of a rank's forward")
     parser.add_argument("--bucket-mb", type=float, default=0.5)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of computing and wire")
     parser.add_argument("--rounds", type=int, default=15)
@@ -499,9 +432,6 @@ def main() -> None:
         ]
         header += ["buckets"]
         print_rows("(step − AdamW) over max(computing, communicating)", header, rows_of_bounds(tables["bound"]))
-    if "wait" in tables:
-        header = ["", "saved", "middle half", "step ms", "forward", "both", "without waiting", "first gather", "last"]
-        print_rows("step(wait=False) and a forward", header, rows_of_waits(tables["wait"]))
     for name, found in tables.get("trace", {}).items():
         for number, spans in enumerate(one["spans"] for one in found["ranks"]):
             shares = hidden(spans)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from muonmesh.checkpoint.record import Record, records_of
 from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_flat, restore_state, saved_state, widen_state
@@ -31,7 +30,6 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
-from muonmesh.comm.work import Tail
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -58,7 +56,6 @@ from muonmesh.settings import (
 )
 from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
-from muonmesh.step.deferred import Deferred, holders_of
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
 from muonmesh.step.members import Member, group_for, keep_gradients_of_views
@@ -303,7 +300,6 @@ class Muon(torch.optim.Optimizer):
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        self._finish_deferred()
         if self._kept.interrupted is not None:
             found = f"a step that was interrupted while it wrote ({self._kept.interrupted}), so some weights and their "
             found += "state are a step ahead of others"
@@ -330,7 +326,6 @@ class Muon(torch.optim.Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         scaler: torch.amp.grad_scaler.GradScaler | None = None,
-        wait: bool = True,
     ) -> Any:
         """Take one step; all ranks that share parameters call it.
 
@@ -341,12 +336,6 @@ class Muon(torch.optim.Optimizer):
             closure: Evaluates the model and returns the loss, with gradients enabled.
             scaler: The scaler that calls this, ``scaler.step(optimizer, scaler=scaler)``: it is told what the other
                 ranks found, so that scales stay equal. DDP and FSDP2 see to that themselves.
-            wait: False: the results of the last bucket may still travel when this returns, and are written before the
-                first module runs that holds one of these weights; so they travel under the forward. The bits are the
-                same. Whoever reads weights otherwise, but by ``state_dict()``, calls `finish` before. Nothing is put
-                off where no module can announce that (weights held by none, compiled modules, hooks after the step),
-                where gradients come from a `GradientSource`, where state lies on the host or weights are not
-                contiguous, and of a bucket over whose matrices a rule asks for sums.
 
         Returns:
             The closure's loss, or None.
@@ -357,8 +346,6 @@ class Muon(torch.optim.Optimizer):
                 once. What prevents a plan is raised at once.
         """
         kept, groups = self._kept, self.param_groups
-        read_too_early = None if kept.deferred is None else kept.deferred.read_too_early()
-        self._finish_deferred()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -366,7 +353,7 @@ class Muon(torch.optim.Optimizer):
         self.refuse_if_interrupted()
         clip, kept.clip = kept.clip, Clip()
         self._hear_of_the_last_step()
-        agreed = self._prepare(check_groups(groups), clip, read_too_early)
+        agreed = self._prepare(check_groups(groups), clip)
         if agreed is None:
             return loss
         planned, exchange, slots, flags = agreed
@@ -394,18 +381,11 @@ class Muon(torch.optim.Optimizer):
             offload=offload,
         )
         kept.interrupted = f"step {exchange.steps} of this plan"
-        tails = exchange.run(work)
-        put_off = None if wait or work.copied else self._deferrable(planned, tails)
-        if put_off is None:
-            for tail in tails:
-                tail.finish()
+        exchange.run(work)
         work.finish()
         kept.brought_back = None if offload is None else offload.last
         keep_running_norms(clip, self.state, flags.stop)
-        if put_off is None:
-            kept.interrupted = None
-        else:
-            kept.deferred = Deferred(*put_off, lambda: self._finish_tails(tails))  # until then it counts as interrupted
+        kept.interrupted = None
         kept.unsuited = unsuited_of(planned, rules, work.unsuited)
         if kept.unsuited is not None and kept.unsuited.arrived is None:
             kept.unsuited.warn(kept.unsuited_told)
@@ -425,53 +405,16 @@ class Muon(torch.optim.Optimizer):
         if unsuited is not None:
             unsuited.warn(kept.unsuited_told)
 
-    @_disable_dynamo
-    @torch.no_grad()
     def finish(self) -> None:
-        """Finish a step that was taken with ``wait=False``: wait for the last results and write them.
+        """Wait until state that is kept on the host (``state_device="cpu"``) has been copied back after a step.
 
-        Modules that are about to run, ``state_dict`` and the methods here that read weights or state do that by
-        themselves. Whoever reads weights otherwise calls this before, and whoever reads the state of
-        ``state_device="cpu"``: the host waits until it has been copied back. It starts no collective, so a single rank
-        may call it.
+        ``state_dict()`` and all other methods that read state do that by themselves. Call this before you read
+        ``optimizer.state`` yourself. It starts no collective, so a single rank may call it.
         """
-        self._finish_deferred()
         if self._kept.brought_back is not None:
             self._kept.brought_back.synchronize()
 
-    def _finish_deferred(self) -> None:
-        """Write what the last step has put off, and no more: what the device does next comes after it by itself."""
-        if self._kept.deferred is not None:
-            self._kept.deferred.finish()
-
-    def _finish_tails(self, tails: Iterable[Tail]) -> None:
-        """Wait for the results that a step has put off, and write them: the step is over then."""
-        self._kept.deferred = None
-        for tail in tails:
-            tail.finish()
-        self._kept.interrupted = None
-
-    def _deferrable(
-        self, planned: Planned, tails: Iterable[Tail]
-    ) -> tuple[Sequence[Tensor], Collection[nn.Module]] | None:
-        """Return the parameters that are still to be written and the modules that hold them, looked up once a plan.
-
-        None if nothing may be put off: no parameter is left, gradients do not come from ``parameter.grad``, hooks run
-        after the step, or somebody may read one that no module announces.
-        """
-        kept = self._kept
-        tensors = tuple(m.tensor for tail in tails for n in tail.parameters if (m := planned.muon[n]) is not None)
-        hooks = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
-        if not tensors or hooks or kept.source is not PARAMETER_GRAD:
-            return None
-        if kept.modules is None or kept.modules[0] is not planned:
-            kept.modules = planned, holders_of(tensors)
-        holders = kept.modules[1]
-        return None if holders is None else (tensors, holders)
-
-    def _prepare(
-        self, settings: SettingsFound, clip: Clip, read_too_early: StateError | None
-    ) -> tuple[Planned, Exchange, Collected, Flags] | None:
+    def _prepare(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
 
         None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
@@ -484,15 +427,13 @@ class Muon(torch.optim.Optimizer):
             if kept.pending is not None:
                 return None
             forget(kept)
-        agreed = self._agree(settings, clip, read_too_early)
+        agreed = self._agree(settings, clip)
         if agreed[-1].replan:  # another rank's parameters have changed, so all plan again
             forget(kept)
-            agreed = self._agree(settings, clip, read_too_early)
+            agreed = self._agree(settings, clip)
         return agreed
 
-    def _agree(
-        self, settings: SettingsFound, clip: Clip, read_too_early: StateError | None
-    ) -> tuple[Planned, Exchange, Collected, Flags]:
+    def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
         """Read the gradients under the plan, and hear what all ranks have found."""
         kept = self._kept
         planned, exchange = connect(self.param_groups, kept, compared=True)
@@ -510,7 +451,7 @@ class Muon(torch.optim.Optimizer):
             slots,
             Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error or read_too_early,
+            error=clip.error,
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),
@@ -577,7 +518,6 @@ class Muon(torch.optim.Optimizer):
             PlanError: on the other ranks then.
         """
         check_process_group(process_group, ("world", "local"))
-        self._finish_deferred()
         kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
@@ -741,7 +681,6 @@ class Muon(torch.optim.Optimizer):
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
         stores something itself; they are NaN if another rank could not follow, and the next step ends in an error.
         """
-        self._finish_deferred()
         kept, groups = self._kept, self.param_groups
         while True:
             error = check_groups(groups).error

@@ -17,7 +17,7 @@ from muonmesh.comm.owner import OwnerExchange
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.team import Team
 from muonmesh.comm.wire import Counts, Wire
-from muonmesh.comm.work import Tail, Work
+from muonmesh.comm.work import Work
 from muonmesh.layout import Plan
 from muonmesh.layout.carried import Carried
 
@@ -30,13 +30,10 @@ class Strategy(Protocol):
         """What it keeps from step to step, by role; empty before the first step."""
         ...
 
-    def run(self, work: Work, meanwhile: Callable[[], None]) -> Tail | None:
+    def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
         """Take its matrices of the plan through one step; all ranks of the plan call it.
 
         ``meanwhile`` is called once: while something travels, if anything does.
-
-        Returns:
-            What is left to be done, see `Tail`; None if nothing is.
         """
 
 
@@ -130,12 +127,8 @@ class Exchange:
         """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
         return self._wire.reduce(sums, dist.ReduceOp.SUM, what)
 
-    def run(self, work: Work) -> list[Tail]:
-        """Take every matrix of the plan through one step; all ranks of the group call it.
-
-        Returns:
-            What is left to be done, before the next step begins; it starts no collective.
-        """
+    def run(self, work: Work) -> None:
+        """Take every matrix of the plan through one step; all ranks of the group call it."""
         if self._blocks:
             largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
             work.measure_blocks(largest)
@@ -147,10 +140,11 @@ class Exchange:
         if self._carried is not None:
             self._carried.gather(work)
         first, *others = self._strategies
-        found = [first.run(work, work.step_adamw), *(strategy.run(work, _nothing) for strategy in others)]
+        first.run(work, work.step_adamw)
+        for strategy in others:
+            strategy.run(work, _nothing)
         if self._carried is not None:
             self._carried.scatter(work)
-        return [tail for tail in found if tail is not None]
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ from muonmesh.comm.schedule import Schedule
 from muonmesh.comm.stages import Compute, Copies, Gather, Scatter, Swap
 from muonmesh.comm.team import Team
 from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Ends, Tail, Work
+from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.numerics.kernels.threads import run_all
 
@@ -68,12 +68,8 @@ class OwnerExchange:
         """What is kept from step to step, by role."""
         return self.schedule.memory if "schedule" in self.__dict__ else {}
 
-    def run(self, work: Work, meanwhile: Callable[[], None]) -> Tail | None:
-        """Run every bucket once; ``meanwhile`` is called while the first one travels.
-
-        Returns:
-            To receive the results of the last bucket, which still travel; None if nothing is left.
-        """
+    def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
+        """Run every bucket once; ``meanwhile`` is called while the first one travels."""
         count = self.schedule.stages
         if count:
             work.fetch(self.schedule.moving(0))
@@ -89,14 +85,8 @@ class OwnerExchange:
                 self._receive(number - 1, work)
             self._scatter_the_rest(number, work)
         self._wire.counts.orthogonalized += self.schedule.local_count
-        if not count:
-            return None
-        last = self._computed[count - 1]
-        if not last.rounds.count or last.summed:  # sums are collectives of their own
+        if count:
             self._receive(count - 1, work)
-            return None
-        ends = (*last.staying, *self._scattered[count - 1].arrived)
-        return Tail(frozenset(leg.parameter for leg, _ in ends), partial(self._receive, count - 1, work))
 
     def _gather(self, number: int, work: Work) -> None:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
@@ -44,22 +44,6 @@ class Local:
     def start(self) -> int:
         """The place of its first element in the storage, if it is not stored in pieces."""
         return self.read[0].piece.storage_start
-
-
-@dataclass(frozen=True)
-class Tail:
-    """The tail of an exchange: what a step has left to do when all its collectives have begun.
-
-    It only writes what stayed here, waits for a transfer, and writes what has arrived. So ranks may do it at different
-    times.
-
-    Attributes:
-        parameters: Those that it writes, as the plan numbers them.
-        finish: Does it; called once.
-    """
-
-    parameters: frozenset[int]
-    finish: Callable[[], None]
 
 
 class Work(Protocol):

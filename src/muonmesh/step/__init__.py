@@ -8,6 +8,6 @@
 4. `muon`: momentum, and what the exchange reads, computes and writes; on a device `together` takes the pieces of many
    matrices at once. `adamw` runs under the first gather.
 
-`kept` is what an optimizer keeps from one step to the next, and `deferred` what `step(wait=False)` has put off.
+`kept` is what an optimizer keeps from one step to the next.
 `update_squares` counts for `Muon.metrics`; `stalled`, `unsuited` and `rounding` warn.
 """

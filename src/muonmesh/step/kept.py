@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
 from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
-from muonmesh.step.deferred import Deferred
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Planned, bucket_elements
 from muonmesh.step.preflight import Pending
@@ -71,9 +69,6 @@ class Kept:
         offload: Whether state is worked on in copies of it; None: where it is kept elsewhere than the parameters.
         brought_back: After it the host may read state that was copied back; None: it may now.
         stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
-        deferred: What the last step has put off; None: it is over.
-        modules: The plan for which it was looked up which modules hold what such a step puts off, and those
-            modules; None for the modules if nothing may be put off.
         interrupted: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
     """
@@ -103,8 +98,6 @@ class Kept:
     brought_back: torch.cuda.Event | None = None
     stopped: bool | Tensor = False
     interrupted: str | None = None
-    deferred: Deferred | None = None
-    modules: tuple[Planned, weakref.WeakSet[nn.Module] | None] | None = None
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None
 

@@ -550,13 +550,6 @@ class MuonStep:
             found = self._scales[key] = rule.scale(matrix.rows, matrix.cols)
         return found
 
-    @property
-    def copied(self) -> bool:
-        """Whether weights or state are worked on in copies, which `finish` writes back: then no Tail is put off."""
-        return self._loans is not None or any(
-            ready.weights is not local_of(ready.slot.tensor) for ready in self._ready.values()
-        )
-
     def finish(self) -> None:
         """Write back the storages that were worked on in a copy, and create the state of what was not worked on.
 

@@ -197,8 +197,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
         return None
     followed = bool(answers.somebody("stays"))
     if followed:
-        for tail in exchange.run(Idle()):
-            tail.finish()
+        exchange.run(Idle())
     if error is not None:
         return Pending.start(answers, exchange, error, planned, dict, SettingsFound(error, False, []))
     if followed:
