@@ -23,7 +23,9 @@ help:
 	@echo "make guard       fails if a step has become slower against its peers than a recorded run"
 
 setup: $(VENV)/.ready
-$(VENV)/.ready: pyproject.toml constraints.txt
+# The package is installed anew when the C files change, which are compiled then.
+BUILT := pyproject.toml setup.py $(wildcard src/muonmesh/numerics/kernels/*.c)
+$(VENV)/.ready: $(BUILT) constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "muonmesh needs Python >= 3.11; found %d.%d. Write: make PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
@@ -39,7 +41,7 @@ test: setup
 
 # Megatron-Core wants an environment of its own: nothing in the package's own tests should find it by accident.
 MEGATRON := .venv-megatron
-$(MEGATRON)/.ready: pyproject.toml constraints.txt constraints-megatron.txt
+$(MEGATRON)/.ready: $(BUILT) constraints.txt constraints-megatron.txt
 	$(PYTHON) -m venv $(MEGATRON)
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -51,7 +53,7 @@ test-megatron: $(MEGATRON)/.ready
 
 # The houses where people train, likewise: their packages are many and heavy. torchtitan imports triton on a CPU too.
 HOSTS := .venv-hosts
-$(HOSTS)/.ready: pyproject.toml constraints.txt constraints-hosts.txt
+$(HOSTS)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -63,7 +65,7 @@ test-hosts: $(HOSTS)/.ready
 
 # Hosts that want other versions of what the hosts above have. Axolotl comes without its dependencies, which want CUDA.
 HOSTS_ALL := .venv-hosts-all
-$(HOSTS_ALL)/.ready: pyproject.toml constraints.txt constraints-hosts-all.txt
+$(HOSTS_ALL)/.ready: $(BUILT) constraints.txt constraints-hosts-all.txt
 	$(PYTHON) -m venv $(HOSTS_ALL)
 	$(HOSTS_ALL)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	DS_BUILD_OPS=0 $(HOSTS_ALL)/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -73,7 +75,7 @@ $(HOSTS_ALL)/.ready: pyproject.toml constraints.txt constraints-hosts-all.txt
 
 # verl beside the hosts that others test too, with the TRL that it wants; its own pins of torch and transformers are older.
 VERL := .venv-hosts-verl
-$(VERL)/.ready: pyproject.toml constraints.txt constraints-hosts.txt
+$(VERL)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	DS_BUILD_OPS=0 $(VERL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \

@@ -56,8 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def c_compiler() -> None:
-    """For tests of what the user's compiler makes; skips them where there is none."""
+def products() -> None:
+    """For tests of the products in C; skips them where the package could not be built with them."""
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("this machine has no C compiler")
 

@@ -125,7 +125,7 @@ def test_computed_in_bf16_too(pools: dict[int, Pool], stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_compiled_products_too(pools: dict[int, Pool], c_compiler: None, stage: int) -> None:
+def test_compiled_products_too(pools: dict[int, Pool], products: None, stage: int) -> None:
     assert pools[2].run(ds.exactness, zero(stage), compute_dtype=torch.bfloat16, kernels="compiled") == [[], []]
 
 

@@ -25,7 +25,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # A matrix and a vector, stepped once; nothing but the package and torch is needed.
 STEP = """
 import importlib.metadata, pathlib, sys
-import torch, muonmesh as mm
+import muonmesh, torch
+import muonmesh as mm
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
 optimizer = mm.from_model(model, lr=0.01)
 before = model[1].weight.detach().clone()
@@ -35,7 +36,7 @@ assert not torch.equal(before, model[1].weight)
 folder = pathlib.Path(mm.__file__).parent
 assert folder.is_relative_to(sys.prefix), folder
 assert (folder / "py.typed").exists()
-assert (folder / "numerics" / "kernels" / "compiled.c").exists()
+assert muonmesh.orthogonalize(torch.ones(3, 3), kernels="compiled").isfinite().all()
 print(importlib.metadata.version("muonmesh"))
 """
 
@@ -111,14 +112,16 @@ def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> No
     assert names == {
         str(path.relative_to(sources))
         for path in (sources / "muonmesh").rglob("*")
-        if path.suffix in (".py", ".c") or path.name == "py.typed"
-    }
+        if path.suffix == ".py" or path.name == "py.typed"
+    } | {"muonmesh/numerics/kernels/products.so"}
+    assert re.fullmatch(r"py3-none-(linux|macosx)_.*", built["wheel"].stem.split("-", 2)[2])
 
 
 def test_the_sdist_holds_licence_and_sources(built: dict[str, Path]) -> None:
     with tarfile.open(built["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "src/muonmesh/__init__.py", "src/muonmesh/py.typed"} <= names
+    assert {f"src/muonmesh/numerics/kernels/{name}.c" for name in ("products", "dispatch")} <= names
 
 
 def test_the_changelog_has_a_section_of_this_version() -> None:

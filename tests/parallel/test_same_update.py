@@ -61,7 +61,7 @@ def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-def test_bit_for_bit_with_compiled_products(workers, c_compiler: None, layout: str) -> None:
+def test_bit_for_bit_with_compiled_products(workers, products: None, layout: str) -> None:
     for differing, _ in workers(4).run(run, layout, torch.bfloat16, kernels="compiled"):
         assert differing == []
 

@@ -122,7 +122,7 @@ def test_a_team_has_the_bits_of_one_rank(
 
 @pytest.mark.parametrize(("ranks", "coefficients"), one_in(2, [(2, "deflated"), (4, "polar_express"), (4, "deflated")]))
 def test_a_team_has_the_bits_of_one_rank_with_compiled_products(
-    workers, c_compiler: None, ranks: int, coefficients: str
+    workers, products: None, ranks: int, coefficients: str
 ) -> None:
     """One matrix is so much larger than the others that it has a team, whatever it costs."""
     names = ["tall", "small"]

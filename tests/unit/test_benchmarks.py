@@ -287,7 +287,7 @@ def test_deflated_lets_no_singular_value_grow_on_matrices_made_for_that(
 
 @pytest.mark.parametrize("shape", one_in(3, [((384, 800),), ((400, 1700),), ((768, 1600),)]))
 def test_all_steps_on_one_gram_matrix_do_not_either(
-    script: Callable[[str], ModuleType], c_compiler: None, shape: tuple[int, int]
+    script: Callable[[str], ModuleType], products: None, shape: tuple[int, int]
 ) -> None:
     """With half of the first product with R mirrored it was 1.6 on rows that are alike, with bf16 alone it diverged."""
     stress = script("stress")

@@ -1,10 +1,12 @@
-"""Products compiled by the user's compiler: each against fp64, the same bits however cut up and on every processor."""
+"""Products in C: each against fp64, the same bits however cut up and on every processor."""
 
 from __future__ import annotations
 
 import functools
 import math
-import platform
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,17 +17,17 @@ from torch import Tensor
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.kernels import compiled, compiler
+from muonmesh.numerics.kernels import compiled
 from muonmesh.numerics.kernels.compiled import compiled_products
 from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.normalize import load
 
-pytestmark = pytest.mark.usefixtures("c_compiler")
+pytestmark = pytest.mark.usefixtures("products")
 
 TABLE = compiled_products(at_once=3)
 # Tiles of 12 or 4 rows and 32 or 16 columns, groups of four panels, 3072 elements of depth at a time.
-SIZES = [(1, 1), (3, 50), (12, 32), (37, 39), (128, 128), (130, 259), (40, 3073), (401, 530)]
+SIZES = [(1, 1), (13, 1), (1, 13), (3, 50), (12, 32), (37, 39), (128, 128), (130, 259), (40, 3073), (401, 530)]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -129,16 +131,31 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(rows: int, cols: int, t
         assert torch.equal(TABLE.product(*alone[1:], alone[2], 0.75, torch.empty_like(alone[1]))[0], expected[2][n])
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flags are those of x86-64")
-@pytest.mark.parametrize("flags", [("-march=x86-64",), ("-march=x86-64-v3",), ("-mno-avx512bf16",)], ids=lambda f: f[0])
-def test_every_processor_has_the_same_bits(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the instruction for pairs of bf16, by AVX2 and by SSE2, with other tiles."""
+VARIANTS = {"avx2": ["avx2"], "avx512": ["avx2", "avx512"], "avx512bf16": ["avx2", "avx512", "avx512bf16"]}
+VARIANTS |= {"neon": ["neon"], "bf16": ["neon", "bf16"]}
+
+
+def test_every_processor_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All variants that run here, with other tiles; also rows that bf16 instructions take for zero."""
+    best = compiled.library().variant
     for rows, cols in ((37, 39), (130, 259)):
         x, a, b = random(2, rows, cols), symmetric(rows, 2, 1), symmetric(rows, 2, 2)
-        with monkeypatch.context() as patch:
-            expected = [*all_of(TABLE, x, a, b), *loaded(x)]
-            patch.setattr(compiled, "library", functools.partial(compiled.library, *flags))
-            assert all(map(torch.equal, [*all_of(TABLE, x, a, b), *loaded(x)], expected))
+        tiny = x.clone()
+        tiny[:, ::10] *= 2.0**-120
+        tiny[:, ::15] *= 2.0**-8
+        for y in (x, tiny, x * 2.0**-70):
+            found = {}
+            for variant in VARIANTS[best]:
+                with monkeypatch.context() as patch:
+                    patch.setattr(compiled, "library", functools.partial(compiled.library, variant))
+                    found[variant] = [*all_of(TABLE, y, a, b), *loaded(y)]
+            for variant in VARIANTS[best]:
+                assert all(map(torch.equal, found[variant], found[best])), variant
+
+
+def test_the_mode_of_the_processor_is_given_back() -> None:
+    TABLE.gram(random(1, 40, 50), torch.ones(1, 1, 1), torch.empty(1, 40, 40, dtype=torch.bfloat16))
+    assert torch.tensor(1e-30).mul(1e-10).item() > 0, "numbers below 2^-126 are numbers again"
 
 
 def test_a_team_has_the_bits_of_one_rank() -> None:
@@ -278,61 +295,58 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(coefficients: str, t
         assert torch.equal(run(shifted.copy_(x)), alone)
 
 
-# --- the compiler -----------------------------------------------------------------------------------------------
+# --- the library ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A process that has compiled nothing yet, and whose caches are empty."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler.tempfile, "tempdir", str(tmp_path))
-    for cached in (compiled.library, compiler.compiled):
-        cached.cache_clear()
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A package that was built without a C compiler: there is no library beside compiled.py."""
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
+    compiled.library.cache_clear()
     yield tmp_path
-    for cached in (compiled.library, compiler.compiled):
-        cached.cache_clear()
+    compiled.library.cache_clear()
 
 
-def test_the_library_is_compiled_once_for_a_machine(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled.library()
-    (library,) = (nothing_compiled / "cache" / "muonmesh").iterdir()
-    written = library.stat().st_mtime_ns
-    for cached in (compiled.library, compiler.compiled):
-        cached.cache_clear()
-    compiled.library()
-    assert library.stat().st_mtime_ns == written
-    assert [library] == list(library.parent.iterdir()), "nothing is left behind"
-
-
-def test_a_home_that_cannot_be_written_is_no_obstacle(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (nothing_compiled / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(nothing_compiled / "file"))
-    compiled.library()
-    assert len(list(nothing_compiled.glob("muonmesh-*/compiled-*.so"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("command", "told"),
-    [
-        ("no-such-compiler -O9", "found no C compiler no-such-compiler; needed a C compiler"),
-        ("false", r"found false .* ended with 1"),
-    ],
-)
-def test_errors_say_what_the_compiler_said(
-    nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch, command: str, told: str
-) -> None:
-    monkeypatch.setenv("CC", command)
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize("content", [None, b"", b"\x7fELF", b"no library"])
+def test_without_a_library(no_library: Path, content: bytes | None) -> None:
+    """None, or one that is cut off: torch multiplies, and who asks for it by name is told what to write."""
+    if content is not None:
+        (no_library / "products.so").write_bytes(content)
+    with pytest.raises(ValueError, match=r"found no products.so in the package .* Write kernels=\"auto\", or build"):
         orthogonalize(random(4, 4), kernels="compiled")
     with pytest.raises(ValueError, match='Write kernels="auto"'):
         mm.Muon([torch.nn.Parameter(torch.ones(3, 3))], kernels="compiled")
+    assert orthogonalize(random(4, 4)).isfinite().all()
 
 
-def test_without_a_compiler(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"no C compiler: neither \$CC nor cc, gcc or clang"):
-        orthogonalize(random(4, 4), kernels="compiled")
+def test_nothing_is_compiled_or_loaded_from_elsewhere(tmp_path: Path) -> None:
+    """With a home, a cache, a temporary folder and a path of somebody else's."""
+    planted = tmp_path / "muonmesh"
+    planted.mkdir()
+    for name in ("cc", "gcc", "clang"):
+        (planted / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\nexit 1\n")
+        (planted / name).chmod(0o755)
+    variables = ("HOME", "XDG_CACHE_HOME", "TMPDIR", "TEMP", "LD_LIBRARY_PATH")
+    environment = {**os.environ, **dict.fromkeys(variables, str(tmp_path)), "CC": str(planted / "cc")}
+    environment["PATH"] = f"{planted}:{environment['PATH']}"
+    code = "import torch, muonmesh; print(muonmesh.orthogonalize(torch.ones(3, 3), kernels='compiled').sum())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("tensor(")
+    assert not (tmp_path / "ran").exists()
+    assert {path.name for path in tmp_path.rglob("*")} == {"muonmesh", "cc", "gcc", "clang"}
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "strides", "shape", "device"])
+def test_c_gets_no_address_of_another_kind_of_tensor(wrong: str) -> None:
+    x, out = random(1, 20, 30), torch.empty(1, 20, 20, dtype=torch.bfloat16)
+    given = {
+        "dtype": (x, out.float()),
+        "strides": (x, torch.empty(1, 20, 40, dtype=torch.bfloat16)[..., ::2]),
+        "shape": (x, out[:, :19]),
+        "device": (x.to("meta"), out),
+    }[wrong]
+    with pytest.raises(AssertionError, match="another kind"):
+        TABLE.gram(given[0], torch.ones(1, 1, 1), given[1])
 
 
 def test_what_it_is_not_for() -> None:

@@ -53,7 +53,7 @@ def factor_of_all(
     r, low, zr, zr_low = square("a"), square("a low"), square("b"), square("b low")
     combine(x, x.mT, inverse_square, (), r, low)
     z, scale = _first(polynomials[0], r, exact, square)
-    norm, constant = scale**-0.5, torch.full((1, 1, 1), polynomials[0][0])
+    norm, constant = scale**-0.5, _number(polynomials[0][0], x)
     factor, mean = z, constant
     for number, p in enumerate(polynomials[1:]):
         # R ← (c + Z) R (c + Z), where c + Z is the step before. Rounded, Z and R commute only nearly, and half of Z R
@@ -81,7 +81,7 @@ def _first(p: Polynomial, r: Tensor, exact: Exact, square: Squares) -> tuple[Ten
 def _powers(p: Polynomial, r: Tensor, exact: Exact, out: Tensor, square: Squares) -> tuple[Tensor, Tensor]:
     """Return Z, in `out`, and c so that c + Z = p₀ + p₁·R + …, where Z of degree 9 has no mean on its diagonal."""
     if len(p) == 3:
-        return exact.combine(r, r, p[2], ((r, p[1]),), out), torch.full((1, 1, 1), p[0])
+        return exact.combine(r, r, p[2], ((r, p[1]),), out), _number(p[0], r)
     lead, u, w, t = factored(p)
     h = exact.combine(r, r, 1.0, ((r, u),), square("c"))
     z = exact.combine(h, h, lead, ((h, lead * w), (r, lead * t)), out)
@@ -97,6 +97,10 @@ def _joined(w: Tensor, q: Tensor, z: Tensor, p: Tensor, exact: Exact, out: Tenso
     exact.combine(w, z, 1.0, ((z, q), (w, p)), out, symmetric=False)
     diagonal = exact.row_products(w, z) + q[..., 0] * _diagonal(z) + p[..., 0] * _diagonal(w)
     return out, p * q + _without_mean(out, diagonal)
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    return torch.full((1, 1, 1), value, dtype=torch.float32, device=like.device)
 
 
 def _diagonal(square: Tensor) -> Tensor:

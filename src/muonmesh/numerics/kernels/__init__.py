@@ -8,8 +8,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from muonmesh.numerics.kernels.blocked import BLOCKED, blocked_products
-from muonmesh.numerics.kernels.compiled import compiled_products, library
-from muonmesh.numerics.kernels.compiler import CompilerError
+from muonmesh.numerics.kernels.compiled import NoLibrary, compiled_products, library
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.share import TeamShare
@@ -19,7 +18,7 @@ from muonmesh.numerics.kernels.widened import widened
 
 KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
 """Who multiplies: "auto" is what is expected to be the fastest on the device of what is installed, "torch" needs
-nothing but torch, "compiled" a C compiler and bf16 on a CPU."""
+nothing but torch, "compiled" a package that was built where there is a C compiler, and bf16 on a CPU."""
 
 __all__ = [
     "DIVIDED_FROM_ROWS",
@@ -91,7 +90,7 @@ def select(
 
 
 def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that matrices on a device can be multiplied by an implementation; it is compiled if need be.
+    """Check that matrices on a device can be multiplied by an implementation.
 
     Raises:
         ValueError: as `select`.
@@ -120,8 +119,11 @@ def _check_compiled(device: torch.device, dtype: torch.dtype) -> None:
     else:
         try:
             library()
-        except CompilerError as error:
-            found, needed, write = str(error), "a C compiler", 'kernels="auto", or install gcc or clang'
+        except NoLibrary as error:
+            found, needed = str(error), "the library of products, on a processor with AVX2 and FMA or on 64-bit ARM"
+            write = (
+                'kernels="auto", or build the package where there is a C compiler (pip install --no-binary muonmesh)'
+            )
     if needed:
         raise ValueError(f"kernels='compiled': found {found}; needed {needed}. Write {write}")
 

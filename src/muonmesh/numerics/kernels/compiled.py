@@ -1,4 +1,4 @@
-"""CPU: bf16 products of our own in C (compiled.c), compiled by the user's compiler.
+"""CPU: bf16 products in C (products.c), compiled when the package is built.
 
 What they save against torch's: of a symmetric result little more than the upper triangle is multiplied, at full speed,
 and it is mirrored while it is in the cache; what is added is added before the result is rounded; and a batch of small
@@ -12,13 +12,14 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.blocked import BLOCK, fill_rows, fill_symmetric
-from muonmesh.numerics.kernels.compiler import compiled
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.kernels.table import Exact, Matmuls
@@ -31,41 +32,73 @@ _Number: TypeAlias = float | Tensor | list[float]
 """One number, or one for each matrix."""
 
 
-class _Matrix(ctypes.Structure):
-    """`matrix` of compiled.c."""
+class NoLibrary(RuntimeError):
+    """The package has no library of products that runs on this machine; the message says why."""
 
-    _fields_ = (("at", ctypes.c_void_p), ("ld", ctypes.c_long))
+
+class _Matrix(ctypes.Structure):
+    """`matrix` of products.c."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("ld", ctypes.c_long), ("step", ctypes.c_long))
 
 
 _Operands = _Matrix * 6
+_NONE = _Matrix(None, 0, 0)
 
 
-def _matrix(batch: Tensor | None, *, transposed: bool = False) -> _Matrix:
-    if batch is None:
-        return _Matrix(None, 0)
-    return _Matrix(batch.data_ptr(), batch.stride(2 if transposed else 1))
+def _address(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return where a contiguous tensor lies; all addresses that C gets come from here and from `_matrix`."""
+    _require(tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous(), tensor)
+    return tensor.data_ptr()
+
+
+def _matrix(batch: Tensor, shape: tuple[int, ...], *, transposed: bool = False) -> _Matrix:
+    """Return where the matrices (count, rows, cols) of a batch lie, or their transposes: rows may be apart."""
+    step, ld, along = batch.mT.stride() if transposed else batch.stride()
+    together = along == 1 or shape[1 if transposed else 2] == 1
+    _require(batch.dtype == torch.bfloat16 and batch.device.type == "cpu" and batch.shape == shape and together, batch)
+    return _Matrix(batch.data_ptr(), ld, step)
+
+
+def _require(fits: bool, tensor: Tensor) -> None:
+    """Raise before C reads or writes what is not there; an `assert` would be gone under ``python -O``."""
+    if not fits:
+        told = f"{tuple(tensor.shape)} with strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
+        raise AssertionError(f"compiled products were given a tensor of another kind than they take: {told}")
 
 
 @cache
-def library(*flags: str) -> ctypes.CDLL:
-    """Return the functions of compiled.c.
+def library(variant: str = "") -> SimpleNamespace:
+    """Return the functions of products.c.
 
     Args:
-        flags: For the compiler, besides its own.
+        variant: The set of instructions; "": the best that this processor has.
 
     Raises:
-        CompilerError: they cannot be compiled here.
+        NoLibrary: the package was built without a C compiler, or for other processors.
     """
-    found = compiled("compiled.c", *flags)
+    path = Path(__file__).with_name("products.so")
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoLibrary(f"no {path.name} in the package that can be loaded ({error})") from error
+    found.muonmesh_variant.restype = ctypes.c_char_p
+    variant = variant or found.muonmesh_variant().decode()
+    if not variant:
+        raise NoLibrary("a processor without AVX2 and FMA")
     long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
-    found.muonmesh_room.argtypes, found.muonmesh_room.restype = (long, long), long
-    found.muonmesh_multiply.argtypes = (long, long, long, long, _Operands, flag, pointer, flag, long, long, pointer)
-    found.muonmesh_row_products.argtypes = (long, long, pointer, pointer, pointer)
-    found.muonmesh_transpose.argtypes = (long, long, long, pointer, pointer)
-    found.muonmesh_load.argtypes = (long, long, long, pointer, pointer, pointer)
-    for name in ("multiply", "row_products", "transpose", "load"):
-        getattr(found, f"muonmesh_{name}").restype = None
-    return found
+    functions = SimpleNamespace(variant=variant)
+    for name, takes, returns in (
+        ("room", (long, long), long),
+        ("multiply", (long, long, long, long, _Operands, flag, pointer, flag, long, long, pointer), None),
+        ("row_products", (long, long, pointer, pointer, pointer), None),
+        ("transpose", (long, long, long, pointer, pointer), None),
+        ("load", (long, long, long, pointer, pointer, pointer), None),
+    ):
+        function = found[f"muonmesh_{name}_{variant}"]
+        function.argtypes, function.restype = takes, returns
+        setattr(functions, name, function)
+    return functions
 
 
 def compiled_products(*, at_once: int = 1, share: TeamShare | None = None) -> Matmuls:
@@ -125,25 +158,29 @@ def _multiply(
     *,
     symmetric: bool = True,
 ) -> Tensor:
-    """See `Exact.combine`; the matrices of a batch follow each other, the rows of one may be apart."""
+    """See `Exact.combine`; the rows of a matrix may be apart."""
     count, rows, depth = a.shape
-    cols, transposed = out.shape[2], b.stride(2) != 1
+    cols = out.shape[2]
+    shape = count, rows, cols
+    # A single column may have any stride: a vector is read as its rows lie, whichever way it is turned.
+    transposed = b.stride(2) != 1 and cols != 1
     factors = [_each(alpha, count)]
-    operands = [_matrix(a), _matrix(b, transposed=transposed)]
+    operands = [_matrix(a, (count, rows, depth)), _matrix(b, (count, depth, cols), transposed=transposed)]
     for term, factor in terms:
         numbers = _each(factor, count)
-        operands.append(_matrix(term if any(numbers) else None))
+        operands.append(_matrix(term, shape) if any(numbers) else _NONE)
         factors.append(numbers)
     for _ in range(2 - len(terms)):
-        operands.append(_matrix(None))
+        operands.append(_NONE)
         factors.append([0.0] * count)
-    functions, told = library(), _Operands(*operands, _matrix(out), _matrix(low))
+    low_matrix = _NONE if low is None else _matrix(low, shape)
+    functions, told = library(), _Operands(*operands, _matrix(out, shape), low_matrix)
     each = (ctypes.c_float * (3 * count))(*(number for some in zip(*factors, strict=True) for number in some))
-    size = functions.muonmesh_room(rows, depth)
+    size = functions.room(rows, depth)
 
     def part(number: int, parts: int) -> None:
         room = scratch("products", (size,), dtype=torch.uint8, device=out.device).data_ptr()
-        functions.muonmesh_multiply(count, rows, depth, cols, told, transposed, each, symmetric, number, parts, room)
+        functions.multiply(count, rows, depth, cols, told, transposed, each, symmetric, number, parts, room)
 
     if rows * cols * depth < _WORTH_A_THREAD:
         part(0, 1)
@@ -198,18 +235,19 @@ def _divide(
 def _row_products(x: Tensor, y: Tensor) -> Tensor:
     """See `Exact.row_products`."""
     batch, rows, cols = x.shape
-    out = torch.empty(batch, rows)
-    library().muonmesh_row_products(batch * rows, cols, x.data_ptr(), y.data_ptr(), out.data_ptr())
+    _require(x.shape == y.shape, y)
+    out = torch.empty(batch, rows, dtype=torch.float32, device=x.device)
+    library().row_products(batch * rows, cols, _address(x), _address(y), _address(out, torch.float32))
     return out
 
 
 def _load(x: Tensor, out: Tensor) -> Tensor:
     """See `Exact.load`."""
-    norms = torch.empty(len(out), 1, 1)
+    norms = torch.empty(len(out), 1, 1, dtype=torch.float32, device=out.device)
     if x.shape != out.shape:
         _store(x, out)
         x = out
-    library().muonmesh_load(*out.shape, x.data_ptr(), out.data_ptr(), norms.data_ptr())
+    library().load(*out.shape, _address(x), _address(out), _address(norms, torch.float32))
     return norms
 
 
@@ -218,4 +256,5 @@ def _store(x: Tensor, out: Tensor) -> None:
     if x.shape == out.shape:
         out.copy_(x)
     else:
-        library().muonmesh_transpose(*x.shape, x.data_ptr(), out.data_ptr())
+        _require(x.mT.shape == out.shape, out)
+        library().transpose(*x.shape, _address(x), _address(out))

@@ -1,18 +1,29 @@
-/* Products of bf16 matrices on a CPU, compiled by the user's own compiler (compiler.py).
+/* Products of bf16 matrices on a CPU. setup.py compiles this file once for each set of instructions, -DVARIANT=name,
+ * and each variant's functions end in that name.
  *
- * Every element of a result is one sum in fp32, over k in order, in pairs: first the odd member of a pair, then the
- * even one, as VDPBF16PS does. A product of two bf16 numbers is exact in fp32, so a processor without that instruction
- * comes to the same bits by multiplying and adding. Nothing else depends on how a product is cut up: not tiles, panels,
- * threads, nor the matrices beside it. Numbers below 2^-126 may count as zero.
+ * All variants give the same bits. Every element of a result is one sum in fp32, over k in order, in pairs: first the odd
+ * member of a pair, then the even one, as VDPBF16PS does. A product of two bf16 numbers is exact in fp32, so a processor
+ * without that instruction gets the same bits from a fused multiply-add. Nothing depends on how a product is cut up: not
+ * on tiles, panels, threads, nor on the other matrices of a batch. Numbers below 2^-126 count as zero.
  *
  * As in Goto and van de Geijn (2008), "Anatomy of High-Performance Matrix Multiplication": a group of panels of B is
  * packed for the second-level cache, and tiles of A times a panel are summed in registers.
  */
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__) || defined(__SSE2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
+
+#define JOIN(a, b) a##_##b
+#define NAMED(a, b) JOIN(a, b)
+#define muonmesh_room NAMED(muonmesh_room, VARIANT)
+#define muonmesh_multiply NAMED(muonmesh_multiply, VARIANT)
+#define muonmesh_transpose NAMED(muonmesh_transpose, VARIANT)
+#define muonmesh_row_products NAMED(muonmesh_row_products, VARIANT)
+#define muonmesh_load NAMED(muonmesh_load, VARIANT)
 
 typedef uint16_t bf16;
 #if defined(__AVX512F__)
@@ -28,7 +39,27 @@ enum { VECTORS = 2, WIDTH = LANES * VECTORS }; /* of a panel */
 enum { PANELS = 4, DEPTH = 3072 }; /* packed at once: panels, and elements of each of their columns */
 
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+/* VDPBF16PS and VCVTNEPS2BF16 take numbers below 2^-126 for zero whatever the mode of the processor. Other instructions
+ * are told to, or rows that are far smaller than others would get other bits. `restore` undoes it. */
+#if defined(__x86_64__)
+INLINE uint64_t flush(void) { unsigned before = _mm_getcsr(); _mm_setcsr(before | 0x8040); return before; }
+INLINE void restore(uint64_t before) { _mm_setcsr((unsigned)before); }
+#else
+INLINE uint64_t flush(void) {
+  uint64_t before;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+  __asm__ volatile("msr fpcr, %0" : : "r"(before | 1ul << 24) : "memory");
+  return before;
+}
+INLINE void restore(uint64_t before) { __asm__ volatile("msr fpcr, %0" : : "r"(before) : "memory"); }
+#endif
+#define APART __attribute__((noinline)) /* or arithmetic could be moved across the change of mode */
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 
@@ -41,6 +72,7 @@ INLINE halves narrow(floats x) {
 #else
   pairs bits = (pairs)x, nan = (pairs)(x != x);
   pairs rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  rounded &= (pairs)((bits & 0x7f800000) != 0) | 0x8000; /* below 2^-126: zero, of the same sign */
   return __builtin_convertvector((rounded & ~nan) | (((bits >> 16) | 0x40) & nan), halves);
 #endif
 }
@@ -49,10 +81,29 @@ INLINE halves narrow(floats x) {
 INLINE floats add_products(floats sum, uint32_t a, pairs b) {
 #if defined(__AVX512BF16__)
   return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#elif defined(__AVX512F__)
+  __m512i both = _mm512_set1_epi32((int)a), high = _mm512_set1_epi32((int)0xffff0000);
+  __m512 odd = (__m512)_mm512_and_si512(both, high), even = (__m512)_mm512_slli_epi32(both, 16);
+  sum = (floats)_mm512_fmadd_ps((__m512)(b & 0xffff0000u), odd, (__m512)sum);
+  return (floats)_mm512_fmadd_ps((__m512)(b << 16), even, (__m512)sum);
+#elif defined(__AVX2__)
+  __m256i both = _mm256_set1_epi32((int)a), high = _mm256_set1_epi32((int)0xffff0000);
+  __m256 odd = (__m256)_mm256_and_si256(both, high), even = (__m256)_mm256_slli_epi32(both, 16);
+  sum = (floats)_mm256_fmadd_ps((__m256)(b & 0xffff0000u), odd, (__m256)sum);
+  return (floats)_mm256_fmadd_ps((__m256)(b << 16), even, (__m256)sum);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  /* BFMLALT takes the odd ones, BFMLALB the even ones. BFDOT and BFMMLA would add the two of a pair first. */
+  union { floats all; float32x4_t half[2]; } s = {sum};
+  union { pairs all; bfloat16x8_t half[2]; } bs = {b};
+  bfloat16x8_t both = vreinterpretq_bf16_u32(vdupq_n_u32(a));
+  for (int n = 0; n < 2; n++) s.half[n] = vbfmlalbq_f32(vbfmlaltq_f32(s.half[n], bs.half[n], both), bs.half[n], both);
+  return s.all;
 #else
+  union { floats all; float32x4_t half[2]; } s = {sum}, o = {(floats)(b & 0xffff0000u)}, e = {(floats)(b << 16)};
   union { uint32_t bits; float number; } odd = {a & 0xffff0000u}, even = {a << 16};
-  sum += (floats)(b & 0xffff0000u) * odd.number;
-  return sum + (floats)(b << 16) * even.number;
+  for (int n = 0; n < 2; n++)
+    s.half[n] = vfmaq_n_f32(vfmaq_n_f32(s.half[n], o.half[n], odd.number), e.half[n], even.number);
+  return s.all;
 #endif
 }
 
@@ -177,15 +228,17 @@ INLINE long height_of(long left) {
   return least(ROWS, left);
 }
 
-/* A matrix in memory, with `ld` elements from one row to the next; none: `at` is null. */
+/* A batch of matrices in memory: elements from one row to the next, and from one matrix to the next. None: `at` is null. */
 typedef struct {
   bf16 *at;
-  long ld;
+  long ld, step;
 } matrix;
 
 INLINE matrix part_of(matrix m, long row, long column) {
-  return (matrix){m.at ? m.at + row * m.ld + column : 0, m.ld};
+  return (matrix){m.at ? m.at + row * m.ld + column : 0, m.ld, m.step};
 }
+
+INLINE matrix one_of(matrix m, long number) { return (matrix){m.at ? m.at + number * m.step : 0, m.ld, m.step}; }
 
 INLINE floats load_widened(const bf16 *from, long some) {
   halves h = {0};
@@ -218,7 +271,7 @@ INLINE void finish(const float *sums, long rows, long width, float alpha, float 
 }
 
 INLINE void transpose_8(const bf16 *from, long ldf, bf16 *to, long ldt) {
-#if defined(__SSE2__)
+#if defined(__x86_64__)
   __m128i r[8], t[8];
   UNROLL for (int i = 0; i < 8; i++) r[i] = _mm_loadu_si128((const __m128i *)(from + i * ldf));
   UNROLL for (int i = 0; i < 4; i++) {
@@ -257,9 +310,9 @@ static void mirror(bf16 *out, long ld, long first, long last) {
 }
 
 /* One of `parts` parts of the columns of one product; see muonmesh_multiply. */
-static void multiply(long rows, long depth, long cols, matrix a, matrix b, int transposed, matrix c, matrix d,
-                     matrix out, matrix low, const float *factors, int symmetric, long part, long parts,
-                     uint32_t *packed, float *sums) {
+static APART void multiply(long rows, long depth, long cols, matrix a, matrix b, int transposed, matrix c, matrix d,
+                           matrix out, matrix low, const float *factors, int symmetric, long part, long parts,
+                           uint32_t *packed, float *sums) {
   const long wide = PANELS * WIDTH, each = (least(depth, DEPTH) + 1) / 2 * WIDTH;
   for (long start = 0, number = 0; start < cols; start += wide, number++) {
     /* A column of a symmetric result is the longer, the further to the right it is; so dealt out to and fro. */
@@ -300,25 +353,26 @@ long muonmesh_room(long rows, long depth) {
   return packed + summed * WIDTH * (long)sizeof(float);
 }
 
-/* out = alpha * A B + beta * C + gamma * D, rounded once, of `batch` matrices that follow each other.
+/* out = alpha * A B + beta * C + gamma * D, rounded once, of each of `batch` matrices.
  *
  * A is (rows, depth), B (depth, cols), or its transpose (cols, depth); C, D, out and low are (rows, cols), each with its
- * ld. C, D and low may be null; out may be C or D, but not A or B. low is what rounding leaves, rounded to bf16. Of a
+ * strides. C, D and low may be null; out may be C or D, but not A or B. low is what rounding leaves, rounded to bf16. Of a
  * symmetric result the upper triangle is computed and mirrored. factors has alpha, beta and gamma for each matrix.
  * This call computes the columns of one of `parts` parts; calls for different parts may run at the same time, each
  * with `room` of its own.
  */
 void muonmesh_multiply(long batch, long rows, long depth, long cols, const matrix operands[6], int transposed,
                        const float *factors, int symmetric, long part, long parts, void *room) {
-  const long heights[6] = {rows, transposed ? cols : depth, rows, rows, rows, rows};
   uint32_t *packed = room;
   float *sums = (float *)(packed + PANELS * ((least(depth, DEPTH) + 1) / 2) * WIDTH);
+  uint64_t mode = flush();
   for (long i = 0; i < batch; i++) {
     matrix m[6];
-    for (int n = 0; n < 6; n++) m[n] = part_of(operands[n], i * heights[n], 0);
+    for (int n = 0; n < 6; n++) m[n] = one_of(operands[n], i);
     multiply(rows, depth, cols, m[0], m[1], transposed, m[2], m[3], m[4], m[5], factors + 3 * i, symmetric, part, parts,
              packed, sums);
   }
+  restore(mode);
 }
 
 /* out (cols, rows) = the transpose of each of `batch` matrices (rows, cols). */
@@ -342,7 +396,7 @@ void muonmesh_transpose(long batch, long rows, long cols, const bf16 *from, bf16
 }
 
 /* The sum of x[j] * y[j], as sixteen sums in fp32 that are added at the end. */
-static float dot(const bf16 *x, const bf16 *y, long count) {
+static APART float dot(const bf16 *x, const bf16 *y, long count) {
   enum { SUMS = 16, TAKEN = SUMS / LANES };
   floats sum[TAKEN] = {0};
   float each[SUMS];
@@ -362,7 +416,9 @@ static float dot(const bf16 *x, const bf16 *y, long count) {
 
 /* out[i] = the sum of X * Y over row i. */
 void muonmesh_row_products(long rows, long cols, const bf16 *x, const bf16 *y, float *out) {
+  uint64_t mode = flush();
   for (long i = 0; i < rows; i++) out[i] = dot(x + i * cols, y + i * cols, cols);
+  restore(mode);
 }
 
 /* out = X times a power of two that brings its largest element near 1, of `batch` matrices (rows, cols).
@@ -386,7 +442,9 @@ void muonmesh_load(long batch, long rows, long cols, const bf16 *x, bf16 *out, f
         long some = least(LANES, (i + 1) * cols - j);
         store_narrowed(load_widened(x + j, some) * power.number, out + j, some);
       }
+      uint64_t mode = flush(); /* not before: what load reads may be below 2^-126, and is not zero */
       total += dot(out + i * cols, out + i * cols, cols);
+      restore(mode);
     }
     norms[number] = exponent == 255 ? __builtin_nanf("") : total > 0 ? (float)__builtin_sqrt(total) : 1.0f;
   }
