@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests import ambient
 from tests.workers import Pool
 
 torch.set_num_threads(1)
+ambient.install()
 
 _pools: dict[int, Pool] = {}
 
@@ -60,6 +62,20 @@ def products() -> None:
     """For tests of the products in C; skips them where the package could not be built with them."""
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("this machine has no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def hostile_ambient(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test of one process meets the package with another ambient state; AMBIENT=number draws others.
+
+    Not the tests that set such state themselves, which are marked `own_ambient`, and those that use ranks.
+    """
+    node = request.node
+    of_one_process = "/unit/" in str(node.path) and "workers" not in request.fixturenames
+    seed = os.environ.get("AMBIENT", "0")
+    drawn = ambient.Ambient.drawn(f"{seed} {node.nodeid}")
+    with ambient.around_entries(drawn if of_one_process and not node.get_closest_marker("own_ambient") else None):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -53,10 +53,10 @@ def about(where: str, error: Exception | str) -> str:
 def warn(message: str) -> None:
     """Warn at the line of the user's program from which this package was called.
 
-    Torch wraps `step`, and schedulers wrap it once more. So nobody knows how many calls lie between, and all of torch's
-    and of ours are passed over.
+    Torch wraps `step`, and schedulers wrap it once more. So nobody knows how many calls lie between, and all calls of
+    torch, of this package and of decorators are passed over.
     """
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("muonmesh", "torch"):
+    level, frame, passed = 1, sys._getframe(), ("muonmesh", "torch", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in passed:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

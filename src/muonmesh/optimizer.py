@@ -33,6 +33,7 @@ from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
+from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.report.explain import Explanation, explain, summary
@@ -320,7 +321,6 @@ class Muon(torch.optim.Optimizer):
 
     # Whole matrices, flags and collectives are no graph; compiled elementwise operations would round otherwise.
     @_disable_dynamo
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -345,23 +345,28 @@ class Muon(torch.optim.Optimizer):
                 settings stops the writes of this step, and is raised when the next one begins, at learning rate 0 at
                 once. What prevents a plan is raised at once.
         """
-        kept, groups = self._kept, self.param_groups
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_step(scaler)
+        return loss
+
+    @plain_modes()
+    def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
+        kept, groups = self._kept, self.param_groups
         self.refuse_if_interrupted()
         clip, kept.clip = kept.clip, Clip()
         self._hear_of_the_last_step()
         agreed = self._prepare(check_groups(groups), clip)
         if agreed is None:
-            return loss
+            return
         planned, exchange, slots, flags = agreed
         self._tell_scaler(scaler, flags)
         kept.stalled.count((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
         kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
-            return loss
+            return
         if kept.update_squares is not None:
             kept.update_squares = UpdateSquares()
         offload = kept.offload_of(planned)
@@ -390,7 +395,6 @@ class Muon(torch.optim.Optimizer):
         if kept.unsuited is not None and kept.unsuited.arrived is None:
             kept.unsuited.warn(kept.unsuited_told)
             kept.unsuited = None
-        return loss
 
     def _hear_of_the_last_step(self) -> None:
         """Raise or tell what the device has found out since the last step, for which the host did not wait."""
@@ -474,7 +478,7 @@ class Muon(torch.optim.Optimizer):
             )
 
     @_disable_dynamo
-    @torch.no_grad()
+    @plain_modes()
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -548,6 +552,7 @@ class Muon(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- state
 
+    @plain_modes()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and settings; the momentum keeps ``state_dtype``, whatever the parameter's dtype.
 
@@ -563,6 +568,7 @@ class Muon(torch.optim.Optimizer):
         restore_state(self, state_dict, kept.precision, expected, super().load_state_dict)
         kept.interrupted, kept.loaded = None, bool(expected)
 
+    @plain_modes()
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
 
@@ -578,6 +584,7 @@ class Muon(torch.optim.Optimizer):
         found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
         return found
 
+    @plain_modes()
     def checkpoint_records(self) -> list[Record]:
         """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
 
@@ -670,6 +677,7 @@ class Muon(torch.optim.Optimizer):
         planned = plan(self.param_groups, self._kept)
         return explain(self.param_groups, planned, self._kept.precision)
 
+    @plain_modes()
     def metrics(self) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.
 

@@ -311,7 +311,7 @@ def check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group
         found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
         raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
     eps, moments = float(group["adamw_eps"]), master or dtype
-    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments) == 0:
+    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments, device="cpu") == 0:
         found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
         needed = "an ε above 0"
         raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))

@@ -222,6 +222,7 @@ def test_a_message_is_four_parts_without_a_full_stop() -> None:
     assert about("rank 3", explain_error("w", "1", "2")) == "rank 3: w: found 1; needed 2"
 
 
+@pytest.mark.own_ambient
 def test_warnings_point_at_the_line_that_the_user_wrote() -> None:
     """Not at torch's wrappers of `step`, of which a scheduler adds one, and not at a file of ours."""
     model = nn.ModuleDict({"hidden": nn.Linear(8, 8), "unused": nn.Linear(8, 8)}).to(torch.bfloat16)

@@ -19,6 +19,8 @@ from muonmesh.numerics.kernels.threads import run_all
 
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.own_ambient
+
 
 @pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:

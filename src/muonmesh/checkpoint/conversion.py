@@ -22,6 +22,7 @@ from muonmesh.groups import split_params
 from muonmesh.migration.memory import Memory, Remembered
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of, package_of
 from muonmesh.names import canonical_name
+from muonmesh.numerics.precision import plain_modes
 
 Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
 Sources: TypeAlias = Source | Sequence[Source]
@@ -44,7 +45,7 @@ class Recipient(NamedTuple):
     keeps: Mapping[str, Storage]
 
 
-@torch.no_grad()
+@plain_modes()
 def convert(
     source: Sources,
     model: nn.Module | Optimizer,

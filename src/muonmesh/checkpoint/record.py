@@ -172,7 +172,7 @@ def _written(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Sh
 
 def wanted(layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Share:
     """Return fresh memory for what this rank stores of a whole tensor: nothing is loaded into what is in use."""
-    where = boxes_of(torch.empty(_span(layout, shape), device="meta"), layout, shape)
+    where = boxes_of(torch.empty(_span(layout, shape), dtype=dtype, device="meta"), layout, shape)
     return Share(shape, dtype, {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in where.items()})
 
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,9 +27,10 @@ from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_o
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards
 from muonmesh.names import canonical_name
+from muonmesh.numerics.precision import plain_modes
 
 
-@torch.no_grad()
+@plain_modes()
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None:
     """Write a model and its optimizer, whatever holds them, so that `load` reads them into any other layout.
 
@@ -76,7 +76,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         write(path, tensors, merged([settings for _, settings in said]))
 
 
-@torch.no_grad()
+@plain_modes()
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool = True) -> None:
     """Read what `save` wrote, under whatever layout, into this one; training then goes on as if it had never stopped.
 

@@ -15,6 +15,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
+from muonmesh.numerics.rules import step_count
 from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.homes import Home
@@ -260,7 +261,7 @@ def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, pr
 def _tensor(key: str, value: Any) -> Any:
     """Return a count or a norm as the tensor that it is here; others save numbers."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return torch.tensor(float(value)) if is_number and key in ("step", *RUNNING) else value
+    return step_count(value) if is_number and key in ("step", *RUNNING) else value
 
 
 _AS_SAVED = "Build the groups as when the state was saved"
@@ -355,8 +356,8 @@ def _check_values(name: str, key: str, local: Tensor) -> None:
     if local.is_meta or local.is_complex() or (key != "step" and key not in RUNNING and not local.is_floating_point()):
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
         raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
-    least = local.float().min() if local.numel() and key in NEVER_NEGATIVE else torch.zeros(())
-    if not bool(local.isfinite().all()) or float(least) < 0:
+    least = float(local.float().min()) if local.numel() and key in NEVER_NEGATIVE else 0.0
+    if not bool(local.isfinite().all()) or least < 0:
         needed = "finite numbers" + (" of at least 0" if key in NEVER_NEGATIVE else "")
         write = "Load an older checkpoint: this one was saved after training had diverged, or was damaged since"
         raise StateError(explain_error(name, f"{key} with nan, inf or negative numbers", needed, write))

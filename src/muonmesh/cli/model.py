@@ -139,7 +139,7 @@ def _try_forward(model: nn.Module, name: str, *, tokens: int, vocab: int) -> Non
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake = model.to_empty(device="cpu")  # of shapes alone, as on the meta device, which cannot compute as much
-            logits = fake(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits
+            logits = fake(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device="cpu"), use_cache=False).logits
     except Exception as error:  # whatever two hundred models may raise
         if type(error).__module__.startswith("torch._subclasses") or NOT_FOLLOWED.search(str(error)):
             return

@@ -287,7 +287,7 @@ class _Reading:
 
     def __init__(self, values: Tensor) -> None:
         on_gpu = values.is_cuda
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=on_gpu)
         self._host.copy_(values, non_blocking=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         if self._arrived is not None:

@@ -37,7 +37,7 @@ def limit_matrices(
     sizes = [len(numbers) for numbers in planned.matrices_of.values()]
     if not sizes:
         return ()
-    none = torch.zeros(max(sizes), device=squares.device)
+    none = torch.zeros(max(sizes), dtype=torch.float32, device=squares.device)
     held = [
         [
             state.get(tensor, {}).get(key, none[:size]).view(-1)

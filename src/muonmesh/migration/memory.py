@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.errors import StateError, explain_error
+from muonmesh.numerics.rules import step_count
 
 
 class Remembered(NamedTuple):
@@ -83,7 +84,7 @@ class Memory:
             found = "no count of AdamW's steps"
             wanted = f"{self.count!r} in its state or 'step' in its group, for the bias correction"
             raise StateError(explain_error(name, found, wanted, f'Write state["{self.count}"] = the number of steps'))
-        step = torch.as_tensor(count, dtype=torch.float32).detach().reshape(()).clone()
+        step = step_count(count)
         state = {"step": step, "exp_avg": entry[self.first].detach(), "exp_avg_sq": entry[self.second].detach()}
         return Remembered("adamw", state)
 

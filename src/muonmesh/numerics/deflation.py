@@ -77,7 +77,7 @@ def signs(rows: int, cols: int) -> Tensor:
 
     The bits are those of MurmurHash3's finaliser (A. Appleby) of each element's number.
     """
-    bits = torch.arange(rows * cols)
+    bits = torch.arange(rows * cols, dtype=torch.int64, device="cpu")
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
     return (1 - 2 * ((bits ^ (bits >> 16)) & 1)).view(rows, cols)

@@ -30,7 +30,7 @@ from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, Exact, KernelName, Matm
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
-from muonmesh.numerics.precision import exact_fp32
+from muonmesh.numerics.precision import exact_fp32, plain_modes
 from muonmesh.numerics.rational import rational_step
 from muonmesh.numerics.squares import add_scaled, row_products, row_squares, symmetric_part
 
@@ -51,7 +51,7 @@ _GRAM_STEPS: dict[CoefficientName, range] = {
 }
 
 
-@torch.no_grad()
+@plain_modes()
 def orthogonalize(
     x: Tensor,
     *,

@@ -1,4 +1,4 @@
-"""Precision: products of fp32 matrices in IEEE fp32, whatever the user allows for products of the model's own.
+"""Precision: what is computed does not depend on modes that the user has set for the model.
 
 `torch.set_float32_matmul_precision("high")` lets tensor cores multiply fp32 as TF32, which has the mantissa of fp16.
 Models bear that; whoever computes an optimizer's step in fp32 wants it exact.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,23 @@ _EXACT = ("ieee", "none")  # none: nobody has set anything, and torch multiplies
 _lock = threading.Lock()
 _inside = 0
 _before: list[str] = []
+
+
+@contextmanager
+def plain_modes() -> Iterator[None]:
+    """Compute inside without the caller's autocast, inference mode and gradients; also a decorator.
+
+    Autocast would multiply in another dtype than the code names, and only on the thread that has entered it. Tensors
+    that are made in inference mode could not be written outside of it.
+    """
+    kinds = {"cpu", "cuda", current.type if (current := torch.accelerator.current_accelerator()) else "cpu"}
+    with ExitStack() as modes:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        modes.enter_context(torch.inference_mode(False))  # turns gradients on
+        modes.enter_context(torch.no_grad())
+        yield
 
 
 @contextmanager

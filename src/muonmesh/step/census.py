@@ -175,7 +175,7 @@ class Census:
             said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in (mine, inverse(mine))]
         host = [0] * self.matrices + self.counted(slots) + said[0] + said[1] + known
         if device.type == "cpu":
-            flags = torch.tensor(host, dtype=torch.uint8)
+            flags = torch.tensor(host, dtype=torch.uint8, device=device)
         else:
             flags = upload(host, dtype=torch.uint8, device=device)  # in one copy
         flags[: self.matrices] = nonzero

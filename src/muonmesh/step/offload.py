@@ -18,7 +18,7 @@ def fresh_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     """Return zeros for a number of each element of a parameter that is on ``device``: there, or pinned on the host."""
     if not precision.leaves(device):
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision, *, wait: bool = False) -> Tensor:

@@ -187,7 +187,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
     census = planned.census
     nobody: list[Slot | None] = [None] * len(census.presence)
     nonzero = torch.zeros(census.matrices, dtype=torch.uint8, device=planned.device)
-    digests = torch.zeros(DIGEST * len(census.shared), dtype=torch.uint8)
+    digests = torch.zeros(DIGEST * len(census.shared), dtype=torch.uint8, device="cpu")
     vector = census.vector(nonzero, nobody, digests, {"replan": error is None, "error": error is not None})
     for name in ("settings", "inverse"):
         vector[census.slices[name]] = 0  # says nothing

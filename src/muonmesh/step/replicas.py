@@ -70,7 +70,7 @@ def _sum(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
     for first, part in _placed(storage, local.reshape(-1)):
         flat = part.view(whole).long()
         # Times the place in the parameter, so that two elements that have changed places are seen.
-        total += (flat * torch.arange(first + 1, first + len(flat) + 1, device=flat.device)).sum()
+        total += (flat * torch.arange(first + 1, first + len(flat) + 1, dtype=torch.int64, device=flat.device)).sum()
     return total
 
 

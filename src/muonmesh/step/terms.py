@@ -67,7 +67,7 @@ class Terms:
             device_knows = device_knows or any(_on_device(self._groups[group]["lr"]) for group in groups)
         if not device_knows:
             zeros = [0] * (DIGEST // 2)
-            return torch.tensor([some + zeros for some in sets], dtype=torch.uint8).view(-1)
+            return torch.tensor([some + zeros for some in sets], dtype=torch.uint8, device="cpu").view(-1)
         host = upload(sets, dtype=torch.uint8, device=planned.device).view(-1, DIGEST // 2)
         rest = [self._on_device(planned.terms_of(numbers)[0], numbers) for numbers in planned.census.shared]
         return torch.cat([host, torch.stack(rest)], dim=1).view(-1)

@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import explain_error
+from muonmesh.layout.region import row_major
 from muonmesh.optimizer import Muon
 from muonmesh.report.device_rates import DeviceRates
 from muonmesh.step.connection import connect
@@ -230,7 +231,7 @@ def _fake(
         local = torch.empty(shape, dtype=parameter.dtype, device="cuda:0")
         if where is None or mesh is None:
             return local
-        whole = torch.empty(parameter.shape, device="meta").stride()
+        whole = row_major(tuple(parameter.shape))
         return DTensor.from_local(local, mesh, where, run_check=False, shape=parameter.shape, stride=whole)
 
     with fake:

@@ -169,7 +169,7 @@ def _differences(case: _Case, group: Mapping[str, Any], meshes: Mapping[tuple[in
         layout = FlatShards.cut(case.shape, ranks, case.borders) if flat else MeshLayout.replicated(case.shape, ranks)
         storage = Storage(layout, case.shape)
     random_numbers = torch.Generator().manual_seed(case.seed)
-    start = torch.randn(case.shape, generator=random_numbers)
+    start = _randn(case.shape, random_numbers)
     alone, shared = nn.Parameter(start.clone()), nn.Parameter(storage.wrap(_cut(start, layout)))
     where: dict[str, Any] = {"process_group": "world"} if case.how == "plain" else {}
     if case.how == "flat":
@@ -179,7 +179,7 @@ def _differences(case: _Case, group: Mapping[str, Any], meshes: Mapping[tuple[in
         entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
         optimizers.append(Muon([entry], lr=0.02, **case.options, **held))
     for kind in case.gradients:
-        gradient = torch.randn(case.shape, generator=random_numbers)
+        gradient = _randn(case.shape, random_numbers)
         if kind == "zero":
             gradient.zero_()
         alone.grad = gradient if kind != "none" else None
@@ -201,7 +201,7 @@ def _differences(case: _Case, group: Mapping[str, Any], meshes: Mapping[tuple[in
 def _cut(value: Tensor, layout: Layout) -> Tensor:
     """Return what this rank stores of a whole tensor."""
     rank = this_rank()
-    local = torch.zeros(layout.local_shape(rank), dtype=value.dtype)
+    local = torch.zeros(layout.local_shape(rank), dtype=value.dtype, device=value.device)
     for block in layout.blocks(rank):
         region = block.region
         box = tuple(slice(low, low + size) for low, size in zip(region.offset, region.shape, strict=True))
@@ -211,18 +211,19 @@ def _cut(value: Tensor, layout: Layout) -> Tensor:
 
 def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Random) -> str:
     """Return which elementwise part of a rule gives an element other bits if its neighbours are elsewhere."""
-    settings = Muon([{**group, "params": [nn.Parameter(torch.zeros(1, 1))]}]).param_groups[0]
+    weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
+    settings = Muon([{**group, "params": [weight]}]).param_groups[0]
     rule: Rule = RULES[group["algorithm"]].of(settings)
     keeps = rule.keeps()
     numbers = torch.Generator().manual_seed(generator.randrange(10**6))
     for length, dtype in itertools.product((1, 2, 7, 16, 33, 64, 131, 1024), (torch.float32, torch.bfloat16)):
         border = generator.randint(0, length)
         inputs: dict[str, Tensor] = {
-            "gradient": torch.randn(length, generator=numbers).to(dtype),
-            "weights": torch.randn(length, generator=numbers),
-            "update": torch.randn(length, generator=numbers),
+            "gradient": _randn((length,), numbers).to(dtype),
+            "weights": _randn((length,), numbers),
+            "update": _randn((length,), numbers),
         }
-        inputs |= {key: torch.randn(length, generator=numbers).abs() for key in keeps}
+        inputs |= {key: _randn((length,), numbers).abs() for key in keeps}
         if rule.count_of_sums() and (key := _written_by_summands(rule, inputs)):
             return (
                 f"{type(rule).__name__}.summands: {key!r} has been written; needed all but the update read only, since "
@@ -263,15 +264,18 @@ def _run_parts(rule: Rule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[T
     asked = rule.count_of_sums()
     if asked:
         found["summands"] = rule.summands(weights, update.clone(), 0.01, applied)
-        sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64) for number in range(asked))
-        told = {
-            key: torch.full((), 0.75, dtype=torch.float64) for key, kept in rule.keeps().items() if kept == "matrix"
-        }
+        sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64, device="cpu") for number in range(asked))
+        of_matrices = [key for key, kept in rule.keeps().items() if kept == "matrix"]
+        told = {key: torch.full((), 0.75, dtype=torch.float64, device="cpu") for key in of_matrices}
         rule.apply_with(weights, update, 0.01, {**applied, **told}, sums)
     else:
         rule.apply(weights, update, 0.01, applied)
     found["apply_with" if asked else "apply"] = (weights, *applied.values())
     return found
+
+
+def _randn(shape: tuple[int, ...], numbers: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=numbers, dtype=torch.float32, device="cpu")
 
 
 def _agree(error: str) -> None:

@@ -258,7 +258,7 @@ def _declared(shard: Shard, data: dist.ProcessGroup) -> tuple[DeviceMesh, list[A
         return None
     within = shard.within(tuple(dist.get_process_group_ranks(data)))
     peers = deepspeed_groups.get_tensor_model_parallel_group()
-    grid = torch.tensor(within.ranks).view(within.mesh)
+    grid = torch.tensor(within.ranks, dtype=torch.int64, device="cpu").view(within.mesh)
     device = get_accelerator().device_name()
     mesh = DeviceMesh.from_group([data, peers], device, grid, mesh_dim_names=("data", "tensor"))
     dim, pieces = shard.placement.dim, getattr(shard.placement, "split_factor", None)

@@ -15,6 +15,7 @@ from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.clipping import Clipping
 from muonmesh.integrations.deepspeed.saved import engine_records, expert_names, frozen_whole, publish
+from muonmesh.numerics.rules import step_count
 from muonmesh.step.slots import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
@@ -62,7 +63,7 @@ class EngineMuon(torch.optim.Optimizer):
                 for tensor in group["params"]:
                     self._call_of[id(tensor)] = call, number
                     moments = {key: torch.zeros_like(tensor, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
-                    self.state[tensor] = {"step": torch.zeros(()), **moments}
+                    self.state[tensor] = {"step": step_count(0.0), **moments}
         self.release_second_moments()
 
     def clip_by(self, limits: Limits) -> None:
@@ -140,7 +141,7 @@ class EngineMuon(torch.optim.Optimizer):
             for tensor in group["params"]:
                 state = self.state[tensor]
                 # DeepSpeed loads one count for all tensors: a number, or a tensor that AdamW would count up for each.
-                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+                state["step"] = step_count(state["step"])
                 if group["algorithm"] == "muon":
                     kept = {key: state[key] for key in RUNNING if key in state}
                     call.muon.state[tensor] = {"momentum_buffer": state["exp_avg"], **kept}
@@ -214,7 +215,7 @@ class EngineMuon(torch.optim.Optimizer):
             call.muon.checkpoint_restored()
             for group in call.muon.param_groups:
                 for tensor in group["params"] if group["algorithm"] == "muon" else ():
-                    self.state[tensor]["step"] = torch.as_tensor(max(counts, default=0.0))  # nothing of ours asks
+                    self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # nothing of ours asks
         self.release_second_moments()
         publish(self._zero)
 

@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 import deepspeed
-import torch
 from deepspeed.moe.experts import Experts
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.shards import name_in_model
 from muonmesh.names import canonical_name
+from muonmesh.numerics.rules import step_count
 
 _THEIRS = {"momentum_buffer": "exp_avg"}
 """What DeepSpeed calls the state of ours."""
@@ -48,7 +48,7 @@ def engine_records(
         if call.layouts and call.algorithm == "adamw":
             state = states[call.tensor]
             # DeepSpeed loads a count as a number.
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+            state["step"] = step_count(state["step"])
             for name, layout in call.layouts.items():
                 storage, tensor = Storage(layout, layout.shape), call.tensor
                 parts = adamw_parts(storage, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.device)
@@ -60,7 +60,7 @@ def engine_records(
                 stored = _THEIRS.get(part.key, part.key)
                 held = states[record.tensor].get(stored)
                 if part.key == "step":
-                    states[record.tensor]["step"] = torch.as_tensor(held, dtype=torch.float32).clone()
+                    states[record.tensor]["step"] = step_count(states[record.tensor][stored])
                 dtype = held.dtype if isinstance(held, Tensor) else part.dtype
                 parts.append(replace(part, stored=stored, dtype=dtype))
             name, group = saved_as(record.name), group_of[record.name]

@@ -17,7 +17,9 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.deepspeed.saved import publish
+from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
+from muonmesh.numerics.rules import step_count
 from muonmesh.step.slots import RUNNING, running_shape
 
 _KEYS = {"muon": {"momentum_buffer": "exp_avg"}, "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}}
@@ -50,7 +52,7 @@ def get_state(engine: Any) -> dict[str, Any]:
         model[name] = gather(call, name, tensor.detach())
         states[name] = {key: gather(call, name, state[theirs]) for key, theirs in _KEYS[algorithm].items()}
         if algorithm == "adamw":
-            states[name]["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+            states[name]["step"] = step_count(state["step"])
         else:
             for key, norms in _running(call, name, state).items():
                 states[name][key] = norms.clone().view(running_shape(norms.numel()))
@@ -106,9 +108,9 @@ def set_state(engine: Any, state: Mapping[str, Any]) -> None:
         for key, theirs in _KEYS[algorithm].items():
             _scatter(call, name, own[theirs], states[name][key])
         if algorithm == "adamw":
-            own["step"] = torch.as_tensor(states[name]["step"], dtype=torch.float32).clone()
+            own["step"] = step_count(states[name]["step"])
             continue
-        own["step"] = torch.as_tensor(max(map(float, steps), default=0.0))  # nothing of ours asks for it
+        own["step"] = step_count(max(map(float, steps), default=0.0))  # nothing of ours asks for it
         for key, norms in _running(call, name, own).items():
             norms.copy_(states[name][key].view(-1))
     for name, tensor in _untrained(engine):
@@ -177,7 +179,7 @@ def _running(call: Call, name: str, state: dict[str, Any]) -> dict[str, Tensor]:
     found = {}
     for key in RUNNING:
         if key not in state:
-            state[key] = torch.zeros(running_shape(every), device=state["exp_avg"].device)
+            state[key] = torch.zeros(running_shape(every), dtype=torch.float32, device=state["exp_avg"].device)
         found[key] = state[key].view(-1)[columns]
     return found
 
@@ -194,7 +196,7 @@ def gather(call: Call, name: str, local: Tensor) -> Tensor:
             return local.clone()
         declared: Any = call.muon.layouts[name]
         mesh, placements, shape = declared
-        stride = tuple(torch.empty(shape, device="meta").stride())
+        stride = row_major(shape)
         return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
     layout = call.layouts[name]
     group = group_of(layout.ranks, [call.process_group])

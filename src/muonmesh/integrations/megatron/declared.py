@@ -181,7 +181,7 @@ def mesh_of(data: Group, tensor: Group, device_type: str) -> DeviceMesh | None:
     ranks = {name: _ranks(name, group) for name, group in zip(given, groups, strict=True)}
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(given))
-    grid = torch.tensor(_grid(ranks["data"], ranks["tensor"]))
+    grid = torch.tensor(_grid(ranks["data"], ranks["tensor"]), dtype=torch.int64, device="cpu")
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(given))
 
 

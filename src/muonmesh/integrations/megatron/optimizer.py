@@ -81,7 +81,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self._axes, self._limits = axes, limits
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
-        self._one = torch.ones(1, device=self._device)
+        self._one = torch.ones(1, dtype=torch.float32, device=self._device)
         self._world: ProcessGroup = "world"
         self._first_holder: dict[str, int] = {}
         self.grad_scaler: Any = None
@@ -141,7 +141,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             gradients = [gradient for gradient in held if gradient is not None and gradient.numel()]
         except LayoutError as wrong:
             error = wrong
-        told = torch.zeros(2, device=self._device)  # overflow, error
+        told = torch.zeros(2, dtype=torch.float32, device=self._device)  # overflow, error
         overflow, told[1] = told[:1], float(error is not None)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)

@@ -43,7 +43,7 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
         Exception: ``error`` on the ranks that have one.
         PlanError: on the others.
     """
-    failed = torch.tensor([float(error is not None)], device=device)
+    failed = torch.tensor([float(error is not None)], dtype=torch.float32, device=device)
     dist.all_reduce(failed)
     if error is not None:
         raise error

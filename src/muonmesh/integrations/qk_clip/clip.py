@@ -64,7 +64,7 @@ class QKClip:
             total += attention.heads
         self._of = {id(attention.module): attention for attention in self._attentions}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._largest = torch.full((total,), -torch.inf, device=device)
+        self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device=device)
         self._last = self._largest
         known = [a.module for a in self._attentions if _is_of_transformers(a.module)]
         if known:

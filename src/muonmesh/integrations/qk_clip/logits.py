@@ -39,8 +39,8 @@ def largest_logits(query: Tensor, key: Tensor, *, scale: float, mask: Any = None
             part = part[..., :keys]
             logits = logits.masked_fill_(~part, -torch.inf) if part.dtype == torch.bool else logits + part
         elif causal:
-            last = torch.arange(start, start + some.shape[3], device=query.device) + keys - queries
-            later = torch.arange(keys, device=query.device) > last[:, None]
+            last = torch.arange(start, start + some.shape[3], dtype=torch.int64, device=query.device) + keys - queries
+            later = torch.arange(keys, dtype=torch.int64, device=query.device) > last[:, None]
             logits.masked_fill_(later, -torch.inf)
         if logits.numel():
             torch.maximum(found, logits.amax((0, 2, 3)), out=found)

@@ -67,12 +67,12 @@ def _spans(rows: int) -> list[tuple[int, int]]:
 
 
 def _blocks(rows: int, dtype: torch.dtype) -> list[_Block]:
-    memory, mirrors = (torch.empty(rows * BLOCK, dtype=dtype) for _ in range(2))
+    memory, mirrors = (torch.empty(rows * BLOCK, dtype=dtype, device="cpu") for _ in range(2))
     blocks = []
     for start, stop in _spans(rows):
         width = stop - start
         entries, mirror = memory[: stop * width].view(stop, width), mirrors[: stop * width].view(width, stop)
-        below = torch.ones(width, width, dtype=dtype).tril_(-1)
+        below = torch.ones(width, width, dtype=dtype, device="cpu").tril_(-1)
         blocks.append(_Block(entries, entries.mT, mirror, entries[start:], mirror[:, start:], mirror[:, :start], below))
     return blocks
 
@@ -88,8 +88,7 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
     if key not in kept:
         if len(kept) == _KEPT:
             del kept[next(iter(kept))]
-        with torch.inference_mode(False):
-            kept[key] = [_Panel(a[:j, i:j], a[:j], a[i:j].mT, a[i:j, :i]) for i, j in _spans(len(a))]
+        kept[key] = [_Panel(a[:j, i:j], a[:j], a[i:j].mT, a[i:j, :i]) for i, j in _spans(len(a))]
     return kept[key]
 
 

@@ -19,21 +19,20 @@ def keep(key: Hashable, make: Callable[[], T]) -> T:
     """Return what `make` has made for this key in this thread, making it at the first call."""
     kept: dict[Hashable, object] = _own.__dict__.setdefault("kept", {})
     if key not in kept:
-        with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
-            kept[key] = make()
+        kept[key] = make()
     return cast(T, kept[key])
 
 
 def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor on a device, from pinned memory, so that the host waits for nothing."""
-    return pinned(torch.tensor(values, dtype=dtype), device)
+    return pinned(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host as one on a device, likewise; torch keeps the memory until the device has read it."""
     if device.type == "cpu":
         return host
-    memory = torch.empty(host.shape, dtype=host.dtype, pin_memory=torch.cuda.is_available()).copy_(host)
+    memory = torch.empty_like(host, pin_memory=torch.cuda.is_available()).copy_(host)
     return memory.to(device, non_blocking=True)
 
 
@@ -61,11 +60,10 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     if last is not None and last.shape == shape:
         return last  # most calls for a role want what the call before wanted
     numel = math.prod(shape)
-    with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
-        if memory is None or memory.numel() < numel:
-            kept.pop((role, dtype), None)
-            del memory, last  # first, so that both are never there at once
-            memory = torch.empty(numel, dtype=dtype)
-        view = memory[:numel].view(shape)
+    if memory is None or memory.numel() < numel:
+        kept.pop((role, dtype), None)
+        del memory, last  # first, so that both are never there at once
+        memory = torch.empty(numel, dtype=dtype, device=device)
+    view = memory[:numel].view(shape)
     kept[role, dtype] = memory, view
     return view

@@ -62,7 +62,7 @@ class Rows:
         table = _numbers(found.numbers).view(count, WIDTH)
         table[:, : len(columns)] = places.T
         table[:, ENTRY] = _numbers(entries)
-        table[:, FIRST_PROGRAM] = torch.arange(count) * each
+        table[:, FIRST_PROGRAM] = torch.arange(count, dtype=torch.int64, device="cpu") * each
         return found
 
     @property

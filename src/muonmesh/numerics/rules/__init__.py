@@ -1,7 +1,7 @@
 """Rules: what a step computes from gradients, in parts that cannot see how a matrix is sharded. One rule a file."""
 
 from muonmesh.numerics.rules.adamuon import AdaMuonRule
-from muonmesh.numerics.rules.adamw import AdamWRule
+from muonmesh.numerics.rules.adamw import AdamWRule, step_count
 from muonmesh.numerics.rules.hyperball import HyperballRule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.muon_plus import MuonPlusRule
@@ -31,4 +31,5 @@ __all__ = [
     "is_matrix_rule",
     "register_rule",
     "rule_of",
+    "step_count",
 ]

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from muonmesh.numerics.rules.rule import Hyperparameters
 
 
@@ -22,3 +25,10 @@ class AdamWRule(Hyperparameters):
 
     betas: tuple[float, float]
     eps: float
+
+
+def step_count(value: float | Tensor) -> Tensor:
+    """Return a count of AdamW's steps as torch keeps it: fp32, 0-d, memory of its own; a number goes to the host."""
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float32, copy=True).reshape(())
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu")

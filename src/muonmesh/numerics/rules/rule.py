@@ -300,7 +300,7 @@ class Rule(Hyperparameters):
         """
         if not type(self).asks_for_sums():
             return 0
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         kept = {key: nothing for key, kind in self.keeps().items() if kind == "weights"}
         found: Any = self.summands(nothing, nothing.clone(), 1.0, kept)
         if not isinstance(found, tuple) or not all(isinstance(x, Tensor) and x.shape == nothing.shape for x in found):
