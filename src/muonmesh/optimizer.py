@@ -654,6 +654,11 @@ class Muon(torch.optim.Optimizer):
         return bool(self._kept.stopped)
 
     @property
+    def stopped(self) -> bool | Tensor:
+        """As `skipped`, without waiting: a 0-d bool tensor where only the device knows."""
+        return self._kept.stopped
+
+    @property
     def communication_seconds(self) -> float:
         """Host seconds that the last step spent waiting for other ranks; on CUDA streams wait, not the host."""
         return self.counts.seconds_waiting

@@ -48,6 +48,24 @@ def clipped(layout: str) -> list[str]:
     return problem.differing(*results)
 
 
+def with_nan(bad: float) -> tuple[bool, list[float]]:
+    """Rank 1 has seen a logit that is no number; rank 0 one that is too large. Whether a weight changed, and all S."""
+    model = models.build("llama")
+    clip = mm.QKClip(model, threshold=1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    largest = torch.full((8,), bad if dist.get_rank() else 50.0)
+    for name in MODULES:
+        clip.record(model.get_submodule(name), largest)
+    clip.step()
+    changed = any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    return changed, clip.largest[MODULES[0]].tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_logit_that_is_no_number_is_seen_by_all_ranks(workers, bad: float) -> None:
+    assert workers(2).run(with_nan, bad) == [(False, [float("inf")] * 8)] * 2
+
+
 def seen(layout: str, rank: int, world: int) -> int:
     """Which data a rank has: those of one tensor-parallel group have the same."""
     return {"tp": 0, "fsdp x tp": rank // 2}.get(layout, rank)

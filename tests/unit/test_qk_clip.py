@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -122,6 +124,7 @@ def test_logits_above_the_threshold_are_brought_back_to_it_and_others_stay(famil
     forward(model)
     probe.step()
     before = first(probe)
+    del probe
     threshold = float(before.sort().values[2:4].mean())
     clip = mm.QKClip(model, threshold=threshold)
     state = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -209,3 +212,45 @@ def test_what_cannot_be_clipped_is_refused() -> None:
     module = next(m for m in clip._model.modules() if type(m).__name__ == "LlamaAttention")
     with pytest.raises(ValueError, match="found the logits of 3 of 6 heads; needed to know which"):
         clip.record(module, torch.ones(3))
+
+
+def stepped(model: nn.Module, optimizer: mm.Muon) -> None:
+    optimizer.zero_grad()
+    forward(model).backward()
+    optimizer.clip_grad_norm_(1.0, skip_above=1e-9)
+    optimizer.step()
+
+
+def test_a_skipped_step_changes_no_weight() -> None:
+    model = build("llama")
+    optimizer = mm.from_model(model, lr=0.01)
+    clip = mm.QKClip(model, threshold=1e-3, optimizer=optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    stepped(model, optimizer)
+    assert optimizer.skipped
+    assert float(first(clip).max()) > 1e-3
+    assert [name for name, p in model.named_parameters() if not torch.equal(p, before[name])] == []
+
+
+def test_a_second_clip_of_the_same_model_is_refused() -> None:
+    model = build("llama")
+    optimizer = mm.from_model(model, lr=0.01)
+    mm.QKClip(model, threshold=50.0, optimizer=optimizer)  # kept by the optimizer
+    with pytest.raises(ValueError, match=r"already clips this model; needed one .* Change the threshold attribute"):
+        mm.QKClip(model, threshold=10.0)
+
+
+def test_optimizer_and_clip_are_freed_without_a_collection() -> None:
+    model = build("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = mm.from_model(model, lr=0.01)
+        clip = mm.QKClip(model, threshold=1.0, optimizer=optimizer)
+        stepped(model, optimizer)
+        watched = weakref.ref(optimizer), weakref.ref(clip)
+        del optimizer, clip
+        assert [each() for each in watched] == [None, None]
+        mm.QKClip(model, threshold=10.0)  # nothing clips it any more
+    finally:
+        gc.enable()

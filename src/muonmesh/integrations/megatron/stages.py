@@ -9,12 +9,10 @@ import torch.distributed as dist
 
 from muonmesh.errors import PlanError, about, explain_error
 
-OTHER_STAGE = PlanError(
-    explain_error(
-        "step", "an error on another rank", "none on any", "Read that rank's message, which names what is wrong"
-    )
+OTHER_STAGE = explain_error(
+    "step", "an error on another rank", "none on any", "Read that rank's message, which names what is wrong"
 )
-"""What the ranks raise that have found nothing wrong themselves."""
+"""What the ranks say that have found nothing wrong themselves."""
 
 
 def tell(mine: Any, error: Exception | None) -> list[Any]:
@@ -48,4 +46,4 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     if error is not None:
         raise error
     if float(failed):
-        raise OTHER_STAGE
+        raise PlanError(OTHER_STAGE)

@@ -34,12 +34,21 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Watcher) -> None:
     The model's attention implementation becomes one of the same function, under a name of its own.
 
     Raises:
-        ValueError: the implementation is another than sdpa, eager or flex_attention.
+        ValueError: the implementation is another than sdpa, eager or flex_attention, or another watcher that still
+            exists is told of these modules.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+    for module in modules:
+        if module in _watchers and _watchers[module]() is not None:
+            found, needed = (
+                "a QKClip that already clips this model",
+                "one for a model, since each scales weights",
+            )
+            write = "Change the threshold attribute of the one that exists, or delete it and its optimizer first"
+            raise ValueError(explain_error(type(model).__name__, found, needed, write))
     owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     inner = {id(child) for owner in owners for child in owner.modules() if child is not owner}
     for owner in owners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,8 @@ class QKClip:
         process_group: The ranks that train this model, or this stage of it; None: all.
 
     Raises:
-        ValueError: no attention is known, its logits are bounded by norms of queries and keys, or the threshold is not
-            above 0.
+        ValueError: no attention is known, its logits are bounded by norms of queries and keys, the threshold is not
+            above 0, or another QKClip already clips this model.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class QKClip:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
             raise ValueError(explain_error("threshold", f"{threshold!r}", "a number above 0", "Write threshold=100"))
         self.threshold = float(threshold)
-        self._model, self._optimizer, self._group = model, optimizer, process_group
+        self._model, self._group = model, process_group
+        # Weak: the optimizer keeps this by its hook.
+        self._optimizer = None if optimizer is None else ref(optimizer)
         self._attentions = attentions(model)
         self._starts: dict[int, int] = {}
         total = 0
@@ -74,7 +77,10 @@ class QKClip:
 
     @property
     def largest(self) -> Mapping[str, Tensor]:
-        """The largest logit of each head before the last step, over all ranks, by attention module: fp32 (heads,)."""
+        """The largest logit of each head before the last step, over all ranks, by attention module: fp32 (heads,).
+
+        −inf where none was noted, inf where one was not finite.
+        """
         return {a.name: self._last[self._starts[id(a.module)] :][: a.heads] for a in self._attentions}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -118,34 +124,42 @@ class QKClip:
             self._largest = self._largest.to(largest.device)
         start = self._starts[id(module)] + first
         mine = self._largest[start : start + len(largest)]
-        mine.copy_(torch.maximum(mine, largest.detach().float()))  # NaN stays NaN
+        mine.copy_(torch.maximum(mine, largest.detach().float()))
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clip the weights by what was noted since the last call; all ranks call it, after the optimizer's step."""
-        largest, self._largest = self._largest, torch.full_like(self._largest, -torch.inf)
+        """Clip the weights by what was noted since the last call; all ranks call it, after the optimizer's step.
+
+        After a step that the optimizer has skipped, no weight is changed.
+        """
+        largest = self._largest.nan_to_num(torch.inf, torch.inf, -torch.inf)  # gloo's MAX would lose NaN
+        self._largest = torch.full_like(self._largest, -torch.inf)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         self._last = largest
+        optimizer = None if self._optimizer is None else self._optimizer()
         # What is not finite says nothing of how much too large it is; the optimizer's skipping is for that.
-        gamma = torch.where((largest > self.threshold) & largest.isfinite(), self.threshold / largest.double(), 1.0)
+        clipped = (largest > self.threshold) & largest.isfinite()
+        if optimizer is not None:
+            clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=largest.device)
+        gamma = torch.where(clipped, self.threshold / largest.double(), 1.0)
         factors: dict[str, list[tuple[Rows, Tensor]]] = {}
         for attention in self._attentions:
             own = gamma[self._starts[id(attention.module)] :]
             for rows in attention.rows:
                 factors.setdefault(rows.name, []).append((rows, own[rows.head] ** rows.power))
-        for name, storage, local, master in self._stored():
+        for name, storage, local, master in self._stored(optimizer):
             if name in factors:
                 scale_rows(local if master is None else master, storage, factors[name])
                 if master is not None:
                     local.copy_(master)
 
-    def _stored(self) -> list[tuple[str, Storage, Tensor, Tensor | None]]:
+    def _stored(self, optimizer: Muon | None) -> list[tuple[str, Storage, Tensor, Tensor | None]]:
         """Return what this rank stores of all parameters: name, where it lives, local tensor, that of the master."""
         found: list[tuple[str, Storage, Tensor, Tensor | None]] = []
-        if self._optimizer is not None:
-            for member in self._optimizer.members:
-                master = self._optimizer.state.get(member.tensor, {}).get("master")
+        if optimizer is not None:
+            for member in optimizer.members:
+                master = optimizer.state.get(member.tensor, {}).get("master")
                 master = None if master is None else local_of(master.detach())
                 found.append((member.name, member.storage, local_of(member.tensor.detach()), master))
             return found
