@@ -568,21 +568,22 @@ class Muon(torch.optim.Optimizer):
         restore_state(self, state_dict, kept.precision, expected, super().load_state_dict)
         kept.interrupted, kept.loaded = None, bool(expected)
 
-    @plain_modes()
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
 
         Raises:
             StateError: a step was interrupted while it wrote, or torch's checkpoints ask for flat shards.
         """
-        self.finish()
-        self.refuse_if_interrupted()
+        # Its caller is looked at, so it is not decorated.
         refuse_flat(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._kept.layouts)
-        found = super().state_dict()
-        if self._kept.precision.int8:
-            found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._kept))
-        found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
-        return found
+        with plain_modes():
+            self.finish()
+            self.refuse_if_interrupted()
+            found = super().state_dict()
+            if self._kept.precision.int8:
+                found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._kept))
+            found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
+            return found
 
     @plain_modes()
     def checkpoint_records(self) -> list[Record]:

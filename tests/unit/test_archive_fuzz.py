@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import random
+import resource
 import shutil
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +22,7 @@ from transformers import LlamaConfig
 import muonmesh as mm
 from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, check_copy, entry_of, write_manifest
+from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
 from muonmesh.checkpoint.zero import load_inert
 from muonmesh.cli.export import export
 from muonmesh.cli.model import build_model, load_model
@@ -149,3 +154,53 @@ def test_bytes_that_torch_load_takes_for_what_was_written_are_refused(reader: st
         FileError, match=r"state\.pt: found another checksum of state/data/\d+; needed what torch\.save"
     ):
         read[reader](tmp_path / "state.pt")
+
+
+def bombed(root: Path, inflated: int) -> tuple[str, int]:
+    """A checkpoint whose first piece inflates to so many bytes, with a manifest and metadata that fit.
+
+    Returns:
+        What loading it says, and by how many bytes the largest memory of the process grew meanwhile.
+    """
+    model, optimizer = trained()
+    mm.checkpoint.save(root / "saved", model, optimizer)
+    metadata = read_metadata(root / "saved")
+    file = root / "saved" / "__0_0.distcp"
+    places = sorted(metadata.storage_data.values(), key=lambda place: place.offset)
+    first, content = places[0], file.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content[first.offset : first.offset + first.length])) as before:
+        made = io.BytesIO()
+        with zipfile.ZipFile(made, "w") as after:
+            for record in before.infolist():
+                info = zipfile.ZipInfo(record.filename)
+                info.compress_type = zipfile.ZIP_DEFLATED
+                with after.open(info, "w", force_zip64=True) as written:
+                    if "/data/" in record.filename:
+                        for _ in range(inflated >> 20):
+                            written.write(bytes(1 << 20))
+                    else:
+                        written.write(before.read(record))
+    forged = content[: first.offset] + made.getvalue() + content[first.offset + first.length :]
+    file.write_bytes(forged)
+    more = len(made.getvalue()) - first.length
+    for place in places:
+        place.offset += more if place.offset > first.offset else 0
+    first.length += more
+    with (root / "saved" / METADATA_FILE).open("wb") as written_metadata:
+        pickle.dump(metadata, written_metadata)
+    names = [path.name for path in (root / "saved").iterdir() if path.name != MANIFEST_FILE]
+    write_manifest(root / "saved", {name: entry_of(root / "saved" / name) for name in names})
+    begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        mm.checkpoint.load(root / "saved", model, optimizer)
+        told = "loaded"
+    except FileError as error:
+        told = str(error)
+    return told, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin) << 10
+
+
+def test_a_piece_that_inflates_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    told, grown = alone(bombed, tmp_path, 1 << 30)
+    assert (tmp_path / "saved" / "__0_0.distcp").stat().st_size < 1 << 23
+    assert "records that torch.save does not write" in told, told
+    assert grown < 1 << 27, f"{told}: {grown} bytes"

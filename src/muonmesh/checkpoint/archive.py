@@ -6,7 +6,7 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -36,10 +36,11 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
     if not file.is_file():
         raise FileError(explain_error(str(file), kind_of(file), needed, "Correct the path"))
     try:
-        changed = _change_in(file)
-        if changed is not None:
-            raise FileError(explain_error(str(file), changed, "what torch.save wrote, unchanged", REMEDY))
-        return torch.load(file, map_location="cpu", weights_only=True)
+        with file.open("rb") as stream:
+            changed = change_in(stream)
+            if changed is not None:
+                raise FileError(explain_error(str(file), changed, NEEDED, REMEDY))
+            return torch.load(stream, map_location="cpu", weights_only=True)
     except FileError:
         raise
     except pickle.UnpicklingError as error:
@@ -48,14 +49,22 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
         raise FileError(explain_error(str(file), f"something else: {reason(error)}", needed, remedy)) from error
 
 
-def _change_in(file: Path) -> str | None:
-    """What of it torch did not write so; None where all is well."""
-    with zipfile.ZipFile(file) as archive:
+def change_in(stream: IO[bytes]) -> str | None:
+    """Return what of an archive torch did not write so, before anything is unpacked; None where all is well.
+
+    Torch would unpack compressed records, whatever their size. The stream is left at its beginning.
+
+    Raises:
+        Exception: what damaged bytes make of the reader.
+    """
+    size = stream.seek(0, os.SEEK_END)
+    with zipfile.ZipFile(stream) as archive:
         records = archive.infolist()
         names = [record.filename for record in records]
         if len(set(names)) < len(names) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
             return "records that torch.save does not write"
-        if sum(record.file_size for record in records) > file.stat().st_size:
+        if sum(record.file_size for record in records) > size:
             return "records that lie in each other"
         changed = archive.testzip()
-        return None if changed is None else f"another checksum of {changed}"
+    stream.seek(0)
+    return None if changed is None else f"another checksum of {changed}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 
+from muonmesh.checkpoint.archive import change_in
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
 from muonmesh.errors import FileError
 from muonmesh.files import reason
@@ -93,7 +96,10 @@ class CheckpointReader(FileSystemReader):
             path = self.folder / place.relative_path
             try:
                 with path.open("rb") as file:
-                    tensor = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+                    piece = cast(BinaryIO, _Piece(file, place.offset, place.length))
+                    if changed := change_in(piece):
+                        raise FileError(changed)
+                    tensor = torch.load(piece, map_location="cpu", weights_only=True)
             except Exception as error:  # what damaged bytes make of the reader
                 raise FileError(f"{path}: {name} could not be read: {reason(error)}. {REMEDY}") from error
             expected = _told(chunk.sizes, entry.properties.dtype)
@@ -107,6 +113,31 @@ class CheckpointReader(FileSystemReader):
                 )
             if found := wrong(name, tensor):
                 raise FileError(f"{path}: found {found} in {name}; needed finite numbers. {REMEDY}")
+
+
+class _Piece(io.RawIOBase):
+    """A part of a file as a file; torch's own view of one cannot be sought from its end, as an archive is."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self.seek(0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
+        return self._file.seek(self._start + max(0, base + offset)) - self._start
+
+    def readinto(self, buffer: Any, /) -> int:
+        left = max(0, self._length - self.tell())
+        return self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined,no-any-return]
 
 
 def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -24,13 +24,17 @@ from muonmesh.step.planning import Planned
 from muonmesh.step.slots import Collected, Slot
 from muonmesh.step.terms import Terms
 
-CHANGED = explain_error(
-    "the groups",
-    "other parameters or groups than in the step before on some of the ranks and the same on others",
-    "the same change on every rank that shares them, before the same step",
-    "Call add_param_group, and replace parameters, on all of these ranks",
-)
-"""Where the host waits for the flags all ranks plan again instead."""
+
+def changed_groups() -> PlanError:
+    """Return the error of ranks whose groups changed alone; where the host waits for the flags, all plan again."""
+    return PlanError(
+        explain_error(
+            "the groups",
+            "other parameters or groups than in the step before on some of the ranks and the same on others",
+            "the same change on every rank that shares them, before the same step",
+            "Call add_param_group, and replace parameters, on all of these ranks",
+        )
+    )
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Pending:
         if self.arrived is not None:
             self.arrived.synchronize()
         if bool(self.answers.somebody("replan")):
-            raise PlanError(CHANGED)
+            raise changed_groups()
         error = self.error
         if error is None and bool(self.answers.somebody("error")):
             error = self.settings.late()
@@ -199,7 +203,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
     if error is not None:
         return Pending.start(answers, exchange, error, planned, dict, SettingsFound(error, False, []))
     if followed:
-        raise PlanError(CHANGED)
+        raise changed_groups()
     return None
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip import GradNorms, Limits
 from muonmesh.comm.storage import device_without_parameters, local_of
-from muonmesh.errors import LayoutError, PlanError, StateError, explain_error
+from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
-from muonmesh.integrations.megatron.stages import OTHER_STAGE, raise_together, tell
+from muonmesh.integrations.megatron.stages import failed_elsewhere, raise_together, tell
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -148,7 +148,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         found, failed = bool(overflow), bool(told[1])
         if failed:
-            raise error or PlanError(OTHER_STAGE)
+            raise error or failed_elsewhere()
         self.grad_scaler.update(found)
         return found
 

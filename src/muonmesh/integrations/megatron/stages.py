@@ -9,10 +9,14 @@ import torch.distributed as dist
 
 from muonmesh.errors import PlanError, about, explain_error
 
-OTHER_STAGE = explain_error(
-    "step", "an error on another rank", "none on any", "Read that rank's message, which names what is wrong"
-)
-"""What the ranks say that have found nothing wrong themselves."""
+
+def failed_elsewhere() -> PlanError:
+    """Return the error of a rank that has found nothing wrong itself."""
+    return PlanError(
+        explain_error(
+            "step", "an error on another rank", "none on any", "Read that rank's message, which names what is wrong"
+        )
+    )
 
 
 def tell(mine: Any, error: Exception | None) -> list[Any]:
@@ -46,4 +50,4 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     if error is not None:
         raise error
     if float(failed):
-        raise PlanError(OTHER_STAGE)
+        raise failed_elsewhere()
