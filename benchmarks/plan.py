@@ -8,8 +8,7 @@ those that FSDP2, tensor and expert parallelism give. Seconds are those of one r
 the plan with its proof of cover, its digest, and this rank's routes and holdings. MB is the peak of what Python
 allocated meanwhile (tracemalloc, in a second fresh process, since it slows everything down). Imbalance is FLOPs of the
 busiest rank over the mean; beside it the least that any plan could have. "At home": matrices whose owner holds them
-whole, which need no gathering. "With teams": the same figure, by modelled time, where up to eight ranks may
-orthogonalise a matrix together (`muonmesh.Teams`), at the rates of `NODE`; nothing of it was measured on such machines.
+whole, which need no gathering.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh.cli.cluster import Cluster
-from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, Rates, Teams, make_plan
+from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, make_plan
 from muonmesh.layout.balance import at_home, imbalance, least_imbalance
 from muonmesh.layout.routes import Routes, pieces
 from muonmesh.report.forecast import BUCKET_ELEMENTS, muon_parameter
@@ -42,7 +41,6 @@ MODELS = ("transformers.models.llama.modeling_llama", "transformers.models.deeps
 """Imported once, not for every figure."""
 
 SECONDS, MEGABYTES = 5.0, 500.0  # of one rank, at most
-NODE = Rates(flops=4e14, bytes=4e11)  # bf16 products of an H100, and what NVLink moves; assumed, not measured
 
 
 def deepseek(**changes: Any) -> nn.Module:
@@ -144,18 +142,6 @@ def busiest(plan: Plan) -> int:
     return blocks.most_common(1)[0][0]
 
 
-def with_teams(parameters: Sequence[Parameter], teams: Teams) -> tuple[float, float, float]:
-    """What teams make of it, by modelled time: busiest over mean, and the busiest's and the mean's seconds."""
-    plan = make_plan(parameters, bucket_elements=BUCKET_ELEMENTS, teams=teams, itemsize=2)
-    loads = dict.fromkeys(plan.ranks, 0)
-    for assignment in plan.assignments:
-        products = plan.parameters[assignment.parameter].gathered[assignment.matrix.index]
-        for rank in assignment.team:
-            loads[rank] += teams.load(assignment.flops, products, 2, len(assignment.team))
-    most, mean = max(loads.values()), sum(loads.values()) / len(loads)
-    return most / mean, most / teams.rates.flops, mean / teams.rates.flops
-
-
 @dataclass(frozen=True)
 class Figures:
     """One line of the table.
@@ -167,8 +153,6 @@ class Figures:
         legs: Pieces that this rank sends, receives or keeps, there and back.
         matrices, per_rank, buckets: Of the whole plan; matrices per rank are the mean.
         imbalance, least_imbalance, at_home: See the functions of these names.
-        with_teams: Busiest over mean by modelled time with teams of up to eight ranks.
-        seconds_alone, seconds_with_teams: Modelled, of the busiest rank's products, without and with them.
     """
 
     seconds: float
@@ -182,9 +166,6 @@ class Figures:
     imbalance: float
     least_imbalance: float
     at_home: float
-    with_teams: float
-    seconds_alone: float
-    seconds_with_teams: float
 
     @property
     def problems(self) -> list[str]:
@@ -215,7 +196,6 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
     seconds += time.perf_counter() - started
     megabytes = tracemalloc.get_traced_memory()[1] / 1e6 if traced else 0.0
     tracemalloc.stop()
-    balance, seconds_with_teams, _ = with_teams(parameters, Teams(8, NODE))
     return Figures(
         seconds,
         megabytes,
@@ -228,9 +208,6 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
         imbalance(plan.loads),
         least_imbalance(plan),
         at_home(plan),
-        balance,
-        max(plan.loads.values()) / NODE.flops,
-        seconds_with_teams,
     )
 
 
@@ -258,7 +235,6 @@ def print_table(results: dict[str, Figures]) -> None:
         "imbalance",
         "best possible",
         "at home",
-        "with teams",
     )
     for column in header:
         table.add_column(column, justify="right")
@@ -274,7 +250,6 @@ def print_table(results: dict[str, Figures]) -> None:
             f"{found.imbalance:.3f}",
             f"{found.least_imbalance:.3f}",
             f"{found.at_home:.0%}",
-            f"{found.with_teams:.3f}",
         )
     Console().print(table)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
     from muonmesh.groups import HeadPart, ParamGroups
     from muonmesh.integrations.qk_clip import QKClip
-    from muonmesh.layout import FlatParameter, FlatShards, Rates, Teams
+    from muonmesh.layout import FlatParameter, FlatShards
     from muonmesh.migration import PackageName, convert_settings
     from muonmesh.numerics.coefficients import CoefficientName
     from muonmesh.numerics.kernels import KernelName
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from muonmesh.numerics.scale import ScaleMode, update_scale
     from muonmesh.optimizer import Muon
     from muonmesh.report.explain import Explanation
-    from muonmesh.settings import Algorithm, ExchangeMode
+    from muonmesh.settings import Algorithm
 
 __all__ = [
     "AdaMuonRule",
@@ -41,7 +41,6 @@ __all__ = [
     "ClipPolicy",
     "CoefficientName",
     "DecayMode",
-    "ExchangeMode",
     "Explanation",
     "FlatParameter",
     "FlatShards",
@@ -62,13 +61,11 @@ __all__ = [
     "ParamGroups",
     "PlanError",
     "QKClip",
-    "Rates",
     "Rule",
     "ScaleMode",
     "ScionRowNormRule",
     "ScionSignRule",
     "StateError",
-    "Teams",
     "convert_settings",
     "from_model",
     "orthogonalize",
@@ -86,7 +83,7 @@ _HOMES = {
     "errors": "LayoutError MuonMeshError PlanError StateError",
     "groups": "HeadPart ParamGroups",
     "integrations.qk_clip": "QKClip",
-    "layout": "FlatParameter FlatShards Rates Teams",
+    "layout": "FlatParameter FlatShards",
     "migration": "PackageName convert_settings",
     "numerics.coefficients": "CoefficientName",
     "numerics.kernels": "KernelName",
@@ -96,7 +93,7 @@ _HOMES = {
     "numerics.scale": "ScaleMode update_scale",
     "optimizer": "Muon",
     "report.explain": "Explanation",
-    "settings": "Algorithm ExchangeMode",
+    "settings": "Algorithm",
 }
 
 

@@ -21,7 +21,7 @@ from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.optimizer import Muon
-from muonmesh.settings import ExchangeMode, KernelName, ProcessGroup, StateDevice, StateDtype
+from muonmesh.settings import KernelName, ProcessGroup, StateDevice, StateDtype
 
 
 @functools.wraps(split_locally)
@@ -69,7 +69,6 @@ def from_model(
     process_group: ProcessGroup = None,
     layouts: Mapping[str, Declared] | None = None,
     shard_state: bool = False,
-    exchange: ExchangeMode = "owner",
     bucket_cap_mb: float = 16.0,
     gradients: GradientSource | None = None,
 ) -> Muon:
@@ -103,7 +102,6 @@ def from_model(
             DistributedDataParallel that ``model`` is, if it is one.
         layouts: Where plain local shards live, by name.
         shard_state: Whether replicas share the momentum.
-        exchange: How matrices move.
         bucket_cap_mb: MiB of matrices that one owner computes at a time.
         gradients: Where gradients are kept if not in ``parameter.grad``.
 
@@ -149,7 +147,6 @@ def from_model(
         process_group=process_group,
         layouts=layouts,
         shard_state=shard_state,
-        exchange=exchange,
         bucket_cap_mb=bucket_cap_mb,
         gradients=gradients,
     )

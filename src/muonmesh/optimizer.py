@@ -41,7 +41,6 @@ from muonmesh.report.metrics import measure
 from muonmesh.settings import (
     LOST_GROUP,
     LOST_LAYOUTS,
-    ExchangeMode,
     KernelName,
     Precision,
     ProcessGroup,
@@ -123,12 +122,6 @@ class Muon(torch.optim.Optimizer):
             flat buffer of several parameters. A DTensor needs no entry.
         shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
             replicas, as DTensors: less memory, the same bits.
-        exchange: "owner": whole matrices move to one owner each, which keeps every bit of one process. "teams", or
-            `Teams`: likewise, and with the same bits, but a matrix that would make its owner the last to finish is
-            orthogonalised by several ranks together; on CPUs, from 384 rows on. "gram": for a
-            matrix that is cut along its long dim only, the ranks sum the small X Xᵀ instead and each applies the
-            result where the matrix lies, in fp32; sums round otherwise then. "auto", or the `Rates` of the machine:
-            for each such matrix "gram" or "owner", whichever takes less time; no teams.
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.
@@ -166,7 +159,6 @@ class Muon(torch.optim.Optimizer):
         process_group: ProcessGroup = None,
         layouts: Mapping[str, Declared] | None = None,
         shard_state: bool = False,
-        exchange: ExchangeMode = "owner",
         bucket_cap_mb: float = 16.0,
         gradients: GradientSource | None = None,
     ) -> None:
@@ -180,7 +172,6 @@ class Muon(torch.optim.Optimizer):
                 process_group=process_group,
                 layouts=layouts,
                 shard_state=shard_state,
-                exchange=exchange,
                 bucket_cap_mb=bucket_cap_mb,
             )
             check_source(gradients)
@@ -211,9 +202,7 @@ class Muon(torch.optim.Optimizer):
             refuse_partitioner(frame.f_locals.get("self"))
             precision = Precision.of(compute_dtype, state_dtype, master_dtype, kernels, state_device)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
-            self._kept = Kept(
-                precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
-            )
+            self._kept = Kept(precision, process_group, dict(layouts or {}), shard_state, float(bucket_cap_mb))
             self._kept.source = PARAMETER_GRAD if gradients is None else gradients
             self._kept.stalled = Stalled(getattr(params, "left_out", {}))
             super().__init__(params, defaults)
@@ -621,7 +610,6 @@ class Muon(torch.optim.Optimizer):
             LOST_GROUP if lost else kept.process_group,
             LOST_LAYOUTS if kept.layouts else {},
             kept.shard_state,
-            kept.exchange,
             kept.bucket_cap_mb,
             complete=kept.complete,
             warned=kept.warned,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.errors import about, explain_error
-from muonmesh.layout import Rates, Teams
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName as KernelName
 from muonmesh.numerics.kernels import check_kernels
@@ -35,10 +34,6 @@ Algorithm = Literal[
     "adamw",
 ]
 """What comes with muonmesh; `muonmesh.register_rule` adds others."""
-
-ExchangeMode = Literal["owner", "teams", "gram", "auto"] | Rates | Teams
-"""Who computes a matrix: its owner; a team, if the owner would finish last; the ranks that hold it, by summing Gram
-matrices; or, of owner and Gram matrices, what takes less time."""
 
 StateDtype = torch.dtype | Literal["int8"]
 """What momentum is kept in; "int8" has a scale for each block of 256 elements."""
@@ -194,7 +189,6 @@ def check_optimizer(
     process_group: object,
     layouts: object,
     shard_state: object,
-    exchange: object,
     bucket_cap_mb: object,
 ) -> None:
     """Check the settings that all groups share.
@@ -205,11 +199,6 @@ def check_optimizer(
     needed = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
     _check(layouts is None or isinstance(layouts, Mapping), "layouts", layouts, needed)
     _check(isinstance(shard_state, bool), "shard_state", shard_state, "True or False")
-    known = isinstance(exchange, (Rates, Teams)) or exchange in ("owner", "teams", "gram", "auto")
-    _check(known, "exchange", exchange, '"owner", "teams", "gram", "auto", Rates(...) or Teams(...)')
-    if isinstance(exchange, Teams):
-        power = isinstance(exchange.most, int) and exchange.most > 0 and exchange.most.bit_count() == 1
-        _check(power, "exchange=Teams(most=...)", exchange.most, "a power of two")
     found, needed = compute_dtype, f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
     _check(found in COMPUTE_DTYPES, "compute_dtype", found, needed)
     found, needed = state_dtype, f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'

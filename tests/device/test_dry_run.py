@@ -188,18 +188,6 @@ def test_a_layer_of_llama_70b_takes_its_largest_matrix_once_and_three_squares(sh
     assert run.launches <= 250
 
 
-def test_the_gram_exchange_takes_memory_for_two_sums_and_keeps_none() -> None:
-    """However many there are. A sum of one such matrix is X Xᵀ in fp32, twice, and its columns here, twice."""
-    rows, cols, ranks = 4096, 14336, 64
-    model = bag(*[(cols, rows)] * 6)
-    forced = lambda model: ours(model, exchange="gram")  # noqa: E731
-    run = dry_run(model, forced, world=ranks, mesh={"shard": ranks}, placements=on(Shard(0)), steps=1)
-    one = 2 * 4 * rows * (rows + cols // ranks)
-    assert run.kept_bytes == 0
-    factor = 4 * 4 * rows * rows  # what one factor takes to be computed
-    assert run.peak_bytes <= 2 * one + factor + MIB
-
-
 def test_experts_of_one_tensor_are_one_operation() -> None:
     """24 experts a rank: not 24 times as many launches as one."""
     shapes = [(192, 256, 128), (192, 128, 256)] * 4
@@ -253,7 +241,6 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
         (torch.float32, {"rule": "adamuon"}),
         (torch.float32, {"decay_mode": "cautious"}),
         (torch.float32, {"shard_state": True}),
-        (torch.float32, {"exchange": "gram"}),
         (torch.float32, {"state_dtype": "int8"}),
         (torch.bfloat16, {"state_device": "cpu", "rule": "adamuon", "master_dtype": torch.float32}),
     ],

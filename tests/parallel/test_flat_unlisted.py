@@ -84,7 +84,7 @@ def trained(rule: str, settings: dict[str, Any]) -> tuple[list[float], dict[str,
     norms = case.advance(0, 3, "all" if not settings or "others" in settings else "per_matrix")
     planned = case.optimizer._kept.planned
     assert planned is not None
-    return norms, case.weights(), {rank for assignment in planned.plan.assignments for rank in assignment.team}
+    return norms, case.weights(), {assignment.owner for assignment in planned.plan.assignments}
 
 
 def check(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
@@ -100,10 +100,9 @@ def check(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
         ("normuon", {}),
         ("hyperball", {}),
         ("muon", {"state_dtype": "int8"}),
-        ("muon", {"exchange": "teams"}),
         ("muon", {"others": False}),
     ],
-    ids=["muon", "normuon", "hyperball", "int8, clipped by matrix", "teams, clipped by matrix", "without AdamW's half"],
+    ids=["muon", "normuon", "hyperball", "int8, clipped by matrix", "without AdamW's half"],
 )
 def test_ranks_that_hold_nothing_list_nothing(workers, rule: str, settings: dict[str, Any]) -> None:
     """Weights and norms are bit for bit those of one process; only ranks that list a matrix own it."""

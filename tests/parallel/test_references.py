@@ -99,7 +99,7 @@ def test_the_same_lines_run_in_one_process() -> None:
 SCALED = {"even": (96, 128), "unequal": (97, 30), "fewer rows than ranks": (1, 40)}
 
 
-def scaled(exchange: Any) -> dict[str, float]:
+def scaled() -> dict[str, float]:
     """The largest relative error of an update against the oracle, which has never seen a shard."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     coefficients = list(coefficient_schedule("polar_express", 5))
@@ -110,7 +110,7 @@ def scaled(exchange: Any) -> dict[str, float]:
                 start, gradient = torch.zeros(shape), random(*shape, seed=1)
                 weight = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(dim)], src_data_rank=None))
                 settings: dict[str, Any] = {"lr": 1.0, "scale_mode": mode, "weight_decay": 0.0}
-                optimizer = mm.Muon([weight], compute_dtype=torch.float32, exchange=exchange, **settings)
+                optimizer = mm.Muon([weight], compute_dtype=torch.float32, **settings)
                 weight.grad = distribute_tensor(gradient, mesh, [Shard(dim)], src_data_rank=None)
                 optimizer.step()
                 options = {"algorithm": "muon", "coefficients": coefficients, **settings}
@@ -120,15 +120,14 @@ def scaled(exchange: Any) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("exchange", ["owner", "gram"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_scale_is_that_of_the_whole_matrix(workers, ranks: int, exchange: str) -> None:
+def test_the_scale_is_that_of_the_whole_matrix(workers, ranks: int) -> None:
     """The example of the review, 96 × 128 cut along dim 1, among others: counted twice it would be √2 too large."""
-    for errors in workers(ranks).run(scaled, exchange):
+    for errors in workers(ranks).run(scaled):
         assert {case: error for case, error in errors.items() if not error < 1e-3} == {}
 
 
-def nothing_to_divide_by(exchange: Any) -> list[bool]:
+def nothing_to_divide_by() -> list[bool]:
     """Zero gradients from the first step on, of a whole matrix and of one in a stack; then one that is not zero."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     right = []
@@ -137,7 +136,7 @@ def nothing_to_divide_by(exchange: Any) -> list[bool]:
         if len(shape) == 3:
             gradient[1] = random(*shape[1:], seed=1)
         weight = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(dim)], src_data_rank=None))
-        optimizer = mm.Muon([weight], lr=0.1, exchange=exchange)
+        optimizer = mm.Muon([weight], lr=0.1)
         for _ in range(2):
             weight.grad = distribute_tensor(gradient, mesh, [Shard(dim)], src_data_rank=None)
             optimizer.step()
@@ -150,9 +149,8 @@ def nothing_to_divide_by(exchange: Any) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize("exchange", ["owner", "gram"])
-def test_no_rank_divides_by_a_norm_of_zero(workers, exchange: str) -> None:
-    assert workers(4).run(nothing_to_divide_by, exchange) == [[True] * 8] * 4
+def test_no_rank_divides_by_a_norm_of_zero(workers) -> None:
+    assert workers(4).run(nothing_to_divide_by) == [[True] * 8] * 4
 
 
 # ------------------------------------------------------------------ Transformer Engine: teardown

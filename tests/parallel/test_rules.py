@@ -74,7 +74,7 @@ def stepped(groups: list[dict[str, Any]], give: Any, rule: str, settings: dict[s
 
 def alone(rule: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Weights and state of one process, by name; a rank computes them once for all of its tests."""
-    layout = ("shard_state", "exchange", "bucket_cap_mb")
+    layout = ("shard_state", "bucket_cap_mb")
     return _alone(rule, tuple((key, value) for key, value in settings.items() if key not in layout))
 
 
@@ -635,13 +635,3 @@ def test_one_process_proves_its_parts() -> None:
         prove_rule("test-normalises-gradients")
     with pytest.raises(ValueError, match="register_rule"):
         prove_rule("unheard of")
-
-
-def test_gram_matrices_are_not_summed_for_a_rule_on_whole_matrices(workers) -> None:
-    """The Gram exchange never has a matrix whole."""
-    check(workers(2).run(in_a_module, "shard-last", "normuon", {**FP32, "exchange": "gram"}))
-
-
-def test_gram_matrices_are_not_summed_for_a_rule_with_sums(workers) -> None:
-    """Its matrices go to owners, who give it what one process does."""
-    check(workers(2).run(in_a_module, "shard-last", "adamuon", {**FP32, "exchange": "gram"}))

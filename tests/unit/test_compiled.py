@@ -19,7 +19,6 @@ from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import compiled
 from muonmesh.numerics.kernels.compiled import compiled_products
-from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.normalize import load
 
@@ -156,21 +155,6 @@ def test_every_processor_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_mode_of_the_processor_is_given_back() -> None:
     TABLE.gram(random(1, 40, 50), torch.ones(1, 1, 1), torch.empty(1, 40, 40, dtype=torch.bfloat16))
     assert torch.tensor(1e-30).mul(1e-10).item() > 0, "numbers below 2^-126 are numbers again"
-
-
-def test_a_team_has_the_bits_of_one_rank() -> None:
-    """Its parts one after the other; tests/parallel/test_teams.py has real ranks."""
-    rows, cols = 1030, 1100
-    x, a, b = random(1, rows, cols), symmetric(rows, 1, 1), symmetric(rows, 1, 2)
-
-    class Alone(TeamShare):
-        index, size = 0, 1
-
-        def gather(self, mine: Tensor, everyone: Tensor) -> None:
-            everyone[0].copy_(mine)
-
-    found = all_of(compiled_products(share=Alone()), x, a, b)
-    assert all(map(torch.equal, found, all_of(compiled_products(), x, a, b)))
 
 
 # --- one pass ---------------------------------------------------------------------------------------------------

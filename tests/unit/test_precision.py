@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from muonmesh.numerics.newton_schulz import gram_factor, orthogonalize
+from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.precision import exact_fp32
-from muonmesh.numerics.slabs import gram_of, multiply
 
 BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
@@ -68,9 +67,7 @@ def slab() -> Tensor:
 
 CALLS: dict[str, Callable[[], object]] = {
     "orthogonalize": lambda: orthogonalize(slab(), dtype=torch.float32),
-    "gram_of": lambda: gram_of(slab(), torch.empty(5, 5)),
-    "gram_factor": lambda: gram_factor(torch.eye(5), [(3.0, -3.2, 1.2), (2.0, -1.5, 0.5)]),
-    "multiply": lambda: multiply(torch.eye(5), slab(), torch.empty(5, 9)),
+    "in the Gram form": lambda: orthogonalize(slab(), dtype=torch.float32, method="gram"),
 }
 
 

@@ -37,7 +37,6 @@ def test_what_annotations_and_values_need_can_be_imported() -> None:
         "ClipPolicy",
         "ScaleMode",
         "Algorithm",
-        "ExchangeMode",
         "KernelName",
         "CoefficientName",
         "Method",
@@ -92,7 +91,6 @@ def test_from_model_hands_every_argument_on() -> None:
         "process_group": "local",
         "layouts": {"0.weight": "somewhere"},
         "shard_state": True,
-        "exchange": "auto",
         "bucket_cap_mb": 3.0,
         "gradients": ParameterGrad(),
     }

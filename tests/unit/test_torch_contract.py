@@ -57,7 +57,6 @@ INPUTS: dict[str, dict[str, Any]] = {
     "fp64": {"compute_dtype": torch.float64, "state_dtype": torch.float64},
     "bf16 state": {"state_dtype": torch.bfloat16},
     "masters": {"master_dtype": torch.float64},
-    "gram exchange": {"exchange": "gram"},
     "shared state": {"shard_state": True},
     "small buckets": {"bucket_cap_mb": 1e-4},
     "local": {"process_group": "local"},

@@ -1,48 +1,27 @@
-"""Exchange: runs a Plan, each matrix by the strategy that was planned for it."""
+"""Exchange: runs a Plan."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.carried import CarriedExchange
-from muonmesh.comm.gram import GramExchange
 from muonmesh.comm.owner import OwnerExchange
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.team import Team
 from muonmesh.comm.wire import Counts, Wire
 from muonmesh.comm.work import Work
 from muonmesh.layout import Plan
 from muonmesh.layout.carried import Carried
 
 
-class Strategy(Protocol):
-    """A way to orthogonalise matrices that several ranks hold."""
-
-    @property
-    def memory(self) -> Mapping[str, Tensor]:
-        """What it keeps from step to step, by role; empty before the first step."""
-        ...
-
-    def run(self, work: Work, meanwhile: Callable[[], None]) -> None:
-        """Take its matrices of the plan through one step; all ranks of the plan call it.
-
-        ``meanwhile`` is called once: while something travels, if anything does.
-        """
-
-
 class Exchange:
     """Runs a Plan over a process group, by one `Wire`, and keeps the memory in which matrices travel.
 
-    Matrices that have an owner are moved by the `OwnerExchange`, the others stay where they are, and their Gram
-    matrices are summed by the `GramExchange`. What rules keep by row, column or matrix travels before them and after
-    them, by the `CarriedExchange`. Flags, sums and counts are the same for all three.
+    Matrices are moved by the `OwnerExchange`. What rules keep by row, column or matrix travels before them and after
+    them, by the `CarriedExchange`. Flags, sums and counts are the same for both.
 
     Args:
         plan: The same on every rank of the group.
@@ -51,9 +30,6 @@ class Exchange:
         carried_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the buffers live.
         blocks: How many blocks of momentum in int8 the ranks agree on.
-        teams: A process group for each team of several ranks that this rank is in, by its ranks.
-        meshes: Given the number of a parameter of the plan that this rank holds, returns the process groups that exist
-            already among the ranks of that parameter, the same on each of them.
     """
 
     def __init__(
@@ -65,8 +41,6 @@ class Exchange:
         carried_dtype: torch.dtype = torch.float32,
         device: torch.device,
         blocks: int = 0,
-        teams: Mapping[tuple[int, ...], dist.ProcessGroup] = MappingProxyType({}),
-        meshes: Callable[[int], Sequence[dist.ProcessGroup]] = lambda parameter: (),
     ) -> None:
         if group is None and len(plan.ranks) > 1:
             raise ValueError(f"group: found None for ranks {plan.ranks}; needed their process group")
@@ -76,17 +50,7 @@ class Exchange:
         peers = tuple(dist.get_process_group_ranks(group)) if group is not None else plan.ranks
         self._wire = Wire(plan.ranks, group)
         self._blocks, self._device = blocks, device
-        self._strategies: list[Strategy] = []
-        if plan.buckets or not plan.grams:
-            joined = {ranks: Team(ranks, own, self._wire, rank=rank) for ranks, own in teams.items()}
-            self._strategies.append(
-                OwnerExchange(plan, self._wire, rank=rank, peers=peers, dtype=dtype, device=device, teams=joined)
-            )
-        if plan.grams:
-            self._strategies.append(
-                GramExchange(plan, self._wire, rank=rank, dtype=dtype, device=device, meshes=meshes)
-            )
-
+        self._owners = OwnerExchange(plan, self._wire, rank=rank, peers=peers, dtype=dtype, device=device)
         beside = Carried.beside(plan)
         self._carried: CarriedExchange | None = None
         if beside is not None:
@@ -111,7 +75,7 @@ class Exchange:
     @property
     def memory(self) -> list[Tensor]:
         """What is kept from step to step."""
-        return [tensor for strategy in self._strategies for tensor in strategy.memory.values()]
+        return list(self._owners.memory.values())
 
     def reduce_flags(self, flags: Tensor) -> Tensor:
         """Return the elementwise maximum of small integer flags over all ranks."""
@@ -139,13 +103,6 @@ class Exchange:
                 self.counts.collectives += 1
         if self._carried is not None:
             self._carried.gather(work)
-        first, *others = self._strategies
-        first.run(work, work.step_adamw)
-        for strategy in others:
-            strategy.run(work, _nothing)
+        self._owners.run(work, work.step_adamw)
         if self._carried is not None:
             self._carried.scatter(work)
-
-
-def _nothing() -> None:
-    return

@@ -12,7 +12,6 @@ from torch import Tensor
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.schedule import Schedule
 from muonmesh.comm.stages import Compute, Copies, Gather, Scatter, Swap
-from muonmesh.comm.team import Team
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
@@ -33,7 +32,6 @@ class OwnerExchange:
         peers: All ranks, in the order of their process group.
         dtype: Of wire and orthogonalisation.
         device: Where the matrices are assembled.
-        teams: The teams that this rank is in, by their ranks.
     """
 
     def __init__(
@@ -45,13 +43,10 @@ class OwnerExchange:
         peers: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        teams: Mapping[tuple[int, ...], Team],
     ) -> None:
         self._wire = wire
-        self._teams = teams
         self._matrix_sums = MatrixSums(plan, rank=rank, device=device, wire=wire)
         self._device = device
-        self._plan = plan
         self._arguments = plan, rank, peers, dtype, device
         self._gathered: dict[int, Gather] = {}
         self._computed: dict[int, Compute] = {}
@@ -103,12 +98,9 @@ class OwnerExchange:
         self._copy(stage.arriving)
         back = self.schedule.compute(number, stage.matrices)
         del stage  # and its wire buffers, where they are not kept
-        for x, out, assignment in back.teamed:
-            team = self._teams[self._plan.assignments[assignment].team]
-            work.orthogonalize_together(x, out, assignment, team, owner=team.is_owner)
         work.orthogonalize(back.batches)
-        self._wire.counts.orthogonalized += len(back.teamed) + sum(len(some) for _, _, some in back.batches)
-        self._computed[number] = replace(back, batches=(), teamed=())  # what was orthogonalised is not needed any more
+        self._wire.counts.orthogonalized += sum(len(some) for _, _, some in back.batches)
+        self._computed[number] = replace(back, batches=())  # what was orthogonalised is not needed any more
 
     def _scatter(self, number: int, index: int) -> None:
         """Start to move the results to every holder, or a part of them."""

@@ -180,12 +180,7 @@ class _Draft:
             for number in range(rounds.count)
         ]
         self._summed = plan.summed(moving)
-        mine = [number for number in moving if rank in plan.assignments[number].team]
-        teamed = [number for number in mine if len(plan.assignments[number].team) > 1]
-        alone = _alike(plan, [number for number in mine if number not in teamed])
-        # Members of a team that are in another one too go through both in the order of the bucket, as everyone does.
-        self._batches = [*((number,) for number in teamed), *alone]
-        self._teamed = len(teamed)
+        self._batches = _alike(plan, [number for number in moving if plan.assignments[number].owner == rank])
         self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
 
     def numels(self, roles: Sequence[str]) -> dict[str, int]:
@@ -231,8 +226,7 @@ class _Draft:
         of = _by_assignment(self._batches, results)
         staying = tuple((leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._staying)
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
-        teamed = tuple((x, out, number) for x, out, (number,) in batches[: self._teamed])
-        return Compute(batches[self._teamed :], teamed, self.local, self._summed, staying, self.rounds, results)
+        return Compute(batches, self.local, self._summed, staying, self.rounds, results)
 
     def scatter(self, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Scatter:
         """Return one round of the results that travel back, with its views of the memory."""

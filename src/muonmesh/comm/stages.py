@@ -57,9 +57,7 @@ class Compute:
     """One bucket at its owners, as this rank sees it: what it computes, and which results stay here.
 
     Attributes:
-        batches: What this rank orthogonalises alone: see `Work.orthogonalize`.
-        teamed: What it orthogonalises with others, in an order that is the same on all ranks: see
-            `Work.orthogonalize_together`.
+        batches: What this rank orthogonalises: see `Work.orthogonalize`.
         local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
             travel.
         summed: Assignments over which sums are taken before they are written, see `Plan.summed`.
@@ -69,7 +67,6 @@ class Compute:
     """
 
     batches: tuple[tuple[Tensor, Tensor, tuple[int, ...]], ...]
-    teamed: tuple[tuple[Tensor, Tensor, int], ...]
     local: tuple[tuple[Local, ...], ...]
     summed: Mapping[int, int]
     staying: Ends

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -17,9 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.meeting import meeting
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name from torch 2.13 on, or the one before."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many wires of these ranks this process has made; they make them together."""
@@ -34,8 +30,6 @@ class Counts:
         collectives: Collectives that this rank took part in.
         bytes_sent: Bytes to other ranks; flags and sums of `reduce` are not counted.
         bytes_received: Bytes from other ranks, likewise.
-        products_gathered: Products that this rank has divided with a team, each gathered by one collective more.
-        bytes_gathered: Bytes that it received from other members of teams for them; it sent as many.
         seconds_waiting: Seconds of the host, waiting for flags and transfers.
     """
 
@@ -43,8 +37,6 @@ class Counts:
     collectives: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    products_gathered: int = 0
-    bytes_gathered: int = 0
     seconds_waiting: float = 0.0
 
 
@@ -53,7 +45,6 @@ class Transfer:
     """A collective under way, which holds the memory that it reads and writes; ``work`` is None when it is over."""
 
     what: str
-    ranks: tuple[int, ...]
     memory: tuple[Tensor, ...]
     work: dist.Work | None
 
@@ -79,7 +70,7 @@ class Wire:
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
         """Return the elementwise reduction of a small vector over all ranks, in place; ``what`` names it in errors."""
         if self.group is not None:
-            with self._meeting(what, self.ranks):
+            with self._meeting(what):
                 dist.all_reduce(values, op=op, group=self.group)
         return values
 
@@ -93,64 +84,21 @@ class Wire:
             sent: Elements of each segment of ``send``; 0 for this rank.
             received: Elements of each segment of ``receive``, likewise.
         """
-        with self._meeting(what, self.ranks):
+        with self._meeting(what):
             work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)
-        return self._started(what, self.ranks, send, receive, work, send.numel(), receive.numel())
-
-    def swap_parts(
-        self, what: str, send: Tensor, receive: Tensor, group: dist.ProcessGroup, ranks: tuple[int, ...]
-    ) -> Transfer:
-        """Start to give each rank of a group its part of ``send``, all of one size, and receive one from each.
-
-        ``ranks`` are those of the group, as for `collect`; errors name them.
-        """
-        with self._meeting(what, ranks):
-            work = dist.all_to_all_single(receive, send, group=group, async_op=True)
-        travels = send.numel() - send.numel() // len(ranks)
-        return self._started(what, ranks, send, receive, work, travels, travels)
-
-    def collect(
-        self, what: str, mine: Tensor, everyone: Tensor, group: dist.ProcessGroup, ranks: tuple[int, ...]
-    ) -> None:
-        """Fill ``everyone`` (ranks of the group, ...) with ``mine`` (...) of each of them, and wait for it.
-
-        Args:
-            what: Names it in errors.
-            mine: What this rank gives, contiguous.
-            everyone: Written, contiguous.
-            group: Among which ranks.
-            ranks: Those of the group, in its order, by whoever knows them: torch looks them up anew at each call.
-        """
-        started = time.perf_counter()
-        with self._meeting(what, ranks):
-            _all_gather(everyone.view(-1), mine.view(-1), group=group)
-        self.counts.seconds_waiting += time.perf_counter() - started
-        self.counts.products_gathered += 1
-        self.counts.bytes_gathered += mine.numel() * mine.element_size() * (len(ranks) - 1)
-
-    def _started(
-        self,
-        what: str,
-        ranks: tuple[int, ...],
-        send: Tensor,
-        receive: Tensor,
-        work: dist.Work | None,
-        sent: int,
-        received: int,
-    ) -> Transfer:
         self.counts.collectives += 1
-        self.counts.bytes_sent += sent * send.element_size()
-        self.counts.bytes_received += received * receive.element_size()
-        return Transfer(what, ranks, (send, receive), work)
+        self.counts.bytes_sent += send.numel() * send.element_size()
+        self.counts.bytes_received += receive.numel() * receive.element_size()
+        return Transfer(what, (send, receive), work)
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer."""
         if transfer.work is not None:
             started = time.perf_counter()
-            with self._meeting(transfer.what, transfer.ranks):
+            with self._meeting(transfer.what):
                 transfer.work.wait()
             self.counts.seconds_waiting += time.perf_counter() - started
             transfer.work, transfer.memory = None, ()
 
-    def _meeting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        return meeting(ranks, self._key, f"step {self.steps}", what)
+    def _meeting(self, what: str) -> AbstractContextManager[None]:
+        return meeting(self.ranks, self._key, f"step {self.steps}", what)

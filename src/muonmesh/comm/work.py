@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from muonmesh.layout import Piece
 from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg
-from muonmesh.numerics.kernels import TeamShare
 
 Ends = tuple[tuple[Leg, Tensor], ...]
 """Legs whose storage is on this rank, each with the view that it is read into, or written from."""
@@ -66,9 +64,8 @@ class Work(Protocol):
     def prepare(self, assignments: Sequence[int]) -> None:
         """Get ready to read what this rank stores of these matrices.
 
-        Each matrix that moves, or whose Gram matrices are summed, is prepared once a step, right before `read` is
-        called for it. An owner exchange prepares the matrices of a bucket on every rank, also those that it stores
-        nothing of.
+        Each matrix that moves is prepared once a step, right before `read` is called for it, on every rank, also on
+        those that store nothing of it.
         """
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
@@ -85,15 +82,6 @@ class Work(Protocol):
 
         Those of one batch share their settings.
         """
-
-    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: TeamShare, *, owner: bool) -> None:
-        """Orthogonalise one matrix x (1, rows, cols) into ``out`` with a team; all its members call this.
-
-        What is done to the result beside that, which only the owner returns, only the ``owner`` does.
-        """
-
-    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
-        """Return F (rows, rows) so that F X is X after a segment of the steps, from X Xᵀ (rows, rows)."""
 
     def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what is kept by row, column or matrix ``into`` a tensor of the shape of the piece, any strides.
@@ -169,14 +157,6 @@ class Idle:
         """Send back zeros."""
         for _, out, _ in batches:
             out.zero_()
-
-    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: TeamShare, *, owner: bool) -> None:
-        """Never: there are teams on CPUs only, where no rank begins to move before all have agreed."""
-        raise AssertionError(f"assignment {assignment} of a team, on a rank that stands aside")
-
-    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
-        """Change nothing."""
-        return torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
 
     def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Send zeros."""

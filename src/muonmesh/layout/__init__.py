@@ -4,13 +4,12 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/
 """
 
 from muonmesh.layout.companion import Companion, Side, companion_matrices
-from muonmesh.layout.cost import cost, gathered
+from muonmesh.layout.cost import cost
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
 from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.parameter import Elementwise, Parameter, listed_by
 from muonmesh.layout.plan import Assignment, Plan, make_plan
-from muonmesh.layout.rates import Rates, Teams
 from muonmesh.layout.region import Block, Piece, Region, overlap
 from muonmesh.layout.routes import Routes
 
@@ -30,17 +29,14 @@ __all__ = [
     "Piece",
     "Placement",
     "Plan",
-    "Rates",
     "Region",
     "Replicate",
     "Routes",
     "Shard",
     "Side",
     "StridedShard",
-    "Teams",
     "companion_matrices",
     "cost",
-    "gathered",
     "listed_by",
     "make_plan",
     "overlap",

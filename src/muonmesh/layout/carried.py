@@ -19,8 +19,7 @@ class Carried:
 
     Attributes:
         plan: A plan of its own, with one bucket. Its parameters are the companions. Each of its assignments is the part
-            of a companion that belongs to one matrix of the main plan, and has the owner of that matrix. Of a team only
-            the owner gets it.
+            of a companion that belongs to one matrix of the main plan, and has the owner of that matrix.
         of: For each assignment of ``plan`` the number of that matrix's assignment in the main plan, and the companion.
     """
 
@@ -44,7 +43,7 @@ class Carried:
                     name, place = f"{parameter.name}.{companion.key}", companion.layout
                     parameters.append(Parameter(name, place, place, companion.matrices, nothing, ""))
                 part = companion.matrices[assignment.matrix.index]
-                assignments.append(Assignment(numbers[key], part, assignment.team[:1], 0))
+                assignments.append(Assignment(numbers[key], part, assignment.owner, 0))
                 of.append((number, companion))
         if not assignments:
             return None

@@ -27,20 +27,3 @@ def cost(rows: int, cols: int, *, degrees: Sequence[int], gram: bool, at_once: b
     pairs = (len(degrees) + 1) // 3
     applications = len(degrees) - pairs  # each XXᵀ and a product with X; a pair adds PA, PAP and the factor
     return powers + applications * (wide // 2 + wide) + pairs * 3 * half_square
-
-
-def gathered(rows: int, cols: int, *, degrees: Sequence[int], gram: bool) -> int:
-    """Return the elements of all products of one orthogonalisation, which a team of ranks gathers.
-
-    Args:
-        rows, cols: As for `cost`.
-        degrees: As for `cost`.
-        gram: As for `cost`.
-
-    Of a product with a symmetric result half is gathered.
-    """
-    m, n = min(rows, cols), max(rows, cols)
-    powers = sum(max(0, degree - 2) for degree in degrees)
-    pairs = (len(degrees) + 1) // 3 if gram else 0
-    applications = len(degrees) - pairs
-    return (powers + applications + 3 * pairs) * m * m // 2 + applications * m * n

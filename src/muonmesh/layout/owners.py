@@ -1,46 +1,30 @@
-"""Owners: which ranks orthogonalise a matrix, chosen by what each of them carries already."""
+"""Owners: which rank orthogonalises a matrix, chosen by what each of them carries already."""
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.parameter import Parameter, listed_by, text_of_ranks
-from muonmesh.layout.rates import Teams
+from muonmesh.layout.parameter import Parameter, listed_by
 
 
-def assign_teams(
-    parameters: Sequence[Parameter],
-    ranks: Sequence[int],
-    allowed: Teams | None,
-    itemsize: int,
-    asked: Mapping[tuple[int, int], tuple[int, ...]],
-) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Return the team of each (parameter, matrix index), the owner first.
+def assign_owners(
+    parameters: Sequence[Parameter], ranks: Sequence[int], asked: Mapping[tuple[int, int], int]
+) -> dict[tuple[int, int], int]:
+    """Return the owner of each (parameter, matrix index).
 
-    Owners: longest processing time first on FLOPs over all ranks that list the parameter, replicas included
-    (Graham 1969; at most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole
-    matrix keeps it, since that moves nothing, unless its load would exceed both what the busiest rank must carry
-    anyhow and what the least busy one would carry. Among ranks with equal loads the owners are spread over replicas
-    and machines.
-
-    Teams: a matrix that would make its owner the last to finish, by more than `_LATE` allows, is given to the smallest
-    team that would not be; and where every team would be, to the one that ends first.
+    Longest processing time first on FLOPs over all ranks that list the parameter, replicas included (Graham 1969; at
+    most 4/3 of the best makespan, in practice within a few per cent). A rank that holds the whole matrix keeps it,
+    since that moves nothing, unless its load would exceed both what the busiest rank must carry anyhow and what the
+    least busy one would carry. Among ranks with equal loads the owners are spread over replicas and machines.
 
     Args:
         parameters: What to assign.
         ranks: The connected set.
-        allowed: Which teams there may be; None if every matrix has one owner.
-        itemsize: Bytes of an element that a team gathers.
-        asked: The teams of some matrices, by (parameter, index), which are taken as they are.
-
-    Raises:
-        LayoutError: a team is empty, names a rank twice, or one that does not hold the parameter.
+        asked: The owners of some matrices, which are taken as they are.
     """
     jobs = sorted(
         (
@@ -53,44 +37,23 @@ def assign_teams(
     loads = _Loads(ranks)
     listed = [listed_by(parameter) for parameter in parameters]
     everywhere = [loads.heap(some) for some in listed]
-    # No plan's busiest rank carries less than the mean, or than the largest matrix that has one owner.
+    # No plan's busiest rank carries less than the mean, or than the largest matrix.
     mean = -sum(job[0] for job in jobs) / max(1, len(ranks))
-    unavoidable = max(mean, -jobs[0][0] if jobs and allowed is None else 0)
-    teams = {}
-    alone = {rank: (rank,) for rank in ranks}
-    members: dict[Sequence[int], frozenset[int]] = {}
-    for some in listed:
-        if some not in members:
-            members[some] = frozenset(some)
-    may_join = [members[some] for some in listed]
+    unavoidable = max(mean, -jobs[0][0] if jobs else 0)
+    owners = {}
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
-        parameter = parameters[number]
         if (number, index) in asked:
-            team = teams[number, index] = asked[number, index]
-            _prove_team(parameter, matrix, team, may_join[number])
-            for rank in team:
-                loads.add(rank, -minus_flops // len(team), -minus_numel)
-            continue
-        gathered = parameter.gathered[index] if parameter.gathered else 0
-        if allowed is not None and gathered:
-            load = functools.partial(allowed.load, -minus_flops, gathered, itemsize)
-            sizes = {size: load(size) for size in allowed.sizes}
-            team = loads.team(listed[number], sizes, at_most=_LATE * max(mean, loads.busiest))
-            if len(team) > 1:
-                teams[number, index] = team
-                for rank in team:
-                    loads.add(rank, sizes[len(team)], -minus_numel)
-                continue
-        owner = loads.least(everywhere[number])
-        holders = _holders_of_all(parameter.momentum_storage, matrix)
-        if holders and len(holders) < len(listed[number]):
-            local = loads.least(loads.heap(holders))
-            if loads.flops(local) - minus_flops <= max(unavoidable, loads.flops(owner) - minus_flops):
-                owner = local
+            owner = asked[number, index]
+        else:
+            owner = loads.least(everywhere[number])
+            holders = _holders_of_all(parameters[number].momentum_storage, matrix)
+            if holders and len(holders) < len(listed[number]):
+                local = loads.least(loads.heap(holders))
+                if loads.flops(local) - minus_flops <= max(unavoidable, loads.flops(owner) - minus_flops):
+                    owner = local
         loads.add(owner, -minus_flops, -minus_numel)
-        team = teams[number, index] = alone[owner]
-        _prove_team(parameter, matrix, team, may_join[number])
-    return teams
+        owners[number, index] = owner
+    return owners
 
 
 def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:
@@ -105,9 +68,6 @@ def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:
     return holders
 
 
-_LATE = 1.02
-"""How much later than the mean, or than the last of the others, an owner may finish before others share its matrix."""
-
 _Load = tuple[int, int, int, int]
 """(FLOPs, elements, turn, rank): the least is the next to be given something."""
 
@@ -117,52 +77,14 @@ class _Loads:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._of: dict[int, _Load] = {rank: (0, 0, turn, rank) for turn, rank in enumerate(_spread(ranks))}
-        self.busiest = 0
         self._heaps: dict[Sequence[int], list[_Load]] = {}
-        self._blocks: dict[tuple[Sequence[int], int], list[tuple[int, int, tuple[int, ...]]]] = {}
 
     def flops(self, rank: int) -> int:
         return self._of[rank][0]
 
     def add(self, rank: int, flops: int, numel: int) -> None:
         before = self._of[rank]
-        self.busiest = max(self.busiest, before[0] + flops)
         self._of[rank] = (before[0] + flops, before[1] + numel, *before[2:])
-
-    def team(self, ranks: Sequence[int], sizes: Mapping[int, int], *, at_most: float) -> tuple[int, ...]:
-        """Return the smallest team that ends within ``at_most`` FLOPs, the one that carries least; or that ends first.
-
-        Args:
-            ranks: Of which.
-            sizes: What each member carries, by the size of the team, the smallest first.
-            at_most: What the busiest rank may carry.
-        """
-        found: list[tuple[int, int, tuple[int, ...]]] = []
-        for size, load in sizes.items():
-            blocks = self._heap_of_blocks(ranks, size)
-            if not blocks:
-                break
-            while blocks[0][0] != (most := max(map(self.flops, blocks[0][2]))):
-                heapq.heapreplace(blocks, (most, *blocks[0][1:]))
-            block = blocks[0][2]
-            found.append((most + load, size, block))
-            if most + load <= at_most:
-                break
-        _, _, block = found[-1] if found[-1][0] <= at_most else min(found)
-        owner = min(block, key=self._of.__getitem__)
-        return owner, *(rank for rank in block if rank != owner)
-
-    def _heap_of_blocks(self, ranks: Sequence[int], size: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Return (FLOPs of the busiest, turn, ranks) of the teams of a size among some ranks."""
-        if (ranks, size) not in self._blocks:
-            among: dict[int, list[int]] = {}
-            for rank in sorted(ranks):
-                among.setdefault(rank // size, []).append(rank)
-            blocks = [tuple(block) for block in among.values() if len(block) == size]
-            heap = [(max(map(self.flops, b)), min(self._of[r][2] for r in b), b) for b in blocks]
-            heapq.heapify(heap)
-            self._blocks[ranks, size] = heap
-        return self._blocks[ranks, size]
 
     def heap(self, ranks: Sequence[int]) -> list[_Load]:
         """Return the loads of a set of ranks, for `least`."""
@@ -187,10 +109,3 @@ def _spread(ranks: Sequence[int]) -> list[int]:
     # No gap between 2n such points is as wide as 1/n, so every rank is met.
     steps = (int(golden * i % 1 * len(ranks)) for i in range(2 * len(ranks)))
     return [ranks[index] for index in dict.fromkeys(steps)]
-
-
-def _prove_team(parameter: Parameter, matrix: Matrix, team: Sequence[int], may_join: frozenset[int]) -> None:
-    """Prove that a team is of one or more different ranks that hold the parameter."""
-    if not team or len(set(team)) < len(team) or not may_join.issuperset(team):
-        needed = f"one or more different ones {text_of_ranks(listed_by(parameter))}, the owner first"
-        raise LayoutError(explain_error(matrix.name, f"the team {tuple(team)}", needed, "Name each once"))

@@ -22,11 +22,8 @@ class Parameter:
         flops: Cost of each of the matrices, in their order.
         settings: Text of everything that decides what an orthogonalisation computes. Matrices are batched
             only with equals, and the ranks compare it.
-        segments: Into how many sums over the ranks a Gram exchange divides the steps; 0 if there can be none.
         companions: What its rule keeps by row, column or matrix, which travels to the owners and back.
         sums: How many sums over each of the matrices its rule asks for, before the weights are written.
-        gathered: Elements of the products of each matrix, which a team gathers; 0 for one that no team can take. Empty
-            if there are no teams.
         unlisted_by: Ranks of ``target`` that hold nothing of it and have no tensor for it in their groups. They know
             neither its rule nor its settings, so they own none of its matrices.
         scale_invariant: Whether its rule is, so that clipping need not scale its gradients (`Rule.scale_invariant`).
@@ -38,10 +35,8 @@ class Parameter:
     matrices: tuple[Matrix, ...]
     flops: tuple[int, ...]
     settings: str
-    segments: int = 0
     companions: tuple[Companion, ...] = ()
     sums: int = 0
-    gathered: tuple[int, ...] = ()
     unlisted_by: tuple[int, ...] = ()
     scale_invariant: bool = True
 

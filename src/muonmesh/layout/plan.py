@@ -1,10 +1,10 @@
-"""Plan: which ranks orthogonalise each matrix, and in which bucket."""
+"""Plan: which rank orthogonalises each matrix, and in which bucket."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -12,34 +12,27 @@ from types import MappingProxyType
 from muonmesh.layout.cover import prove
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.owners import assign_teams
+from muonmesh.layout.owners import assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
-from muonmesh.layout.rates import Teams
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, extend, pieces, pieces_by_holder
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One Matrix of the plan, of parameter number ``parameter``, and the ranks that orthogonalise it together.
+    """One Matrix of the plan and its owner, the rank that orthogonalises it.
 
     Attributes:
         parameter: Number of the parameter.
         matrix: What is orthogonalised.
-        team: Those ranks, usually one. Each gets the whole matrix; the first returns the result. Says nothing of an
-            assignment in `Plan.grams`: that is computed by all ranks that hold the parameter.
-        flops: Cost of the matrix, which the team shares.
+        owner: The rank that gets the whole matrix, and returns the result.
+        flops: Cost of the matrix.
     """
 
     parameter: int
     matrix: Matrix
-    team: tuple[int, ...]
+    owner: int
     flops: int
-
-    @property
-    def owner(self) -> int:
-        """The first of the team."""
-        return self.team[0]
 
 
 @dataclass(frozen=True)
@@ -49,11 +42,10 @@ class Plan:
     Attributes:
         ranks: The connected set: all ranks that share any of the parameters.
         parameters: The parameters whose matrices are assigned.
-        assignments: Every Matrix once, with its team.
-        buckets: Numbers of the assignments that have owners, by bucket, in order. What moves in a bucket moves and
+        assignments: Every Matrix once, with its owner.
+        buckets: Numbers of the assignments, by bucket, in order. What moves in a bucket moves and
             computes together; what does not is computed by its owner beside some bucket (`comm.schedule`).
         elementwise: Parameters that are not orthogonalised.
-        grams: Numbers of the assignments that no owner computes: their Gram matrices are summed (`layout.gram`).
         bucket_elements: About how many elements a rank works on at a time.
     """
 
@@ -62,36 +54,34 @@ class Plan:
     assignments: tuple[Assignment, ...]
     buckets: tuple[tuple[int, ...], ...]
     elementwise: tuple[Elementwise, ...] = ()
-    grams: tuple[int, ...] = ()
     bucket_elements: int = 1 << 23
 
     def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
-        """Return what ``rank`` exchanges for a bucket on the way to the teams, or on the way back.
+        """Return what ``rank`` exchanges for a bucket on the way to the owners, or on the way back.
 
-        On the way there each member of a team is sent what the ranks of its own replica hold; on the way back the owner
-        sends the result to the ranks of every replica.
+        On the way there an owner is sent what the ranks of its own replica hold; on the way back it sends the result
+        to the ranks of every replica.
         """
         stored: dict[int, list[Leg]] = {}
         assembled: dict[int, list[Leg]] = {}
         for number in self.buckets[bucket]:
             assignment = self.assignments[number]
             place = self._layout(assignment, gather=gather)
-            members = _at_matrix(assignment, gather=gather)
-            if rank in members:
+            owner = assignment.owner
+            if rank == owner:
                 holders = place.replica(rank) if gather else place.ranks
                 for holder, parts in pieces_by_holder(place, holders, assignment.matrix):
                     extend(assembled, holder, number, assignment.parameter, parts)
             mine = tuple(pieces(place, rank, assignment.matrix))
-            for member in members if mine else ():
-                if not gather or rank in place.replica(member):
-                    extend(stored, member, number, assignment.parameter, mine)
+            if mine and (not gather or rank in place.replica(owner)):
+                extend(stored, owner, number, assignment.parameter, mine)
         return Routes(
             {peer: tuple(legs) for peer, legs in stored.items()},
             {peer: tuple(legs) for peer, legs in assembled.items()},
         )
 
     def gathers(self, bucket: int) -> bool:
-        """Whether any team of the bucket needs what another rank holds."""
+        """Whether any owner of the bucket needs what another rank holds."""
         return any(self._moves(number, gather=True) for number in self.buckets[bucket])
 
     def scatters(self, bucket: int) -> bool:
@@ -141,13 +131,7 @@ class Plan:
         place = self._layout(assignment, gather=gather)
         if not gather and place.copies() > 1:
             return True
-        members = _at_matrix(assignment, gather=gather)
-        return not all(
-            rank in holders
-            for block in assignment.matrix.blocks
-            for holders in [place.holders(block.region)]
-            for rank in members
-        )
+        return not all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
 
     def _layout(self, assignment: Assignment, *, gather: bool) -> Layout:
         """Return the layout that an assignment's routes lead from, of the momentum, or back to, of the parameter."""
@@ -173,11 +157,8 @@ class Plan:
     def loads(self) -> dict[int, int]:
         """FLOPs of one step by rank."""
         loads = dict.fromkeys(self.ranks, 0)
-        without_owner = set(self.grams)
-        for number, assignment in enumerate(self.assignments):
-            team = self.parameters[assignment.parameter].target.ranks if number in without_owner else assignment.team
-            for rank in team:
-                loads[rank] += assignment.flops // len(team)
+        for assignment in self.assignments:
+            loads[assignment.owner] += assignment.flops
         return loads
 
     def description(self) -> list[str]:
@@ -188,11 +169,8 @@ class Plan:
         ]
         for number, bucket in enumerate(self.buckets):
             for index in bucket:
-                owner, *others = self.assignments[index].team
-                along = f" with {', '.join(map(str, others))}" if others else ""
-                lines.append(f"bucket {number}: {self.assignments[index].matrix.name} on {owner}{along}")
-        together = f"{self.bucket_elements} elements at a time"
-        lines += [f"Gram matrices of {self.assignments[index].matrix.name}, {together}" for index in self.grams]
+                assignment = self.assignments[index]
+                lines.append(f"bucket {number}: {assignment.matrix.name} on {assignment.owner}")
         return lines
 
     @cached_property
@@ -201,25 +179,17 @@ class Plan:
         return hashlib.sha256("\n".join(self.description()).encode()).hexdigest()
 
 
-def _at_matrix(assignment: Assignment, *, gather: bool) -> tuple[int, ...]:
-    """Return the ranks at the other end of an assignment's routes: its team there, its owner on the way back."""
-    return assignment.team if gather else assignment.team[:1]
-
-
 def make_plan(
     parameters: Sequence[Parameter],
     *,
     ranks: Sequence[int] | None = None,
     bucket_elements: int,
     elementwise: Sequence[Elementwise] = (),
-    grams: Collection[tuple[int, int]] = (),
-    teams: Teams | None = None,
-    itemsize: int = 2,
-    _teams: Mapping[tuple[int, int], tuple[int, ...]] = MappingProxyType({}),
+    _owners: Mapping[tuple[int, int], int] = MappingProxyType({}),
 ) -> Plan:
-    """Prove that everything is covered, and assign every matrix its team, usually one owner, and a bucket.
+    """Prove that everything is covered, and assign every matrix its owner and a bucket.
 
-    Owners and teams: see `assign_teams`.
+    Owners: see `assign_owners`.
 
     Buckets: each owner's matrices are cut, in one order, into pieces of about ``bucket_elements``; bucket i
     holds the i-th piece of every owner, so owners compute side by side. In some buckets an owner has nothing: in those
@@ -230,22 +200,18 @@ def make_plan(
         ranks: The connected set; by default the ranks that hold any of the parameters.
         bucket_elements: Matrix elements of one owner in one bucket, about.
         elementwise: Parameters that are not orthogonalised.
-        grams: (parameter, index) of the matrices whose Gram matrices are summed instead.
-        teams: Whether several ranks may orthogonalise a matrix together, and by which rates it pays.
-        itemsize: Bytes of an element that a team gathers.
-        _teams: The teams of some matrices, by (parameter, index), for tests.
+        _owners: The owners of some matrices, by (parameter, index), for tests.
 
     Raises:
-        LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once; or a team is empty, names
-            a rank twice, or one that does not hold the parameter.
+        LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once.
     """
     prove(parameters, elementwise)
     if ranks is None:
         ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_storage, p.target)}))
     ranks = tuple(ranks)
-    assigned = assign_teams(parameters, ranks, teams, itemsize, _teams)
+    owners = assign_owners(parameters, ranks, _owners)
     assignments = [
-        Assignment(number, matrix, assigned[number, matrix.index], flops)
+        Assignment(number, matrix, owners[number, matrix.index], flops)
         for number, parameter in enumerate(parameters)
         for matrix, flops in zip(parameter.matrices, parameter.flops, strict=True)
     ]
@@ -263,19 +229,14 @@ def make_plan(
     buckets: dict[int, list[int]] = {}
     for number in order:
         assignment = assignments[number]
-        if (assignment.parameter, assignment.matrix.index) in grams:
-            continue
-        buckets.setdefault(max(filled[rank] for rank in assignment.team) // bucket_elements, []).append(number)
-        for rank in assignment.team:
-            filled[rank] += assignment.matrix.numel
+        buckets.setdefault(filled[assignment.owner] // bucket_elements, []).append(number)
+        filled[assignment.owner] += assignment.matrix.numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
-    without_owner = tuple(n for n, a in enumerate(assignments) if (a.parameter, a.matrix.index) in grams)
     return Plan(
         ranks,
         tuple(parameters),
         tuple(assignments),
         in_order,
         tuple(elementwise),
-        without_owner,
         bucket_elements,
     )

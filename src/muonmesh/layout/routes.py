@@ -12,7 +12,7 @@ from muonmesh.layout.region import Block, Piece, overlap
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A Piece of one assignment that travels between a holder's storage and the matrix of a member of its team.
+    """A Piece of one assignment that travels between a holder's storage and the assembled matrix at its owner.
 
     Attributes:
         assignment: Number of the assignment in its plan.
@@ -31,15 +31,14 @@ class Leg:
 class Routes:
     """What one rank exchanges for one bucket, one way, by peer.
 
-    The way back has Routes of its own, for other ranks take part in it where there are replicas, teams or momentum that
+    The way back has Routes of its own, for other ranks take part in it where there are replicas, or momentum that
     is sharded over replicas. Where there are none, it is the way there read backwards.
 
     Both ends list the legs between two ranks in the same order.
 
     Attributes:
         stored: The legs whose storage is on this rank, by the rank that has their matrix.
-        assembled: The legs whose matrix is on this rank, by the rank that stores them. On the way there the rank may be
-            any of the matrix's team, on the way back it is the owner.
+        assembled: The legs whose matrix is on this rank, by the rank that stores them.
     """
 
     stored: dict[int, tuple[Leg, ...]]

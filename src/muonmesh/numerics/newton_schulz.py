@@ -26,7 +26,7 @@ from muonmesh.numerics.coefficients import (
 from muonmesh.numerics.deflation import deflate
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.gram_form import factor_of_all, factored
-from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, Exact, KernelName, Matmuls, TeamShare, select
+from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, select
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
@@ -62,7 +62,6 @@ def orthogonalize(
     kernels: KernelName = "auto",
     out: Tensor | None = None,
     overwrite: bool = False,
-    share: TeamShare | None = None,
     times: Tensor | None = None,
     room: Tensor | None = None,
 ) -> Tensor:
@@ -83,8 +82,6 @@ def orthogonalize(
         kernels: Implementation of the matrix products.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
-        share: This rank's part in a team. Every member calls with the same matrix, divides the products with the
-            others, and gets the whole result, with the bits of one rank.
         times: What the results are multiplied by, 1-D fp32 or wider, one number for each matrix. It is multiplied
             into 1/ν, so it takes no operation of its own, and no rounding.
         room: Of `room_for`, where it holds x: the result is in it too, so x is lost. For one matrix, of a set that
@@ -109,10 +106,7 @@ def orthogonalize(
     coefficients, steps = for_rows(coefficients, steps, rows)
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
-    if share is not None and (x.device.type != "cpu" or rows < DIVIDED_FROM_ROWS):
-        found, needed = f"a matrix of {rows} rows on {x.device.type}", f"{DIVIDED_FROM_ROWS} rows or more on a CPU"
-        raise ValueError(explain_error("share", found, needed, "Leave the matrix to one rank"))
-    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, share=share)
+    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols)
     whole = takes_all_at_once(rows, coefficients, chosen, kernels)
     segments = (schedule,) if whole else tuple(_segments(schedule, chosen))
 
@@ -149,46 +143,6 @@ def room_for(rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) 
     width = next(width for width in range(least, cols + least, _ALIGNMENT) if not 0 < cols % width < min(least, 512))
     room = torch.empty(1, rows, cols + width, dtype=dtype, device=device)
     return room, room[..., width:]
-
-
-def gram_segments(coefficients: Coefficients, steps: int | None = None) -> tuple[tuple[Polynomial, ...], ...]:
-    """Return the steps as the Gram form takes them: one or two polynomials between two sums of X Xᵀ.
-
-    Empty for a set that prepares X by its rows (AOL), by a rational step or by deflation, which the Gram exchange
-    does not.
-    """
-    prepared = coefficient_set(coefficients)
-    if prepared.preconditioner == "aol" or not prepared.begins_with_polynomials:
-        return ()
-    return tuple(_segments(coefficient_schedule(coefficients, steps), "gram"))
-
-
-def gram_factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
-    """Return F so that F X is X after the steps of a segment.
-
-    Args:
-        gram: X Xᵀ with the norm of X divided out, shape (rows, rows), fp32 or fp64.
-        segment: One polynomial or more.
-    """
-    with exact_fp32(gram.dtype):
-        return _factor(gram, segment)
-
-
-def _factor(gram: Tensor, segment: Sequence[Polynomial]) -> Tensor:
-    factor: Tensor | None = None
-    for number, polynomial in enumerate(segment):  # with as few squares at once as there can be
-        step = torch.zeros_like(gram) if len(polynomial) == 1 else gram * polynomial[-1]
-        step.diagonal().add_(polynomial[max(0, len(polynomial) - 2)])
-        for coefficient in reversed(polynomial[:-2]):
-            step = step @ gram
-            step.diagonal().add_(coefficient)
-        if number + 1 < len(segment):
-            gram = step @ gram @ step
-            gram = (gram + gram.mT).div_(2)
-        factor = step if factor is None else step @ factor
-        del step
-    assert factor is not None
-    return factor
 
 
 def resolve_method(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.balance import imbalance
 from muonmesh.layout.carried import Carried
-from muonmesh.layout.gram import gram_buckets
 from muonmesh.numerics.rules import rule_of
 from muonmesh.report.memory import memory_of
 from muonmesh.report.traffic import moved, traffic
@@ -31,12 +30,11 @@ class Row:
         reason: Why.
         matrices: What is orthogonalised, e.g. ``3 of 768×768``.
         layout: Where the parameter lives.
-        owners: How many matrices each rank orthogonalises, alone or with a team whose first it is.
+        owners: How many matrices each rank orthogonalises.
         flops: FLOPs a step over all ranks.
         bytes: Bytes a step that this rank sends for it.
         rms: Root mean square of one step.
         spectral: Spectral norm of one step; nan for AdamW.
-        teams: How many matrices each team of several ranks orthogonalises together.
         state: Bytes that this rank keeps of it from step to step, in the dtypes in which they are kept.
     """
 
@@ -50,7 +48,6 @@ class Row:
     bytes: int
     rms: float
     spectral: float
-    teams: dict[tuple[int, ...], int] = field(default_factory=dict)
     state: int = 0
 
 
@@ -61,9 +58,9 @@ class Explanation:
     Attributes:
         rows: One per parameter, in the order of the groups.
         rank: The rank this is told for.
-        orthogonalizations: Matrices that this rank orthogonalises in a step, alone or in a team.
+        orthogonalizations: Matrices that this rank orthogonalises in a step.
         collectives: Collectives that this rank takes part in in a step.
-        bytes_sent: Bytes this rank sends in a step; flags, and what teams gather between products, are not counted.
+        bytes_sent: Bytes this rank sends in a step; flags are not counted.
         bytes_received: Bytes it receives, likewise.
         flops: FLOPs of one step, by rank.
         state_bytes: Bytes of state that this rank keeps from step to step.
@@ -106,7 +103,7 @@ class Explanation:
                 row.reason,
                 row.matrices,
                 row.layout,
-                _owners(row.owners, row.teams),
+                _owners(row.owners),
                 f"{row.flops / 1e9:.3g}" if row.flops else "",
                 f"{row.bytes / 1e6:.3g}" if row.bytes else "",
                 "" if math.isnan(row.rms) else f"{row.rms:.1e}",
@@ -119,13 +116,10 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
         table.insert(1, "  ".join("─" * width for width in widths))
-        owned = sum(row.owners.get(self.rank, 0) for row in self.rows)  # each by one rank, so they add up to all
-        helped = self.orthogonalizations - owned
         table.append(
-            f"rank {self.rank} of {len(self.flops)}: {owned} of "
+            f"rank {self.rank} of {len(self.flops)}: {self.orthogonalizations} of "
             f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalisations, "
-            + (f"parts of {helped} more with their owners, " if helped else "")
-            + f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {sum(self.flops.values()) / 1e9:.3g} GFLOP "
+            f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {sum(self.flops.values()) / 1e9:.3g} GFLOP "
             f"(imbalance {self.imbalance:.2f}), "
             f"{self.collectives} collectives, {self.bytes_sent / 1e6:.3g} MB sent, "
             f"{self.bytes_received / 1e6:.3g} MB received a step"
@@ -176,10 +170,6 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
         elements = (sum(sum(moved(some, rank).values()) for some in way) for way in legs)
         sent_elements, received_elements = elements
         carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize
-    without_owner = set(plan.grams)
-    buckets = gram_buckets(plan, rank)
-    collectives += sum(bucket.collectives for bucket in buckets)
-    reduced = sum(bucket.bytes(max(itemsize, 4)) for bucket in buckets)  # in fp32 at least
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     kept = memory_of(planned, groups, precision)
@@ -203,10 +193,10 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     return Explanation(
         tuple(rows),
         rank,
-        sum(rank in a.team and number not in without_owner for number, a in enumerate(plan.assignments)),
+        sum(assignment.owner == rank for assignment in plan.assignments),
         collectives + (len(plan.ranks) > 1),  # one more for the flags
-        sum(sent.values()) * itemsize + reduced + carried[0],
-        received * itemsize + reduced + carried[1],
+        sum(sent.values()) * itemsize + carried[0],
+        received * itemsize + carried[1],
         plan.loads,
         sum(memory.total for memory in kept.values()),
         sum(memory.host for memory in kept.values()),
@@ -215,9 +205,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
 
 def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Parameter, reason: str, moved: int) -> Row:
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
-    without_owner = set(plan.grams)
-    teams = [a.team for index, a in enumerate(plan.assignments) if a.parameter == number and index not in without_owner]
-    owners = Counter(team[0] for team in teams)
+    owners = Counter(assignment.owner for assignment in plan.assignments if assignment.parameter == number)
     rule = rule_of(group)
     steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]
     return Row(
@@ -226,23 +214,18 @@ def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Para
         reason,
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
         parameter.target.describe(),
-        dict(owners) if owners else {rank: 0 for rank in parameter.target.ranks},
+        dict(owners),
         sum(parameter.flops),
         moved,
         max(step.rms for step in steps),
         max(step.spectral for step in steps),
-        dict(Counter(team for team in teams if len(team) > 1)),
     )
 
 
-def _owners(owners: Mapping[int, int], teams: Mapping[tuple[int, ...], int]) -> str:
-    """Return how many matrices each owner, or team, has: "rank 0: 2, rank 1: 1", "ranks 2+3: 1"."""
-    alone = Counter(owners)
-    alone.subtract(Counter({team[0]: count for team, count in teams.items()}))
-    entries = [(f"rank {rank}", alone[rank]) for rank in sorted(owners) if alone[rank] or not teams]
-    entries += [(f"ranks {'+'.join(map(str, team))}", count) for team, count in sorted(teams.items())]
-    if len(entries) > 4:
-        return f"{len({*owners, *(rank for team in teams for rank in team)})} ranks"
-    if len(entries) == 1:
-        return entries[0][0]
-    return ", ".join(f"{who}: {count}" for who, count in entries)
+def _owners(owners: Mapping[int, int]) -> str:
+    """Return how many matrices each owner has: "rank 0: 2, rank 1: 1"."""
+    if len(owners) > 4:
+        return f"{len(owners)} ranks"
+    if len(owners) == 1:
+        return f"rank {next(iter(owners))}"
+    return ", ".join(f"rank {rank}: {count}" for rank, count in sorted(owners.items()))

@@ -20,13 +20,11 @@ from muonmesh.layout import (
     Parameter,
     Plan,
     cost,
-    gathered,
     make_plan,
     split_matrices,
 )
 from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
-from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.traffic import Traffic, traffic
@@ -209,19 +207,13 @@ def muon_parameter(name: str, layout: Layout, spec: MatrixSpec) -> Parameter:
     """Return a parameter as the planner sees it with Muon's defaults, its momentum stored where it lives itself."""
     matrices = split_matrices(name, layout.shape, spec)
     costs = {size: flops_of(*size) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
-    products = {size: gathered_of(*size) if min(size) >= DIVIDED_FROM_ROWS else 0 for size in costs}
-    work, shared = (tuple(of[matrix.rows, matrix.cols] for matrix in matrices) for of in (costs, products))
-    return Parameter(name, layout, layout, matrices, work, f"{COEFFICIENTS}, {STEPS} steps, auto", gathered=shared)
+    work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
+    return Parameter(name, layout, layout, matrices, work, f"{COEFFICIENTS}, {STEPS} steps, auto")
 
 
 def flops_of(rows: int, cols: int) -> int:
     """Return the FLOPs of one orthogonalisation with Muon's defaults: Polar Express, 5 steps, bf16."""
     return cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
-
-
-def gathered_of(rows: int, cols: int) -> int:
-    """Return the elements of the products of one orthogonalisation, which a team would gather."""
-    return gathered(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
 
 
 @dataclass(frozen=True)
@@ -240,7 +232,7 @@ class _Work:
         for bucket in plan.buckets:
             here: list[Matrix] = []
             for number in bucket:
-                if rank not in plan.assignments[number].team:
+                if rank != plan.assignments[number].owner:
                     continue
                 owned.append(number)
                 (here if plan.moves(number) else staying).append(plan.assignments[number].matrix)

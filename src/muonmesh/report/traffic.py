@@ -42,7 +42,7 @@ class Traffic:
 
 
 def traffic(plan: Plan, rank: int) -> Traffic:
-    """Return what ``rank`` moves in a step, Gram exchanges and what rules keep beside their matrices left out."""
+    """Return what ``rank`` moves in a step, what rules keep beside their matrices left out."""
     sent: Counter[int] = Counter()
     buckets, collectives = [], 0
     for bucket, numbers in enumerate(plan.buckets):

@@ -75,9 +75,8 @@ def connect(groups: Groups, kept: Kept, *, compared: bool = False) -> tuple[Plan
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
-        planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb, kept.exchange)
+        planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb)
         insist(group, planned.plan)
-    members = planned.muon
     planned.exchange = Exchange(
         planned.plan,
         group=group,
@@ -85,8 +84,6 @@ def connect(groups: Groups, kept: Kept, *, compared: bool = False) -> tuple[Plan
         carried_dtype=kept.precision.carried,
         device=planned.device,
         blocks=planned.blocks.count if kept.precision.int8 else 0,
-        teams=_groups_of_teams(planned, candidates),
-        meshes=lambda number: mesh_groups([m.storage for m in members[number : number + 1] if m is not None]),
     )
     kept.connected = planned
     if not kept.warned:
@@ -96,19 +93,6 @@ def connect(groups: Groups, kept: Kept, *, compared: bool = False) -> tuple[Plan
             kept.rounding.warn()
             kept.rounding = None
     return planned, planned.exchange
-
-
-def _groups_of_teams(
-    planned: Planned, candidates: Sequence[dist.ProcessGroup]
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return a process group for each team of several ranks that this rank is in; all members make it together."""
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for assignment in planned.plan.assignments:
-        if len(assignment.team) > 1 and planned.rank in assignment.team and assignment.team not in found:
-            group = group_of(tuple(sorted(assignment.team)), candidates)
-            assert group is not None
-            found[assignment.team] = group
-    return found
 
 
 def outdated(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planned, Exchange] | None:
@@ -192,7 +176,7 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
     if error is not None:
         return None, sets, error
     try:
-        kept.planned = plan_members(groups, members, signature, kept.precision, kept.bucket_cap_mb, kept.exchange)
+        kept.planned = plan_members(groups, members, signature, kept.precision, kept.bucket_cap_mb)
     except (LayoutError, ValueError) as found:
         return None, sets, found
     listed = {name for group in groups for name in group["param_names"]}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
-from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
+from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Planned, bucket_elements
 from muonmesh.step.preflight import Pending
@@ -77,7 +77,6 @@ class Kept:
     process_group: ProcessGroup
     layouts: Mapping[str, Declared]
     shard_state: bool
-    exchange: ExchangeMode
     bucket_cap_mb: float
     complete: bool = False
     planned: Planned | None = None

@@ -15,10 +15,10 @@ from muonmesh.comm.views import contiguous, view_in_matrix
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Layout, Piece, Plan, overlap
 from muonmesh.layout.routes import Leg
-from muonmesh.numerics.kernels import TeamShare, select
+from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
-from muonmesh.numerics.newton_schulz import gram_factor, gram_segments, orthogonalize
+from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import Rule, parts
 from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks, Momentum
@@ -391,10 +391,6 @@ class MuonStep:
                 tasks.append((flops * len(assignments[some]), task))
         self._run(tasks)
 
-    def orthogonalize_together(self, x: Tensor, out: Tensor, assignment: int, team: TeamShare, *, owner: bool) -> None:
-        """Orthogonalise one matrix with a team."""
-        self._orthogonalize(x, out, [assignment], team=team, whole=owner)
-
     def _at_once(self, count: int, shape: tuple[int, int]) -> int:
         """Return how many of ``count`` equal matrices are orthogonalised by one task."""
         rows, cols = sorted(shape)
@@ -421,15 +417,7 @@ class MuonStep:
             for task in ordered:
                 task()
 
-    def _orthogonalize(
-        self,
-        batch: Tensor,
-        out: Tensor,
-        assignments: Sequence[int],
-        *,
-        team: TeamShare | None = None,
-        whole: bool = True,
-    ) -> None:
+    def _orthogonalize(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
         rule = self._rule(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
@@ -445,12 +433,11 @@ class MuonStep:
                 kernels=self._precision.kernels,
                 out=out,
                 overwrite=True,
-                share=team,
                 times=self._steps_of(assignments),
             )
         else:
             out.copy_(batch)
-        if whole and rule.changes_matrices():
+        if rule.changes_matrices():
             for assignment, matrix in zip(assignments, out.unbind(), strict=True):
                 own, planned = self._rule(assignment), self._plan.assignments[assignment].matrix
                 kept = self._kept_of_owned.get(assignment, {})
@@ -466,11 +453,6 @@ class MuonStep:
         rule = self._rules[slot.group]
         assert rule is not None
         return rule
-
-    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
-        """Return what a segment of the steps multiplies a matrix by, from its Gram matrix."""
-        rule = self._rule(assignment)
-        return gram_factor(gram, gram_segments(rule.coefficients, rule.steps)[segment])
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""

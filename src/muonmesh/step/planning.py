@@ -29,20 +29,16 @@ from muonmesh.layout import (
     Parameter,
     Piece,
     Plan,
-    Rates,
-    Teams,
     cost,
-    gathered,
     make_plan,
     split_matrices,
 )
-from muonmesh.layout.gram import fits, is_cheaper
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of, for_rows
-from muonmesh.numerics.kernels import DIVIDED_FROM_ROWS, check_kernels
-from muonmesh.numerics.newton_schulz import gram_segments, resolve_method, takes_all_at_once
+from muonmesh.numerics.kernels import check_kernels
+from muonmesh.numerics.newton_schulz import resolve_method, takes_all_at_once
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
-from muonmesh.settings import ExchangeMode, Precision, ProcessGroup
+from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.census import Census
 from muonmesh.step.members import Member, with_homes
@@ -220,7 +216,6 @@ def plan_members(
     signature: object,
     precision: Precision,
     bucket_cap_mb: float,
-    exchange: ExchangeMode,
 ) -> Planned:
     """Make the plan of this rank's parameters.
 
@@ -240,9 +235,6 @@ def plan_members(
         ranks=connected_ranks([member.storage for member in members]),
         bucket_elements=bucket_elements(bucket_cap_mb, precision),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
-        grams=grams_of(parameters, exchange, precision),
-        teams=teams_of(exchange),
-        itemsize=precision.compute.itemsize,
     )
     adamw = tuple(
         tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
@@ -255,33 +247,12 @@ def plan_members(
     return _planned(signature, muon, elementwise, adamw, plan, device)
 
 
-def grams_of(parameters: Sequence[Parameter], exchange: ExchangeMode, precision: Precision) -> set[tuple[int, int]]:
-    """Return the (parameter, index) of the matrices whose Gram matrices are summed: those that fit, if asked for."""
-    if exchange == "owner" or teams_of(exchange) is not None:
-        return set()
-    rates = exchange if isinstance(exchange, Rates) else Rates()
-    return {
-        (number, matrix.index)
-        for number, parameter in enumerate(parameters)
-        for matrix, flops in zip(parameter.matrices, parameter.flops, strict=True)
-        if parameter.segments
-        and fits(parameter, matrix)
-        and (exchange == "gram" or is_cheaper(parameter, matrix, flops, precision.compute.itemsize, rates))
-    }
-
-
-def teams_of(exchange: ExchangeMode) -> Teams | None:
-    """Return which teams there may be; None if every matrix has one owner."""
-    return exchange if isinstance(exchange, Teams) else Teams() if exchange == "teams" else None
-
-
 def widened(
     planned: Planned,
     views: Sequence[View],
     ranks: Sequence[int],
     precision: Precision,
     bucket_cap_mb: float,
-    exchange: ExchangeMode,
 ) -> Planned:
     """Return the plan of a connected set whose ranks hold different parameters, from what each of them holds.
 
@@ -294,16 +265,12 @@ def widened(
         for member in (*planned.muon, *planned.elementwise)
         if member is not None and member.storage.layout is not None
     }
-    grams = grams_of(parameters, exchange, precision)
     elements = bucket_elements(bucket_cap_mb, precision)
     plan = make_plan(
         parameters,
         ranks=ranks,
         bucket_elements=elements,
         elementwise=elementwise,
-        grams=grams,
-        teams=teams_of(exchange),
-        itemsize=precision.compute.itemsize,
     )
 
     def own(parameter: Parameter | Elementwise) -> Member | None:
@@ -343,33 +310,25 @@ def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -
         shape: degrees_of(*for_rows(group["ns_coefficients"], group["ns_steps"], min(shape))) for shape in shapes
     }
     methods = {shape: method_of(group, *shape, precision.compute) for shape in shapes}
-    gram = {shape: methods[shape] == "gram" for shape in shapes}
     flops = {
         shape: cost(
             *shape,
             degrees=degrees[shape],
-            gram=gram[shape],
+            gram=methods[shape] == "gram",
             at_once=takes_all_at_once(min(shape), group["ns_coefficients"], methods[shape], precision.kernels),
         )
         for shape in shapes
     }
-    shared = dict.fromkeys(shapes, 0)
-    if member.tensor.device.type == "cpu":
-        large = (shape for shape in shapes if min(shape) >= DIVIDED_FROM_ROWS)
-        shared |= {shape: gathered(*shape, degrees=degrees[shape], gram=gram[shape]) for shape in large}
     settings = f"{group['ns_coefficients']}, {steps} steps, {group['ns_method']}, {precision.compute}"
     if precision.kernels != "auto":  # they round otherwise
         settings = f"{settings}, kernels {precision.kernels}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
-    segments = len(gram_segments(group["ns_coefficients"], group["ns_steps"]))
     rule = RULES[group["algorithm"]]
     assert issubclass(rule, Rule)
     if not rule.orthogonalizes:  # a pass or two over the elements
-        each, shared = tuple(2 * matrix.numel for matrix in matrices), dict.fromkeys(shapes, 0)
-    if rule.changes_matrices():  # which the Gram exchange never has whole
-        settings, segments = f"{settings}, {group['algorithm']}", 0
-    if rule.asks_for_sums():  # which the Gram exchange does not take
-        segments = 0
+        each = tuple(2 * matrix.numel for matrix in matrices)
+    if rule.changes_matrices():
+        settings = f"{settings}, {group['algorithm']}"
     companions = tuple(home.companion for home in member.homes.values() if home.companion is not None)
     return Parameter(
         member.name,
@@ -378,9 +337,7 @@ def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -
         matrices,
         each,
         settings,
-        segments,
         companions,
         rule_of(group).count_of_sums(),
-        tuple(shared[matrix.rows, matrix.cols] for matrix in matrices),
         scale_invariant=rule_of(group).scale_invariant,
     )

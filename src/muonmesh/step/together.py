@@ -15,7 +15,7 @@ from muonmesh.comm.work import Ends, Local
 from muonmesh.numerics.coefficients import coefficient_set, for_rows
 from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.numerics.newton_schulz import gram_segments, orthogonalize, room_for
+from muonmesh.numerics.newton_schulz import orthogonalize, room_for
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated, Wholes
 from muonmesh.step.muon import MuonStep, values_of
@@ -191,13 +191,6 @@ class MuonStepTogether(MuonStep):
         if self._every_step is None:
             return None
         return together.of_each(assignments, self._every_step)[0][:, 0]
-
-    def factor(self, assignment: int, segment: int, gram: Tensor) -> Tensor:
-        """Return what a segment of the steps multiplies a matrix by; the last one, by its step too."""
-        found, rule = super().factor(assignment, segment, gram), self._rule(assignment)
-        if self._every_step is not None and segment + 1 == len(gram_segments(rule.coefficients, rule.steps)):
-            found.mul_(self._every_step[assignment])
-        return found
 
     def write(self, ends: Ends) -> None:
         """Decay and update legs' elements, unless their matrix is left alone."""

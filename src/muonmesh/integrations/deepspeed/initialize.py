@@ -35,7 +35,7 @@ from muonmesh.optimizer import Muon
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = ("process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients")
 _OURS = frozenset(inspect.signature(Muon).parameters) - {"params", *_ENGINES}
-_SHARED = ("compute_dtype", "kernels", "exchange", "bucket_cap_mb")
+_SHARED = ("compute_dtype", "kernels", "bucket_cap_mb")
 
 
 def initialize(

@@ -26,7 +26,7 @@ from muonmesh.integrations.megatron.stages import tell
 from muonmesh.layout import Replicate
 from muonmesh.optimizer import Muon
 
-_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "exchange", "bucket_cap_mb", "shard_state")
+_SHARED = ("compute_dtype", "kernels", "state_dtype", "state_device", "bucket_cap_mb", "shard_state")
 """Settings of the optimizer as a whole, which may stand in ``muon=``."""
 
 

@@ -7,11 +7,10 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from muonmesh.numerics.kernels.blocked import BLOCKED, blocked_products
+from muonmesh.numerics.kernels.blocked import BLOCKED
 from muonmesh.numerics.kernels.compiled import NoLibrary, compiled_products, library
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
-from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.kernels.table import Exact, Matmuls
 from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, triton_products
 from muonmesh.numerics.kernels.widened import widened
@@ -21,11 +20,9 @@ KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
 nothing but torch, "compiled" a package that was built where there is a C compiler, and bf16 on a CPU."""
 
 __all__ = [
-    "DIVIDED_FROM_ROWS",
     "Exact",
     "KernelName",
     "Matmuls",
-    "TeamShare",
     "check_kernels",
     "multiplies_bf16",
     "select",
@@ -33,8 +30,6 @@ __all__ = [
 
 # From here on column blocks save more than they cost [measured].
 _BLOCKED_FROM_ROWS = 384
-DIVIDED_FROM_ROWS = _BLOCKED_FROM_ROWS
-"""Rows from which on a team of ranks can multiply a matrix together."""
 # Up to 16³ multiplications (the whole batch counted) torch does not call oneDNN for bf16 but a slow loop of its own,
 # which adds in another order; larger bf16 products have the same bits alone and in a batch.
 _NARROW_FROM_ROWS = 17
@@ -50,7 +45,6 @@ def select(
     dtype: torch.dtype,
     rows: int,
     cols: int,
-    share: TeamShare | None = None,
 ) -> Matmuls:
     """Choose the products for matrices of one shape; the only function that looks at the hardware.
 
@@ -63,7 +57,6 @@ def select(
         dtype: The compute dtype.
         rows: Rows of one matrix, the smaller side.
         cols: Columns of one matrix.
-        share: This rank's part in the products, if several ranks divide them: from `DIVIDED_FROM_ROWS` on, on a CPU.
 
     Returns:
         The table.
@@ -75,10 +68,7 @@ def select(
     matrix_bytes = rows * cols * dtype.itemsize
     cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
     if kernels == "compiled":
-        return compiled_products(at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once, share=share)
-    if share is not None:
-        exact = blocked_products(share)
-        return widened(exact) if dtype == torch.bfloat16 and not multiplies_bf16() else exact
+        return compiled_products(at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once)
     by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16 and is_installed()
     if kernels == "triton" or (by_triton and _has_tensor_cores(device)):
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))

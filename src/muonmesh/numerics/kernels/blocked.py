@@ -8,23 +8,20 @@ scratch buffer: mirrored from `out` itself, whose rows are often a power of two 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import keep, scratch
+from muonmesh.numerics.kernels.memory import keep
 from muonmesh.numerics.kernels.multiple import add_multiple
-from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.kernels.table import Matmuls
 
 BLOCK = 128
 
 ROWS = 512
-"""Rows of one call of a product that is not symmetric, from twice as many on. How many ranks share the calls changes
-nothing in any of them."""
+"""Rows of one call of a product that is not symmetric, from twice as many on."""
 
 _KEPT = 32
 """Squares whose panels a thread keeps: five of each size that the matrices of a model have."""
@@ -92,7 +89,7 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
     return kept[key]
 
 
-def fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object], share: TeamShare | None) -> None:
+def _fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object]) -> None:
     """Fill out (rows, rows); `multiply(number, entries)` writes those of a column block, down to the diagonal's.
 
     Every call counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and calls
@@ -100,25 +97,9 @@ def fill_symmetric(out: Tensor, multiply: Callable[[int, Tensor], object], share
     """
     rows, dtype = len(out), out.dtype
     blocks = keep(("blocks", rows, dtype), lambda: _blocks(rows, dtype))
-    panels = _panels(out)
-    if share is None:
-        for number, (block, panel) in enumerate(zip(blocks, panels, strict=True)):
-            multiply(number, block.entries)
-            _place(number, block, panel)
-        return
-    parts = divided(len(blocks), share.size)
-    lengths = [[blocks[number].entries.numel() for number in part] for part in parts]
-    longest = max(map(sum, lengths))
-    mine = scratch("own blocks", (longest,), dtype=dtype, device=out.device)
-    everyone = scratch("blocks", (share.size, longest), dtype=dtype, device=out.device)
-    for number, place in zip(parts[share.index], _after_each_other(mine, lengths[share.index]), strict=True):
-        multiply(number, blocks[number].entries)
-        place.copy_(blocks[number].entries.view(-1))
-    share.gather(mine, everyone)
-    for part, sizes, theirs in zip(parts, lengths, everyone, strict=True):
-        for number, place in zip(part, _after_each_other(theirs, sizes), strict=True):
-            blocks[number].entries.view(-1).copy_(place)
-            _place(number, blocks[number], panels[number])
+    for number, (block, panel) in enumerate(zip(blocks, _panels(out), strict=True)):
+        multiply(number, block.entries)
+        _place(number, block, panel)
 
 
 def _place(number: int, block: _Block, panel: _Panel) -> None:
@@ -132,52 +113,23 @@ def _place(number: int, block: _Block, panel: _Panel) -> None:
         panel.left.copy_(block.left)
 
 
-def divided(count: int, members: int) -> list[list[int]]:
-    """Return which column blocks each member of a team multiplies.
-
-    A block is the longer, the further to the right it is. So the first is taken with the last, the second with the last
-    but one, and these pairs, which are all equal, are dealt out.
-    """
-    pairs = [sorted({number, count - 1 - number}) for number in range((count + 1) // 2)]
-    return [list(itertools.chain(*pairs[member::members])) for member in range(members)]
-
-
-def _after_each_other(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return list(torch.split(memory[: sum(sizes)], list(sizes)))
-
-
-def fill_rows(out: Tensor, multiply: Callable[[slice, Tensor], object], share: TeamShare | None) -> None:
+def _fill_rows(out: Tensor, multiply: Callable[[slice, Tensor], object]) -> None:
     """Fill out (rows, cols), a few hundred rows at a time; `multiply(some, target)` writes some of its rows."""
-    rows, cols = out.shape
-    if rows < 2 * ROWS:  # too few to divide
-        multiply(slice(0, rows), out)
-        return
-    members, index = (1, 0) if share is None else (share.size, share.index)
-    each = -(-rows // (ROWS * members)) * ROWS
-    first, last = min(rows, index * each), min(rows, (index + 1) * each)
-    for start in range(first, last, ROWS):
-        some = slice(start, min(start + ROWS, last))
+    rows = len(out)
+    each = ROWS if rows >= 2 * ROWS else rows  # too few to divide
+    for start in range(0, rows, each):
+        some = slice(start, min(start + each, rows))
         multiply(some, out[some])
-    if share is not None:
-        mine = scratch("own rows", (each, cols), dtype=out.dtype, device=out.device)
-        everyone = scratch("rows", (members, each, cols), dtype=out.dtype, device=out.device)
-        mine[: last - first].copy_(out[first:last])
-        share.gather(mine, everyone)
-        out.copy_(everyone.view(-1, cols)[:rows])
 
 
-def blocked_products(share: TeamShare | None = None) -> Matmuls:
-    """Return the table for one matrix at a time, since a batch of matrices this large gains nothing.
-
-    With a `TeamShare` its products are divided among the ranks of a team; each then has the whole result, and its bits
-    are those of one rank.
-    """
+def _blocked_products() -> Matmuls:
+    """Return the table for one matrix at a time, since a batch of matrices this large gains nothing."""
 
     def by_rows(c: Tensor, a: Tensor, b: Tensor, out: Tensor, *, beta: float, alpha: float) -> None:
         def multiply(some: slice, target: Tensor) -> None:
             torch.addmm(c[some], a[some], b, beta=beta, alpha=alpha, out=target)
 
-        fill_rows(out, multiply, share)
+        _fill_rows(out, multiply)
 
     def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """scale·X Xᵀ."""
@@ -188,7 +140,7 @@ def blocked_products(share: TeamShare | None = None) -> Matmuls:
         def multiply(number: int, entries: Tensor) -> None:
             torch.addmm(entries, x2[: len(entries)], columns[number], beta=0, alpha=alpha, out=entries)
 
-        fill_symmetric(out[0], multiply, share)
+        _fill_symmetric(out[0], multiply)
         return out
 
     def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
@@ -199,7 +151,7 @@ def blocked_products(share: TeamShare | None = None) -> Matmuls:
             above, rows, column, _ = panels[number]
             torch.addmm(above, rows, column, beta=b, alpha=c, out=entries)
 
-        fill_symmetric(out[0], multiply, share)
+        _fill_symmetric(out[0], multiply)
         return out
 
     def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
@@ -209,7 +161,7 @@ def blocked_products(share: TeamShare | None = None) -> Matmuls:
         def multiply(number: int, entries: Tensor) -> None:
             torch.addmm(of_c[number].above, of_a[number].rows, of_b[number].column, beta=factor, out=entries)
 
-        fill_symmetric(out[0], multiply, share)
+        _fill_symmetric(out[0], multiply)
         return out
 
     def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
@@ -226,5 +178,5 @@ def blocked_products(share: TeamShare | None = None) -> Matmuls:
     return Matmuls(gram=gram, polynomial=polynomial, product=product, full=full, apply=apply, at_once=1, together=False)
 
 
-BLOCKED = blocked_products()
-"""The table of one rank."""
+BLOCKED = _blocked_products()
+"""The table."""

@@ -9,8 +9,7 @@ threads nor on the matrices beside it.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.blocked import BLOCK, fill_rows, fill_symmetric
 from muonmesh.numerics.kernels.memory import scratch
-from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.kernels.table import Exact, Matmuls
 from muonmesh.numerics.kernels.threads import run_parts
 
@@ -101,34 +98,33 @@ def library(variant: str = "") -> SimpleNamespace:
     return functions
 
 
-def compiled_products(*, at_once: int = 1, share: TeamShare | None = None) -> Matmuls:
-    """Return the table for batches of at most ``at_once`` matrices, or for one whose products a team of ranks divides.
+def compiled_products(*, at_once: int = 1) -> Matmuls:
+    """Return the table for batches of at most ``at_once`` matrices.
 
-    The bits of a matrix are the same in a batch, alone, on any number of threads, and in a team.
+    The bits of a matrix are the same in a batch, alone, and on any number of threads.
     """
-    multiply: Callable[..., Tensor] = _multiply if share is None else functools.partial(_divide, share)
 
     def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """scale·X Xᵀ."""
-        return multiply(x, x.mT, scale, (), out)
+        return _multiply(x, x.mT, scale, (), out)
 
     def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
         """b·A + c·A²."""
-        return multiply(a, a, c, ((a, b),), out)
+        return _multiply(a, a, c, ((a, b),), out)
 
     def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
         """factor·C + A B, for A and B that commute."""
-        return multiply(a, b, 1.0, ((c, factor),), out)
+        return _multiply(a, b, 1.0, ((c, factor),), out)
 
     def full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
         """factor·C + A B, both triangles."""
-        return multiply(a, b, 1.0, ((c, factor),), out, symmetric=False)
+        return _multiply(a, b, 1.0, ((c, factor),), out, symmetric=False)
 
     def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
         """s·(a·X + B X)."""
         scales = _each(s, len(x))
         factors = [scale * number for scale, number in zip(scales, _each(a, len(x)), strict=True)]
-        return multiply(b, x, scales, ((x, factors),), out, symmetric=False)
+        return _multiply(b, x, scales, ((x, factors),), out, symmetric=False)
 
     return Matmuls(
         gram=gram,
@@ -138,7 +134,7 @@ def compiled_products(*, at_once: int = 1, share: TeamShare | None = None) -> Ma
         apply=apply,
         at_once=at_once,
         together=at_once > 1,
-        exact=Exact(combine=multiply, row_products=_row_products, load=_load, store=_store),
+        exact=Exact(combine=_multiply, row_products=_row_products, load=_load, store=_store),
     )
 
 
@@ -186,49 +182,6 @@ def _multiply(
         part(0, 1)
     else:
         run_parts(part)
-    return out
-
-
-def _divide(
-    share: TeamShare,
-    a: Tensor,
-    b: Tensor,
-    alpha: _Number,
-    terms: Sequence[tuple[Tensor, _Number]],
-    out: Tensor,
-    low: Tensor | None = None,
-    *,
-    symmetric: bool = True,
-) -> Tensor:
-    """`_multiply` of one matrix by a team: each rank computes some blocks of columns, or of rows."""
-
-    def rows(some: slice, target: Tensor, rest: Tensor | None = None) -> None:
-        taken = [(term[:, some], factor) for term, factor in terms]
-        left = None if rest is None else rest[None]
-        _multiply(a[:, some], b, alpha, taken, target[None], left, symmetric=False)
-
-    def rows_low(some: slice, target: Tensor) -> None:
-        rows(some, scratch("rounded", target.shape, dtype=out.dtype, device=out.device), target)
-
-    def block(number: int, entries: Tensor, rest: Tensor | None = None) -> None:
-        stop, width = entries.shape
-        columns = slice(number * BLOCK, number * BLOCK + width)
-        taken = [(term[:, :stop, columns], factor) for term, factor in terms]
-        left = None if rest is None else rest[None]
-        _multiply(a[:, :stop], b[..., columns], alpha, taken, entries[None], left, symmetric=False)
-
-    def block_low(number: int, entries: Tensor) -> None:
-        block(number, scratch("rounded", entries.shape, dtype=out.dtype, device=out.device), entries)
-
-    # What rounding leaves is computed in a second product, which only a few of a dozen are asked for.
-    if symmetric:
-        fill_symmetric(out[0], block, share)
-    else:
-        fill_rows(out[0], rows, share)
-    if low is not None and symmetric:
-        fill_symmetric(low[0], block_low, share)
-    elif low is not None:
-        fill_rows(low[0], rows_low, share)
     return out
 
 

@@ -121,7 +121,6 @@ class Rule(Hyperparameters):
 
     1. `fold` and `direction`, element by element, on every rank that stores some of the momentum.
     2. The direction is gathered to the owner of the matrix, which has it whole: `balance`, orthogonalising, `whole`.
-       Where a team orthogonalises together, each member calls `balance` and only the owner calls `whole`.
     3. `summands`, if a rule asks for sums over whole matrices, element by element, on every rank that stores some of
        the weights; what they add up to is the same on all of these ranks.
     4. `keep`, if sums are asked for, on the owner.
