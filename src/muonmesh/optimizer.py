@@ -346,7 +346,8 @@ class Muon(torch.optim.Optimizer):
         kept, groups = self._kept, self.param_groups
         self.refuse_if_interrupted()
         clip, kept.clip = kept.clip, Clip()
-        self._hear_of_the_last_step()
+        while kept.late:  # what the device has found out since the last step, for which the host did not wait
+            kept.late.pop(0).hear()
         agreed = self._prepare(check_groups(groups), clip)
         if agreed is None:
             return
@@ -380,23 +381,7 @@ class Muon(torch.optim.Optimizer):
         kept.brought_back = None if offload is None else offload.last
         keep_running_norms(clip, self.state, flags.stop)
         kept.interrupted = None
-        kept.unsuited = unsuited_of(planned, rules, work.unsuited)
-        if kept.unsuited is not None and kept.unsuited.arrived is None:
-            kept.unsuited.warn(kept.unsuited_told)
-            kept.unsuited = None
-
-    def _hear_of_the_last_step(self) -> None:
-        """Raise or tell what the device has found out since the last step, for which the host did not wait."""
-        kept = self._kept
-        pending, kept.pending = kept.pending, None
-        if pending is not None:
-            pending.raise_errors()
-        rounding, kept.rounding = kept.rounding, None
-        if rounding is not None:
-            rounding.warn()
-        unsuited, kept.unsuited = kept.unsuited, None
-        if unsuited is not None:
-            unsuited.warn(kept.unsuited_told)
+        kept.tell(unsuited_of(planned, rules, work.unsuited, kept.unsuited_told))
 
     def finish(self) -> None:
         """Wait until state that is kept on the host (``state_device="cpu"``) has been copied back after a step.
@@ -416,8 +401,9 @@ class Muon(torch.optim.Optimizer):
         if (before := outdated(self.param_groups, kept, settings.error)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
             waits = kept.host_waits(before[0]) or settings.at_rest
-            kept.pending = stand_aside(*before, settings.error, waits=waits)
-            if kept.pending is not None:
+            late = stand_aside(*before, settings.error, waits=waits)
+            if late is not None:
+                kept.late.append(late)
                 return None
             forget(kept)
         agreed = self._agree(settings, clip)
@@ -438,7 +424,7 @@ class Muon(torch.optim.Optimizer):
         # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
         look = kept.loaded or kept.compared is not planned
         replicas = fingerprints(planned, self.state) if look else None
-        flags, kept.pending = preflight(
+        flags, late = preflight(
             planned,
             exchange,
             slots,
@@ -449,6 +435,7 @@ class Muon(torch.optim.Optimizer):
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),
         )
+        kept.late[:0] = [] if late is None else [late]
         kept.compared, kept.loaded = planned, False
         return planned, exchange, slots, flags
 

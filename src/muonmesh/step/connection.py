@@ -88,10 +88,7 @@ def connect(groups: Groups, kept: Kept, *, compared: bool = False) -> tuple[Plan
     kept.connected = planned
     if not kept.warned:
         kept.warned = True
-        kept.rounding = rounding_of(planned, groups, kept.precision)
-        if kept.rounding is not None and kept.rounding.arrived is None:
-            kept.rounding.warn()
-            kept.rounding = None
+        kept.tell(rounding_of(planned, groups, kept.precision))
     return planned, planned.exchange
 
 

@@ -13,12 +13,10 @@ from torch import Tensor
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
 from muonmesh.settings import Precision, ProcessGroup
+from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Planned, bucket_elements
-from muonmesh.step.preflight import Pending
-from muonmesh.step.rounding import Rounding
 from muonmesh.step.stalled import Stalled
-from muonmesh.step.unsuited import Unsuited
 from muonmesh.step.update_squares import UpdateSquares
 
 
@@ -58,11 +56,9 @@ class Kept:
         loaded: Whether state has been loaded since the last step.
         clip: What clipping decided for the next step.
         update_squares: Of the last step's updates, once `Muon.metrics` has asked for them.
-        pending: Flags of the last step where the host did not wait for them.
+        late: What the device has still to tell of the last step; the first are its flags.
         warned: Whether a warning about rounding was given.
-        rounding: That warning, while the device still counts.
-        unsuited: Which matrices do not suit their rule, while the device still tells.
-        unsuited_told: Parameters of which that was told.
+        unsuited_told: Parameters of which it was told that they do not suit their rule.
         stalled: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
@@ -85,10 +81,8 @@ class Kept:
     loaded: bool = False
     clip: Clip = field(default_factory=Clip)
     update_squares: UpdateSquares | None = None
-    pending: Pending | None = None
+    late: list[LateAnswer] = field(default_factory=list)
     warned: bool = False
-    rounding: Rounding | None = None
-    unsuited: Unsuited | None = None
     unsuited_told: set[str] = field(default_factory=set)
     stalled: Stalled = field(default_factory=Stalled)
     waits: bool | None = None
@@ -104,6 +98,13 @@ class Kept:
     def holders(self) -> ProcessGroup:
         """Who holds plain tensors: what was said, or what was found for "auto"."""
         return self.found_group if self.process_group == "auto" else self.process_group
+
+    def tell(self, answer: LateAnswer | None) -> None:
+        """Say a warning, now if it has arrived, else when the next step begins."""
+        if answer is not None and answer.arrived is None:
+            answer.hear()
+        elif answer is not None:
+            self.late.append(answer)
 
     def works_together(self, planned: Planned) -> bool:
         """Whether the pieces of many matrices are worked on together, and not one after the other in a cache."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,10 +14,10 @@ from muonmesh.comm.storage import local_of
 from muonmesh.comm.work import Idle
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.layout import Elementwise, Parameter
-from muonmesh.numerics.kernels.memory import download
 from muonmesh.settings import SettingsFound
 from muonmesh.step.census import DIGEST, Answers
 from muonmesh.step.flags import Flags
+from muonmesh.step.late import LateAnswer
 from muonmesh.step.nonzero import nonzero_on_device, nonzero_on_host
 from muonmesh.step.planning import Planned
 from muonmesh.step.slots import Collected, Slot
@@ -37,41 +36,24 @@ def changed_groups() -> PlanError:
     )
 
 
-@dataclass
-class Pending:
-    """Flags on their way to a host that does not wait for them, with what this rank itself found wrong."""
+def _late(
+    answers: Answers,
+    exchange: Exchange,
+    error: Exception | None,
+    planned: Planned,
+    lines: Callable[[], Mapping[str, str]],
+    settings: SettingsFound,
+) -> LateAnswer:
+    """Return flags on their way to a host that does not wait for them; what they say is raised on every rank."""
 
-    answers: Answers
-    arrived: torch.cuda.Event | None
-    exchange: Exchange
-    error: Exception | None
-    planned: Planned
-    lines: Callable[[], Mapping[str, str]]
-    settings: SettingsFound
-
-    @staticmethod
-    def start(
-        answers: Answers,
-        exchange: Exchange,
-        error: Exception | None,
-        planned: Planned,
-        lines: Callable[[], Mapping[str, str]],
-        settings: SettingsFound,
-    ) -> Pending:
-        """Begin to copy them."""
-        host, arrived = download(answers.flags)
-        return Pending(Answers(answers.census, host), arrived, exchange, error, planned, lines, settings)
-
-    def raise_errors(self) -> None:
-        """Raise on every rank what the flags say, a step late."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        if bool(self.answers.somebody("replan")):
+    def say(flags: Tensor) -> None:
+        found = Answers(answers.census, flags)
+        if bool(found.somebody("replan")):
             raise changed_groups()
-        error = self.error
-        if error is None and bool(self.answers.somebody("error")):
-            error = self.settings.late()
-        _raise_errors(self.planned, self.exchange, self.answers, error, self.lines)
+        late = settings.late() if error is None and bool(found.somebody("error")) else error
+        _raise_errors(planned, exchange, found, late, lines)
+
+    return LateAnswer.of(answers.flags, say)
 
 
 def preflight(
@@ -85,7 +67,7 @@ def preflight(
     skip: Tensor | None,
     overflow: Tensor | None,
     waits: bool,
-) -> tuple[Flags, Pending | None]:
+) -> tuple[Flags, LateAnswer | None]:
     """Reduce one vector of small flags over all ranks, see `Census`; raise on every rank if any found an error.
 
     Partial gradients of replicated parameters are reduced: on a host that waits after the ranks have agreed on who
@@ -101,7 +83,7 @@ def preflight(
         skip: 0-d bool tensor, whether this rank says that the step changes nothing.
         overflow: Likewise, whether its GradScaler has found an overflow; skips too.
         waits: Whether the host reads the flags now. If not, writes are masked by them on the device, and errors are
-            raised through the Pending when the next step begins.
+            raised through the late answer when the next step begins.
 
     Returns:
         What was agreed on; ``Flags.replan`` where some rank must plan again, and then nothing else counts.
@@ -151,7 +133,7 @@ def preflight(
         # Alone, without an error, a clip or a GradScaler that may skip, there is nobody to stop the step.
         only_zeros = len(plan.ranks) == 1 and failed is False and skip is None and overflow is None
         agreed = Flags(active, present, overflowed, stop=stop, only_zeros=only_zeros)
-        return agreed, Pending.start(answers, exchange, error, planned, terms.lines, settings)
+        return agreed, _late(answers, exchange, error, planned, terms.lines, settings)
     if error is None and bool(answers.somebody("error")):
         error = settings.late()
     _raise_errors(planned, exchange, answers, error, terms.lines)
@@ -169,7 +151,7 @@ def preflight(
     return Flags(nonzeros, present, overflowed, skips, only_creates_state), None
 
 
-def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *, waits: bool) -> Pending | None:
+def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *, waits: bool) -> LateAnswer | None:
     """Take part in the preflight of the others, who wait in it, and tell them that this rank cannot follow the plan.
 
     Args:
@@ -201,7 +183,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
     if followed:
         exchange.run(Idle())
     if error is not None:
-        return Pending.start(answers, exchange, error, planned, dict, SettingsFound(error, False, []))
+        return _late(answers, exchange, error, planned, dict, SettingsFound(error, False, []))
     if followed:
         raise changed_groups()
     return None
