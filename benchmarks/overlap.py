@@ -171,14 +171,14 @@ def communicate(exchange: Exchange) -> None:
 def bound(rank: Rank, rounds: int) -> Found:
     """The step beside its parts."""
     adamw: list[float] = []
-    step_adamw = muonmesh.optimizer.step_adamw
+    step_elementwise = muonmesh.optimizer.step_elementwise
 
     def timed_adamw(*arguments: Any) -> None:
         begin = time.perf_counter()
-        step_adamw(*arguments)
+        step_elementwise(*arguments)
         adamw.append((time.perf_counter() - begin) * 1e3)
 
-    muonmesh.optimizer.step_adamw = timed_adamw  # type: ignore[attr-defined]
+    muonmesh.optimizer.step_elementwise = timed_adamw  # type: ignore[attr-defined]
     found: dict[str, list[float]] = {name: [] for name in ("step", "computing", "communicating", "adamw", "transport")}
     for number in range(WARM_UP + rounds):
         step = timed(rank.optimizer.step)
@@ -192,7 +192,7 @@ def bound(rank: Rank, rounds: int) -> Found:
         if number >= WARM_UP:
             for name, value in zip(found, (step, computing, communicating, part, transport), strict=True):
                 found[name].append(value)
-    muonmesh.optimizer.step_adamw = step_adamw  # type: ignore[attr-defined]
+    muonmesh.optimizer.step_elementwise = step_elementwise  # type: ignore[attr-defined]
     rows = list(zip(*found.values(), strict=True))
     ratios = [(step - part) / max(computing - part, moving) for step, computing, moving, part, _ in rows]
     beside = [(step - part) / max(computing - part + busy, moving) for step, computing, moving, part, busy in rows]
@@ -222,7 +222,7 @@ NAMES = {
 def named_parts() -> Iterator[None]:
     """Let the exchange's parts, and what is computed in them, have names in torch's profile."""
     before = {name: getattr(OwnerExchange, name) for name in NAMES}
-    swap, finish, adamw = Wire.swap, Wire.finish, muonmesh.optimizer.step_adamw
+    swap, finish, adamw = Wire.swap, Wire.finish, muonmesh.optimizer.step_elementwise
 
     def named(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
         def call(exchange: OwnerExchange, number: int, *arguments: Any) -> Any:
@@ -246,14 +246,14 @@ def named_parts() -> Iterator[None]:
     for name, part in before.items():
         setattr(OwnerExchange, name, named(name, part))
     Wire.swap, Wire.finish = named_swap, named_finish  # type: ignore[method-assign]
-    muonmesh.optimizer.step_adamw = named_adamw  # type: ignore[attr-defined]
+    muonmesh.optimizer.step_elementwise = named_adamw  # type: ignore[attr-defined]
     try:
         yield
     finally:
         for name, part in before.items():
             setattr(OwnerExchange, name, part)
         Wire.swap, Wire.finish = swap, finish  # type: ignore[method-assign]
-        muonmesh.optimizer.step_adamw = adamw  # type: ignore[attr-defined]
+        muonmesh.optimizer.step_elementwise = adamw  # type: ignore[attr-defined]
 
 
 def traced(rank: Rank, rounds: int) -> Found:

@@ -94,7 +94,7 @@ def vanish_at(moment: Moment, how: How) -> None:
     places: dict[Moment, tuple[Any, str, int]] = {
         "before the flags": (Exchange, "reduce_flags", 1),
         "before the gather": (Wire, "swap", 1),
-        "in AdamW's half": (muonmesh.optimizer, "step_adamw", 1),
+        "in AdamW's half": (muonmesh.optimizer, "step_elementwise", 1),
         "before the scatter": (Wire, "swap", 2),
         "at the end": (MuonStep, "finish", 1),
     }

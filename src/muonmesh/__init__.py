@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from muonmesh.numerics.rules import (
         AdaMuonRule,
         DecayMode,
+        ElementwiseRule,
         HyperballRule,
         MuonEqRule,
         MuonPlusRule,
@@ -41,6 +42,7 @@ __all__ = [
     "ClipPolicy",
     "CoefficientName",
     "DecayMode",
+    "ElementwiseRule",
     "Explanation",
     "FlatParameter",
     "FlatShards",
@@ -88,8 +90,8 @@ _HOMES = {
     "numerics.coefficients": "CoefficientName",
     "numerics.kernels": "KernelName",
     "numerics.newton_schulz": "Method orthogonalize",
-    "numerics.rules": "AdaMuonRule DecayMode HyperballRule MuonEqRule MuonPlusRule MuonRule NorMuonRule Rule "
-    "ScionRowNormRule ScionSignRule register_rule",
+    "numerics.rules": "AdaMuonRule DecayMode ElementwiseRule HyperballRule MuonEqRule MuonPlusRule MuonRule "
+    "NorMuonRule Rule ScionRowNormRule ScionSignRule register_rule",
     "numerics.scale": "ScaleMode update_scale",
     "optimizer": "Muon",
     "report.explain": "Explanation",

@@ -54,8 +54,8 @@ from muonmesh.settings import (
     check_process_group,
     refuse_partitioner,
 )
-from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
+from muonmesh.step.elementwise import step_elementwise
 from muonmesh.step.flags import Flags
 from muonmesh.step.kept import Clip, Kept
 from muonmesh.step.members import Member, group_for, keep_gradients_of_views
@@ -370,7 +370,9 @@ class Muon(torch.optim.Optimizer):
             flags,
             kept.precision,
             device=planned.device,
-            step_adamw=lambda: step_adamw(groups, slots.adamw, kept.precision, flags, kept.update_squares, offload),
+            step_elementwise=lambda: step_elementwise(
+                groups, slots.adamw, kept.precision, flags, kept.update_squares, offload
+            ),
             update_squares=kept.update_squares,
             blocks=planned.blocks if kept.precision.int8 else None,
             offload=offload,

@@ -23,6 +23,7 @@ from muonmesh.migration.memory import Memory, Remembered
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of, package_of
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.rules import is_matrix_rule
 
 Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
 Sources: TypeAlias = Source | Sequence[Source]
@@ -105,6 +106,8 @@ def convert(
 
 # ---------------------------------------------------------------- ours
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], dict[str, Recipient]]:
     """Return our groups, and each parameter by its name."""
@@ -114,9 +117,9 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
         for group in split:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 storage = storage_of(name, parameter, None, needed=False)
-                recipients[name] = _recipient(
-                    name, parameter, group["algorithm"], storage, {"momentum_buffer": storage}
-                )
+                kept = ("momentum_buffer",) if is_matrix_rule(group["algorithm"]) else _MOMENTS
+                homes = dict.fromkeys(kept, storage)
+                recipients[name] = _recipient(name, parameter, group["algorithm"], homes)
         return split, recipients
     members = getattr(model, "members", None)
     if members is None:
@@ -131,15 +134,13 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
             needed = "a whole parameter or a DTensor"
             write = "Convert for the whole model, and load that with set_optimizer_state_dict"
             raise StateError(explain_error(member.name, found, needed, write))
-        recipients[member.name] = _recipient(member.name, member.tensor, algorithm, member.storage, homes)
+        recipients[member.name] = _recipient(member.name, member.tensor, algorithm, homes)
     return groups, recipients
 
 
-def _recipient(
-    name: str, parameter: Tensor, algorithm: str, storage: Storage, homes: Mapping[str, Storage]
-) -> Recipient:
+def _recipient(name: str, parameter: Tensor, algorithm: str, homes: Mapping[str, Storage]) -> Recipient:
     if algorithm == "adamw":
-        return Recipient(name, parameter, algorithm, {"exp_avg": storage, "exp_avg_sq": storage})
+        return Recipient(name, parameter, algorithm, homes)
     if [*homes] != ["momentum_buffer"]:
         found, needed = f"rule {algorithm!r}, which keeps {', '.join(homes)}", "momentum alone, which all packages keep"
         write = 'Write rule="muon", or train on with new state'

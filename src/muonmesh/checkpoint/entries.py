@@ -19,8 +19,7 @@ from muonmesh.checkpoint.archive import change_in
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
 from muonmesh.errors import FileError
 from muonmesh.files import reason
-
-SECOND_MOMENT = "exp_avg_sq"
+from muonmesh.numerics.rules import never_negative
 
 
 class CheckpointReader(FileSystemReader):
@@ -168,7 +167,7 @@ def wrong_numbers(name: str, tensor: Tensor) -> str:
     """What no training makes of a tensor of that name, in words: not finite, or negative where a square is meant."""
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         return "infinity or NaN"
-    if name.endswith(SECOND_MOMENT) and bool((tensor < 0).any()):
+    if name.rpartition(".")[2] in never_negative() and bool((tensor < 0).any()):
         return "a negative number"
     return ""
 

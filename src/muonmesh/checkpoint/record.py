@@ -19,7 +19,7 @@ from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.offload import fresh_copy, fresh_zeros
 from muonmesh.step.planning import Planned
-from muonmesh.step.slots import RUNNING, running_shape
+from muonmesh.step.slots import COUNT, RUNNING, running_shape
 
 MODEL = "model"
 STATE = "optimizer.state"
@@ -261,8 +261,7 @@ def records_of(
             positions = slice(begin, begin + count)
             parts += running_parts(count, every, positions, local.device)
         else:
-            kept_on = precision.kept_on(local.device)
-            parts += adamw_parts(member.storage, tuple(local.shape), master or local.dtype, local.device, kept_on)
+            parts.append(count_part(local.device))
         known = {*(part.stored for part in parts), "master"}
         if strangers := [key for key in state.get(member.tensor, ()) if key not in known]:
             found, needed = f"{strangers[0]!r} in its state", f"{', '.join(sorted(known))} alone: nobody would read it"
@@ -285,13 +284,7 @@ def running_parts(count: int, every: int, positions: slice, device: torch.device
     ]
 
 
-def adamw_parts(
-    storage: Storage, local: tuple[int, ...], dtype: torch.dtype, device: torch.device, kept_on: torch.device
-) -> list[Part]:
-    """Return AdamW's state: torch keeps the count on the host, except for its fused kernel; moments are ``kept_on``."""
+def count_part(device: torch.device) -> Part:
+    """Return the count of steps, which torch keeps on the host, except for its fused kernels."""
     host = torch.device("cpu") if device.type != "cuda" else device
-    shape = tuple(storage.shape)
-    moments = [
-        Part(key, key, shape, storage.layout, storage, local, dtype, kept_on) for key in ("exp_avg", "exp_avg_sq")
-    ]
-    return [Part("step", "step", (), None, None, (), torch.float32, host, "parameter"), *moments]
+    return Part(COUNT, COUNT, (), None, None, (), torch.float32, host, "parameter")

@@ -22,7 +22,7 @@ from muonmesh.checkpoint.groups import check_saved, merged, settings_of
 from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
-from muonmesh.checkpoint.state import NEVER_NEGATIVE
+from muonmesh.checkpoint.state import is_never_negative
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards
@@ -138,7 +138,7 @@ def _wrong(name: str, tensor: Tensor) -> str:
         return ""
     if not bool(tensor.isfinite().all()):
         return "infinity or NaN"
-    return "a negative number" if name.rsplit(".", 1)[1] in NEVER_NEGATIVE and bool((tensor < 0).any()) else ""
+    return "a negative number" if is_never_negative(name.rsplit(".", 1)[1]) and bool((tensor < 0).any()) else ""
 
 
 def recorded(optimizer: Any) -> Recorded:

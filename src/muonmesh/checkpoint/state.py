@@ -15,17 +15,15 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import step_count
+from muonmesh.numerics.rules import never_negative, step_count
 from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.homes import Home
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.planning import Planned
-from muonmesh.step.slots import RUNNING, running_shape
+from muonmesh.step.slots import COUNT, RUNNING, running_shape
 
-_ADAMW = ("step", "exp_avg", "exp_avg_sq")
-NEVER_NEGATIVE = ("step", "exp_avg_sq", "second_moment", "row_second_moment", "col_second_moment", *RUNNING)
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
 
@@ -52,7 +50,7 @@ class Expected(NamedTuple):
     @property
     def needed(self) -> tuple[str, ...]:
         """The keys that its state must have."""
-        return tuple(self.homes) if self.matrices else _ADAMW
+        return (*self.homes,) if self.matrices else (COUNT, *self.homes)
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -229,16 +227,12 @@ def _pairs(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> list[
 
 def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, precision: Precision) -> Tensor:
     device, home = parameter.device, expected.homes.get(key)
-    if key == "step":
+    if key == COUNT:
         return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
     if key in RUNNING:
         dtype = torch.float32
-    elif home is not None:
-        dtype = home.saved_dtype(precision)
-    elif key == "master":
-        dtype = precision.master or value.dtype
     else:
-        dtype = precision.master or parameter.dtype
+        dtype = (precision.master or value.dtype) if home is None else home.saved_dtype(precision)
     if precision.leaves(device) and key not in RUNNING and (home is None or home.companion is None):
         storage = expected.storage if home is None else home.storage
         local = local_of(value.detach())
@@ -261,7 +255,7 @@ def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, pr
 def _tensor(key: str, value: Any) -> Any:
     """Return a count or a norm as the tensor that it is here; others save numbers."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return step_count(value) if is_number and key in ("step", *RUNNING) else value
+    return step_count(value) if is_number and key in (COUNT, *RUNNING) else value
 
 
 _AS_SAVED = "Build the groups as when the state was saved"
@@ -334,10 +328,10 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
         if key in RUNNING and tuple(value.shape) != running_shape(expected.matrices):
             found, shape = f"{key} of shape {tuple(value.shape)}", running_shape(expected.matrices)
             raise StateError(explain_error(name, found, f"{shape}, one a matrix", "Split it as when it was saved"))
-        if key == "step" and value.numel() != 1:
+        if key == COUNT and value.numel() != 1:
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
-        if key != "step" and key not in RUNNING:
+        if key not in (COUNT, *RUNNING):
             storage = expected.homes[key].storage if key in expected.homes else expected.storage
             if not _fits(value, storage, parameter):
                 raise StateError(
@@ -351,14 +345,20 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
         _check_values(name, str(key), local_of(value.detach()))
 
 
+def is_never_negative(key: str) -> bool:
+    """Whether no step makes what is kept under this key negative."""
+    return key in (COUNT, *RUNNING) or key in never_negative()
+
+
 def _check_values(name: str, key: str, local: Tensor) -> None:
     """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
-    if local.is_meta or local.is_complex() or (key != "step" and key not in RUNNING and not local.is_floating_point()):
+    if local.is_meta or local.is_complex() or (key not in (COUNT, *RUNNING) and not local.is_floating_point()):
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
         raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
-    least = float(local.float().min()) if local.numel() and key in NEVER_NEGATIVE else 0.0
+    never = is_never_negative(key)
+    least = float(local.float().min()) if local.numel() and never else 0.0
     if not bool(local.isfinite().all()) or least < 0:
-        needed = "finite numbers" + (" of at least 0" if key in NEVER_NEGATIVE else "")
+        needed = "finite numbers" + (" of at least 0" if never else "")
         write = "Load an older checkpoint: this one was saved after training had diverged, or was damaged since"
         raise StateError(explain_error(name, f"{key} with nan, inf or negative numbers", needed, write))
 

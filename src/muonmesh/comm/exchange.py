@@ -103,6 +103,6 @@ class Exchange:
                 self.counts.collectives += 1
         if self._carried is not None:
             self._carried.gather(work)
-        self._owners.run(work, work.step_adamw)
+        self._owners.run(work, work.step_elementwise)
         if self._carried is not None:
             self._carried.scatter(work)

@@ -129,7 +129,7 @@ class Work(Protocol):
     def write(self, ends: Ends) -> None:
         """Apply to each leg's elements an update of the shape of its piece, any strides."""
 
-    def step_adamw(self) -> None:
+    def step_elementwise(self) -> None:
         """Step AdamW's half, which needs no exchange, while the first transfer is under way."""
 
 
@@ -183,5 +183,5 @@ class Idle:
     def write(self, ends: Ends) -> None:
         """Nothing."""
 
-    def step_adamw(self) -> None:
+    def step_elementwise(self) -> None:
         """Nothing."""

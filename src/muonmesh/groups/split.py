@@ -413,9 +413,10 @@ def _check_possible(entry: _Entry) -> None:
     algorithm = entry.settings.get("algorithm", entry.role.algorithm)
     keys = ", ".join(map(repr, entry.overridden_by))
     shape = global_shape(entry.parameter)
-    if algorithm == "adamw":
+    if not is_matrix_rule(algorithm):
         if "matrices" in entry.settings:
-            found = f'"matrices" from override {keys} for a parameter of AdamW ({entry.role.reason})'
+            named = "AdamW" if algorithm == "adamw" else algorithm
+            found = f'"matrices" from override {keys} for a parameter of {named} ({entry.role.reason})'
             write = f'Write {{"algorithm": "muon", "matrices": {entry.settings["matrices"]!r}}}'
             raise ValueError(explain_error(entry.name, found, "Muon for that", write))
         return

@@ -13,7 +13,7 @@ from torch import Tensor
 from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.balance import imbalance
 from muonmesh.layout.carried import Carried
-from muonmesh.numerics.rules import rule_of
+from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.memory import memory_of
 from muonmesh.report.traffic import moved, traffic
 from muonmesh.settings import Precision
@@ -172,7 +172,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
         carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
-    kept = memory_of(planned, groups, precision)
+    kept = memory_of(planned, precision)
     kept_of = Counter[int]()  # by tensor: a flat buffer of AdamW's half is one row for all its parameters
     for member in planned.members:
         kept_of[id(member.tensor)] += kept[member.name].total
@@ -181,9 +181,9 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
         for name, tensor, reason in zip(group["param_names"], group["params"], reasons, strict=True):
             shape = tuple(tensor.shape)
-            if group["algorithm"] == "adamw":
+            if not is_matrix_rule(group["algorithm"]):
                 rms = float(group["lr"])
-                row = Row(name, "adamw", reason, "×".join(map(str, shape)), "", {}, 0, 0, rms, math.nan)
+                row = Row(name, group["algorithm"], reason, "×".join(map(str, shape)), "", {}, 0, 0, rms, math.nan)
                 rows.append(replace(row, state=kept_of[id(tensor)]))
                 continue
             for number in numbers[id(tensor)]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, this_rank
-from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
@@ -29,7 +27,7 @@ class Memory(NamedTuple):
     host: int
 
 
-def memory_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision) -> dict[str, Memory]:
+def memory_of(planned: Planned, precision: Precision) -> dict[str, Memory]:
     """Return what this rank keeps of each parameter once a step has been taken, by name.
 
     The padding and the neighbours of a flat buffer are left out. Scales of int8 blocks that several parameters of a
@@ -43,17 +41,14 @@ def memory_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: 
         each = _elements(member, member.storage)
         # `shaped`: bytes of what has a number for each element; `few`: of what has one for a row, a matrix or less
         shaped, few = each * master.itemsize if master is not None else 0, 0
-        if not is_matrix_rule(groups[member.group]["algorithm"]):
-            shaped += 2 * each * (master or local.dtype).itemsize
-            few += _FP32
-        else:
-            few += 2 * _FP32 * len(planned.matrices_of[member.tensor])  # running norms
-            for home in member.homes.values():
-                size = _elements(member, home.storage) * home.kept_dtype(precision).itemsize
-                shaped, few = (shaped + size, few) if home.companion is None else (shaped, few + size)
-                if home.kept_dtype(precision) != home.saved_dtype(precision) and member.tensor not in coded:
-                    coded.add(member.tensor)
-                    few += _FP32 * planned.blocks.size(member.tensor)
+        # The count of steps, or the running norms.
+        few += _FP32 * 2 * len(planned.matrices_of[member.tensor]) if member.tensor in planned.matrices_of else _FP32
+        for home in member.homes.values():
+            size = _elements(member, home.storage) * home.kept_dtype(precision).itemsize
+            shaped, few = (shaped + size, few) if home.companion is None else (shaped, few + size)
+            if home.kept_dtype(precision) != home.saved_dtype(precision) and member.tensor not in coded:
+                coded.add(member.tensor)
+                few += _FP32 * planned.blocks.size(member.tensor)
         found[member.name] = Memory(shaped + few, shaped if precision.leaves(local.device) else 0)
     return found
 

@@ -121,9 +121,10 @@ def _add(
     known = set[tuple[int, str]]()
     for member in planned.members:
         held = state.get(member.tensor, {})
-        momentum = held.get("momentum_buffer", held.get("exp_avg"))
+        key = next(iter(member.homes), "")  # what a rule names first is its momentum
+        momentum = held.get(key)
         if momentum is not None and local_of(momentum).dtype == torch.int8:
-            momentum = planned.blocks.wide(member.name, member.tensor, "momentum_buffer", held)
+            momentum = planned.blocks.wide(member.name, member.tensor, key, held)
         for figure, value in enumerate((source.gradient(member.tensor), momentum, member.tensor)):
             if value is None:
                 continue
@@ -132,7 +133,7 @@ def _add(
                 figure == 1 and local_of(value).device != totals.device
             ):  # kept on the host: in turn with its copies back
                 value = local_of(value).to(totals.device, non_blocking=True)
-            storage = member.momentum_storage if figure == 1 and "momentum_buffer" in held else member.storage
+            storage = member.homes[key].storage if figure == 1 else member.storage
             for part in storage.parts(local_of(value.detach())):
                 cells.append(places[member.group] * len(_FIGURES) + figure)
                 parts.append(part)

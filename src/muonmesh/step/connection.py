@@ -19,6 +19,7 @@ from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
+from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import check_dtype, check_group, check_structure
 from muonmesh.step.kept import Kept
 from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor
@@ -143,7 +144,7 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
         check_dtype(name, tensor.dtype, kept.precision.master, group)
         if name not in kept.layouts:
             refuse_flattened(name, tensor)
-    if group["algorithm"] == "adamw":
+    if not is_matrix_rule(group["algorithm"]):
         return
     specs = group.get("matrices")
     if specs is None:

@@ -23,14 +23,21 @@ class Home(NamedTuple):
         storage: Where it lives.
         companion: How it travels to the owners of the matrices. None for what has a number for each element: that is
             read and written where it is stored, and does not travel.
+        dtype: That of the parameter, if it is kept in the dtype of the weights; None: in ``state_dtype``.
     """
 
     kept_as: KeptAs
     storage: Storage
     companion: Companion | None = None
+    dtype: torch.dtype | None = None
 
     def saved_dtype(self, precision: Precision) -> torch.dtype:
-        """Return what it is saved in: ``state_dtype``, but fp32 or wider where there are few numbers of it."""
+        """Return what it is saved in: ``state_dtype``, but fp32 or wider where there are few numbers of it.
+
+        AdamW's moments have the dtype of the weights that they move, which is the master's where there is one.
+        """
+        if self.dtype is not None:
+            return precision.master or self.dtype
         return precision.state if self.companion is None else precision.carried
 
     def kept_dtype(self, precision: Precision) -> torch.dtype:

@@ -38,7 +38,7 @@ class Member:
         spec: How it splits into matrices.
         storage: Where it lives.
         momentum_storage: Where its momentum lives: there too, or shared among the replicas.
-        homes: Where each thing lives that its rule keeps of it, by key; empty for AdamW's.
+        homes: Where each thing lives that its rule keeps of it, by key.
     """
 
     name: str
@@ -183,10 +183,14 @@ def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]
 def with_homes(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
     """Return the members with the homes of what their rules keep."""
     sharing: dict[int, list[int]] = {}
+    found = list(members)
     for number, member in enumerate(members):
         if is_matrix_rule(groups[member.group]["algorithm"]):
             sharing.setdefault(id(member.tensor), []).append(number)
-    found = list(members)
+        else:
+            home = Home("weights", member.storage, dtype=member.tensor.dtype)
+            keeps = rule_of(groups[member.group]).keeps()
+            found[number] = replace(member, homes=dict.fromkeys(keeps, home))
     for numbers in sharing.values():
         keeps = rule_of(groups[members[numbers[0]].group]).keeps()
         together = {n: Stored(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}

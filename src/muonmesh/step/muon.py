@@ -80,7 +80,7 @@ class MuonStep:
         flags: What all ranks agreed on.
         precision: The optimizer's dtypes.
         device: Where the parameters are.
-        step_adamw: AdamW's half, which the exchange calls while the first matrices travel.
+        step_elementwise: AdamW's half, which the exchange calls while the first matrices travel.
         update_squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
         blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
         offload: Brings state that lies on the host; None where it is with the parameters.
@@ -96,7 +96,7 @@ class MuonStep:
         precision: Precision,
         *,
         device: torch.device,
-        step_adamw: Callable[[], None],
+        step_elementwise: Callable[[], None],
         update_squares: UpdateSquares | None,
         blocks: Blocks | None = None,
         offload: Offload | None = None,
@@ -114,7 +114,7 @@ class MuonStep:
         self._flags = flags
         self._nonzero: Sequence[bool] | Tensor = flags.nonzero
         self._precision = precision
-        self.step_adamw = step_adamw
+        self.step_elementwise = step_elementwise
         self._update_squares = update_squares
         self._ready: dict[int, _Ready] = {}  # by parameter; filled before threads read it
         self._kept_of_owned: Mapping[int, Mapping[str, Tensor]] = {}

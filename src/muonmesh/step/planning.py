@@ -228,7 +228,9 @@ def plan_members(
     if len(devices) > 1:
         found, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
         raise LayoutError(explain_error("the groups", found, "one device per process", write))
-    elementwise = tuple(m for m in members if groups[m.group]["algorithm"] == "adamw" and m.storage.layout is not None)
+    elementwise = tuple(
+        m for m in members if not is_matrix_rule(groups[m.group]["algorithm"]) and m.storage.layout is not None
+    )
     parameters = [_parameter(groups[member.group], member, precision) for member in muon]
     plan = make_plan(
         parameters,
@@ -237,7 +239,7 @@ def plan_members(
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
     )
     adamw = tuple(
-        tuple(m for m in members if m.group == number and group["algorithm"] == "adamw")
+        tuple(m for m in members if m.group == number and not is_matrix_rule(group["algorithm"]))
         for number, group in enumerate(groups)
     )
     devices_here = (member.tensor.device for member in (*muon, *members))

@@ -17,10 +17,6 @@ from muonmesh.layout import FlatShards
 from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
 
-_ELEMENTWISE = ("exp_avg", "exp_avg_sq", "master")
-"""State with a number for each element of the parameter, beside what rules keep."""
-
-
 Fingerprint = Mapping[str, Tensor]
 """A number made of all bits of a parameter, and of each tensor of its state, by name: 0-d int64, where they are."""
 
@@ -49,7 +45,7 @@ def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterabl
     flat = isinstance(member.storage.layout, FlatShards)
     for key, value in sorted(state.get(member.tensor, {}).items()):
         storage = member.homes[key].storage if key in member.homes else member.storage
-        own = key in member.homes or key in _ELEMENTWISE or not flat
+        own = key in member.homes or key == "master" or not flat
         if isinstance(value, Tensor) and own and storage.copies == member.storage.copies:
             yield key, value, storage
 

@@ -23,8 +23,8 @@ from muonmesh.step.planning import Planned
 RUNNING = ("running_norm", "running_norm_steps")
 """State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
 
-_STORED = ("exp_avg", "exp_avg_sq", "master")
-"""State that is stored as the parameter is."""
+COUNT = "step"
+"""State of elementwise rules: how many steps have been taken, fp32, 0-d."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Slot:
         storage: Where it lives.
         momentum_storage: Where its momentum lives.
         matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
-        homes: Where each thing lives that its rule keeps of it, by key; empty for AdamW's.
+        homes: Where each thing lives that its rule keeps of it, by key.
     """
 
     name: str
@@ -159,6 +159,16 @@ def collect(
 def create_state(slot: Slot, precision: Precision) -> None:
     """Create what the rule keeps, the running norms of `clip` and the master of a Muon parameter where missing."""
     local = local_of(slot.tensor)
+    create_kept(slot, precision)
+    for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
+        if key not in slot.state:
+            slot.state[key] = torch.zeros(running_shape(slot.matrices), dtype=torch.float32, device=local.device)
+    create_master(slot, precision)
+
+
+def create_kept(slot: Slot, precision: Precision) -> None:
+    """Create what the rule keeps where it is missing, as zeros."""
+    local = local_of(slot.tensor)
     for key, home in slot.homes.items():
         if key not in slot.state:
             shape = local.shape if home.storage is slot.storage else local_shape(home.storage)
@@ -167,10 +177,6 @@ def create_state(slot: Slot, precision: Precision) -> None:
             else:
                 zeros = torch.zeros(shape, dtype=home.kept_dtype(precision), device=local.device)
             slot.state[key] = home.storage.wrap(zeros)
-    for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
-        if key not in slot.state:
-            slot.state[key] = torch.zeros(running_shape(slot.matrices), dtype=torch.float32, device=local.device)
-    create_master(slot, precision)
 
 
 def running_shape(matrices: int) -> tuple[int, ...]:
@@ -213,7 +219,7 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
     value: object
     for key, value in state.items():
         home = homes.get(key)
-        if value is None or (home is None and key not in _STORED):
+        if value is None or (home is None and key != "master"):
             continue
         if not isinstance(value, Tensor):
             raise StateError(explain_error(slot.name, f"{key} = {value!r}", "a tensor", "Load the state again"))

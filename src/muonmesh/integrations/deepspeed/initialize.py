@@ -30,6 +30,7 @@ from muonmesh.integrations.deepspeed.records import Placed, prove, read_flats
 from muonmesh.integrations.deepspeed.shards import Shard, shard_of
 from muonmesh.layout import FlatParameter, Replicate
 from muonmesh.names import canonical_name
+from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
@@ -240,7 +241,7 @@ class Assembly:
         title = f"{label} ({len(shards)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         process_group = _able(flat.process_group, flat.tensor.device)
-        if group["algorithm"] == "adamw":  # elementwise, so every rank steps what it holds on its own
+        if not is_matrix_rule(group["algorithm"]):  # elementwise, so every rank steps what it holds on its own
             muon = Muon(inner, process_group="local", **self._shared)
         else:
             contents = [FlatParameter(shard.name, placed.layouts[shard.name], shard.matrices) for shard in shards]

@@ -13,12 +13,12 @@ from deepspeed.moe.experts import Experts
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.record import Record, adamw_parts
+from muonmesh.checkpoint.record import Part, Record, count_part
 from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.shards import name_in_model
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import step_count
+from muonmesh.numerics.rules import rule_of, step_count
 
 _THEIRS = {"momentum_buffer": "exp_avg"}
 """What DeepSpeed calls the state of ours."""
@@ -51,8 +51,12 @@ def engine_records(
             state["step"] = step_count(state["step"])
             for name, layout in call.layouts.items():
                 storage, tensor = Storage(layout, layout.shape), call.tensor
-                parts = adamw_parts(storage, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.device)
-                yield Record(saved_as(name), tensor, storage, states, tuple(parts), group_of[name])
+                moments = [
+                    Part(key, key, layout.shape, layout, storage, tuple(tensor.shape), tensor.dtype, tensor.device)
+                    for key in rule_of(call.muon.param_groups[0]).keeps()
+                ]
+                counted = (count_part(tensor.device), *moments)
+                yield Record(saved_as(name), tensor, storage, states, counted, group_of[name])
             continue
         for record in call.muon.checkpoint_records():
             parts = []

@@ -2,12 +2,13 @@
 
 from muonmesh.numerics.rules.adamuon import AdaMuonRule
 from muonmesh.numerics.rules.adamw import AdamWRule, step_count
+from muonmesh.numerics.rules.elementwise import ElementwiseRule
 from muonmesh.numerics.rules.hyperball import HyperballRule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.muon_plus import MuonPlusRule
 from muonmesh.numerics.rules.muoneq import MuonEqRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
-from muonmesh.numerics.rules.registry import RULES, is_known, is_matrix_rule, register_rule, rule_of
+from muonmesh.numerics.rules.registry import RULES, is_known, is_matrix_rule, never_negative, register_rule, rule_of
 from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, KeptAs, Rule
 from muonmesh.numerics.rules.scion_row_norm import ScionRowNormRule
 from muonmesh.numerics.rules.scion_sign import ScionSignRule
@@ -17,6 +18,7 @@ __all__ = [
     "AdaMuonRule",
     "AdamWRule",
     "DecayMode",
+    "ElementwiseRule",
     "HyperballRule",
     "Hyperparameters",
     "KeptAs",
@@ -29,6 +31,7 @@ __all__ = [
     "ScionSignRule",
     "is_known",
     "is_matrix_rule",
+    "never_negative",
     "register_rule",
     "rule_of",
     "step_count",

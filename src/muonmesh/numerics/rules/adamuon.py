@@ -30,6 +30,7 @@ class AdaMuonRule(MuonRule):
     """
 
     keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "beta2": "adamuon_beta2", "eps": "adamuon_eps"}
+    never_negative: ClassVar[tuple[str, ...]] = ("second_moment",)
 
     beta2: float = 0.95
     eps: float = 1e-8

@@ -1,19 +1,20 @@
-"""AdamW: what its groups say; torch steps them."""
+"""AdamW, torch's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-from muonmesh.numerics.rules.rule import Hyperparameters
+from muonmesh.numerics.rules.elementwise import ElementwiseRule
 
 
 @dataclass(frozen=True, slots=True)
-class AdamWRule(Hyperparameters):
+class AdamWRule(ElementwiseRule):
     """AdamW (arXiv 1711.05101): ε in its denominator makes it feel the scale of its gradients.
 
     Attributes:
@@ -22,9 +23,56 @@ class AdamWRule(Hyperparameters):
     """
 
     keys: ClassVar[Mapping[str, str]] = {"betas": "adamw_betas", "eps": "adamw_eps"}
+    never_negative: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
 
     betas: tuple[float, float]
     eps: float
+
+    def keeps(self) -> tuple[str, ...]:
+        """Return the two moments."""
+        return "exp_avg", "exp_avg_sq"
+
+    def step(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        counts: Sequence[Tensor],
+        *,
+        stop: Tensor | None,
+        measured: bool,
+    ) -> list[Tensor]:
+        """Step by torch's AdamW; see `ElementwiseRule.step`."""
+        fused, (beta1, beta2), decay = weights[0].device.type == "cuda", self.betas, self.weight_decay
+        if decay and self.decay_mode == "cautious":
+            for weight, gradient, mean in zip(weights, gradients, state["exp_avg"], strict=True):
+                fresh = weight.clone()
+                self.decay(fresh, torch.lerp(mean, gradient, 1 - beta1))  # the update has the new moment's sign
+                weight.copy_(fresh if stop is None else torch.where(stop, weight, fresh))
+            decay = 0.0
+        before = [weight.double() for weight in weights] if measured else []
+        adamw(
+            list(weights),
+            list(gradients),
+            list(state["exp_avg"]),
+            list(state["exp_avg_sq"]),
+            [],
+            list(counts),
+            foreach=not fused,
+            fused=fused,
+            found_inf=stop.float() if fused and stop is not None else None,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(self.lr) if isinstance(self.lr, Tensor) and self.lr.device.type == "cpu" else self.lr,
+            weight_decay=decay,
+            eps=self.eps,
+        )
+        return [
+            (weight.double() - old * (1 - self.lr * decay)).square().sum()
+            for weight, old in zip(weights, before, strict=False)
+        ]
 
 
 def step_count(value: float | Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class NorMuonRule(MuonRule):
         "eps": "normuon_eps",
         "side": "normuon_side",
     }
+    never_negative: ClassVar[tuple[str, ...]] = ("row_second_moment", "col_second_moment")
 
     beta2: float = 0.95
     eps: float = 1e-8

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from muonmesh.errors import explain_error
 from muonmesh.numerics.rules.adamuon import AdaMuonRule
 from muonmesh.numerics.rules.adamw import AdamWRule
+from muonmesh.numerics.rules.elementwise import ElementwiseRule
 from muonmesh.numerics.rules.hyperball import HyperballRule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.muon_plus import MuonPlusRule
@@ -36,7 +37,7 @@ _OWN = frozenset(RULES)
 ENTRY_POINTS = "muonmesh.rules"
 """The group of entry points by which packages make rules of theirs known."""
 
-AnyRule = TypeVar("AnyRule", bound=Rule)
+AnyRule = TypeVar("AnyRule", bound=Rule | ElementwiseRule)
 
 
 def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
@@ -50,8 +51,8 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
 
     Raises:
         ValueError: the name is taken by a rule of muonmesh.
-        TypeError: what is decorated is no dataclass derived from `Rule`, or has only one of `Rule.summands` and
-            `Rule.apply_with`.
+        TypeError: what is decorated is no dataclass derived from `Rule` or `ElementwiseRule`, or has only one of
+            `Rule.summands` and `Rule.apply_with`.
     """
 
     def register(rule: type[AnyRule]) -> type[AnyRule]:
@@ -60,12 +61,13 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
                 f"register_rule: found {algorithm!r}, a rule of muonmesh; needed a name of its own. Write "
                 f'@register_rule("my-{algorithm}")'
             )
-        if not (isinstance(rule, type) and issubclass(rule, Rule) and "__dataclass_fields__" in vars(rule)):
+        derived = isinstance(rule, type) and issubclass(rule, (Rule, ElementwiseRule))
+        if not (derived and "__dataclass_fields__" in vars(rule)):
             raise TypeError(
                 f"register_rule({algorithm!r}): found {rule!r}; needed a dataclass derived from muonmesh.Rule. Write "
                 "@dataclass(frozen=True) between @register_rule and the class"
             )
-        if rule.asks_for_sums() != (rule.apply_with is not Rule.apply_with):
+        if issubclass(rule, Rule) and rule.asks_for_sums() != (rule.apply_with is not Rule.apply_with):
             found, other = ("summands", "apply_with") if rule.asks_for_sums() else ("apply_with", "summands")
             raise TypeError(
                 f"register_rule({algorithm!r}): found {found} of {rule.__name__} without {other}; needed both: what "
@@ -106,6 +108,11 @@ def is_known(algorithm: str) -> bool:
 def rule_of(group: Mapping[str, Any]) -> Any:
     """Return the snapshot of a group by its algorithm's rule."""
     return RULES[group["algorithm"]].of(group)
+
+
+def never_negative() -> frozenset[str]:
+    """Return the names of all that some rule keeps and no step makes negative."""
+    return frozenset(name for rule in RULES.values() for name in rule.never_negative)
 
 
 def is_matrix_rule(algorithm: str) -> bool:

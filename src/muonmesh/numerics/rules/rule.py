@@ -31,6 +31,7 @@ class Hyperparameters:
         scale_invariant: Whether the update stays the same when all gradients are multiplied by one number. Then
             clipping them by their norm makes no step smaller. The gradients of a rule without this are always clipped.
         keys: The key of a group that holds a field, where it has another name.
+        never_negative: Names of what it keeps that no step makes negative, such as squares.
         lr: Learning rate, a number or a 0-d tensor.
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
@@ -38,6 +39,7 @@ class Hyperparameters:
 
     scale_invariant: ClassVar[bool] = False
     keys: ClassVar[Mapping[str, str]] = {}
+    never_negative: ClassVar[tuple[str, ...]] = ()
 
     lr: float | Tensor
     weight_decay: float
