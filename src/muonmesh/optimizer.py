@@ -31,6 +31,7 @@ from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, explain_error, warn
+from muonmesh.groups import ParamGroups
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.precision import plain_modes
@@ -215,7 +216,8 @@ class Muon(torch.optim.Optimizer):
                 precision, process_group, dict(layouts or {}), shard_state, exchange, float(bucket_cap_mb)
             )
             self._kept.source = PARAMETER_GRAD if gradients is None else gradients
-            self._kept.stalled = Stalled(getattr(params, "left_out", {}))
+            if isinstance(params, ParamGroups):
+                self._kept.stalled = Stalled(params.model, params.frozen)
             super().__init__(params, defaults)
         except Exception as error:
             if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
@@ -363,7 +365,7 @@ class Muon(torch.optim.Optimizer):
             return
         planned, exchange, slots, flags = agreed
         self._tell_scaler(scaler, flags)
-        kept.stalled.count((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
+        kept.stalled.count(slots.missing, some=any(slot.gradient is not None for slot in slots.here))
         kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return
@@ -455,7 +457,7 @@ class Muon(torch.optim.Optimizer):
             slots,
             Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error,
+            error=clip.error or kept.stalled.replaced(slots.missing),
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),
