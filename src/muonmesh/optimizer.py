@@ -30,7 +30,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
-from muonmesh.errors import StateError, explain_error, warn
+from muonmesh.errors import StateError, caller, explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
@@ -54,6 +54,7 @@ from muonmesh.settings import (
     check_groups,
     check_optimizer,
     check_process_group,
+    refuse_engine,
     refuse_partitioner,
 )
 from muonmesh.step.adamw import step_adamw
@@ -357,6 +358,8 @@ class Muon(torch.optim.Optimizer):
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         kept, groups = self._kept, self.param_groups
+        if kept.connected is None:
+            refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         self.refuse_if_interrupted()
         clip, kept.clip = kept.clip, Clip()
         self._hear_of_the_last_step()
