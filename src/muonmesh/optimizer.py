@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ from muonmesh.numerics.scale import ScaleMode
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
+    ADAMW_BETAS,
+    ADAMW_EPS,
     LOST_GROUP,
     LOST_LAYOUTS,
     ExchangeMode,
@@ -49,13 +51,14 @@ from muonmesh.settings import (
     SettingsFound,
     StateDevice,
     StateDtype,
+    TorchsArguments,
     algorithm_of,
-    check_group,
     check_groups,
     check_optimizer,
     check_process_group,
     refuse_engine,
     refuse_partitioner,
+    with_torchs_names,
 )
 from muonmesh.step.adamw import step_adamw
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
@@ -134,6 +137,7 @@ class Muon(torch.optim.Optimizer):
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.
+        others: ``betas`` and ``eps``, by which torch.optim.AdamW calls ``adamw_betas`` and ``adamw_eps``.
 
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
@@ -158,8 +162,8 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: Coefficients = "polar_express",
         ns_steps: int | None = None,
         ns_method: Method = "auto",
-        adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8,
+        adamw_betas: tuple[float, float] = ADAMW_BETAS,
+        adamw_eps: float = ADAMW_EPS,
         compute_dtype: torch.dtype = torch.bfloat16,
         kernels: KernelName = "auto",
         state_dtype: StateDtype = torch.float32,
@@ -171,6 +175,7 @@ class Muon(torch.optim.Optimizer):
         exchange: ExchangeMode = "owner",
         bucket_cap_mb: float = 16.0,
         gradients: GradientSource | None = None,
+        **others: Unpack[TorchsArguments],
     ) -> None:
         try:
             check_optimizer(
@@ -200,7 +205,7 @@ class Muon(torch.optim.Optimizer):
                 "adamw_betas": adamw_betas,
                 "adamw_eps": adamw_eps,
             }
-            check_group("Muon", defaults)
+            defaults = with_torchs_names(defaults, others)
             if isinstance(params, nn.Module):
                 write = "Write muonmesh.from_model(model, lr=...)"
                 raise TypeError(explain_error("params", "a module", "param groups", write))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
