@@ -373,7 +373,7 @@ class Muon(torch.optim.Optimizer):
             return
         planned, exchange, slots, flags = agreed
         self._tell_scaler(scaler, flags)
-        kept.stalled.count(slots.missing, some=any(slot.gradient is not None for slot in slots.here))
+        kept.stalled.count(slots.missing, some=slots.some)
         kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return
@@ -465,7 +465,7 @@ class Muon(torch.optim.Optimizer):
             slots,
             Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error or kept.stalled.replaced(slots.missing),
+            error=clip.error or kept.stalled.error(slots.missing, some=slots.some),
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),

@@ -90,6 +90,11 @@ class Collected(NamedTuple):
     missing: dict[str, Tensor]
 
     @property
+    def some(self) -> bool:
+        """Whether any parameter of this rank has a gradient."""
+        return any(slot.gradient is not None for slot in self.here)
+
+    @property
     def here(self) -> Iterator[Slot]:
         """The slots of this rank."""
         yield from (slot for slot in self.muon if slot is not None)

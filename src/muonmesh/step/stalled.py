@@ -31,14 +31,22 @@ class Stalled:
     _told: set[str] = field(default_factory=set)
     _looked_at: set[str] = field(default_factory=set)
 
-    def replaced(self, missing: Mapping[str, Tensor]) -> LayoutError | None:
-        """Return the error of parameters without a gradient in whose place the model now trains others.
+    def error(self, missing: Mapping[str, Tensor], *, some: bool) -> LayoutError | None:
+        """Return what is wrong with parameters without a gradient, if it is sure that they will have none.
 
-        The model is looked at when a parameter has no gradient for the first time, and again after `PATIENCE` steps.
+        In place of some of them the model trains others, or a host has frozen all of them before the first step. The
+        model is looked at when a parameter has no gradient for the first time, and again after `PATIENCE` steps.
 
         Args:
             missing: The parameters without a gradient, by name.
+            some: Whether others have one.
         """
+        if self._steps == 0 and not some and missing and all(map(_is_frozen, missing.values())):
+            found, needed = "frozen parameters, which are all that the optimizer holds", "some that are trained"
+            write = "Make the optimizer after the model has its adapters: "
+            write += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
+            write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
+            return LayoutError(explain_error(_listed([*missing]), found, needed, write))
         fresh = missing.keys() - self._looked_at
         model = None if self.model is None or not fresh else self.model()
         if model is None:
@@ -63,15 +71,6 @@ class Stalled:
         """
         self._idle = {name: self._idle.get(name, 0) + 1 for name in missing}
         late = [name for name, steps in self._idle.items() if steps == PATIENCE and name not in self._told]
-        fixed = [name for name, parameter in missing.items() if not parameter.requires_grad]
-        if self._steps == 0 and not some and fixed and len(fixed) == len(missing):  # a host froze it, for adapters
-            self._told.update(fixed)
-            warn(
-                f"{_listed(fixed)} are all that this optimizer holds, and they are frozen, so nothing is trained. "
-                "Make the optimizer after the model has its adapters: "
-                "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
-                '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
-            )
         if late:
             self._told.update(late)
             it, does = ("it", "does") if len(late) == 1 else ("them", "do")
@@ -98,6 +97,11 @@ class Stalled:
                 f'{"it" if len(fresh) == 1 else "them"}. Write optimizer.add_param_group({{"params": [...], '
                 '"param_names": [...], "algorithm": "muon" or "adamw"})'
             )
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    """Whether a parameter is frozen; what a host keeps beside it, such as a master, has no gradient of its own."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def _listed(names: list[str]) -> str:
