@@ -1,7 +1,7 @@
 """A loop of one's own with Accelerate: the same script in one process, under DDP, FSDP2 and DeepSpeed.
 
 python examples/accelerate_loop.py
-accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
 
 import torch
@@ -30,3 +30,4 @@ for inputs, labels in loader:
         optimizer.zero_grad()
 accelerator.save_state("saved")
 accelerator.print(f"loss {loss.item():.3f}, skipped {accelerator.optimizer_step_was_skipped}")
+accelerator.print(f"trained by {accelerator.num_processes} processes")

@@ -1,7 +1,7 @@
 """The Trainer of `transformers` with Muon: a tiny Llama on random tokens.
 
 python examples/trainer.py
-accelerate launch --cpu --num_processes 2 examples/trainer.py
+torchrun --nproc-per-node 2 examples/trainer.py
 """
 
 import torch
@@ -39,3 +39,4 @@ trainer = Trainer(
 trainer.train()
 if trainer.is_world_process_zero():
     print(trainer.optimizer.optimizer)
+    print(f"trained by {args.world_size} processes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,15 @@ from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.rules import DecayMode
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.optimizer import Muon
-from muonmesh.settings import KernelName, ProcessGroup, StateDevice, StateDtype
+from muonmesh.settings import (
+    ADAMW_BETAS,
+    ADAMW_EPS,
+    KernelName,
+    ProcessGroup,
+    StateDevice,
+    StateDtype,
+    TorchsArguments,
+)
 
 
 @functools.wraps(split_locally)
@@ -59,8 +67,8 @@ def from_model(
     ns_coefficients: Coefficients = "polar_express",
     ns_steps: int | None = None,
     ns_method: Method = "auto",
-    adamw_betas: tuple[float, float] = (0.9, 0.95),
-    adamw_eps: float = 1e-8,
+    adamw_betas: tuple[float, float] = ADAMW_BETAS,
+    adamw_eps: float = ADAMW_EPS,
     compute_dtype: torch.dtype = torch.bfloat16,
     kernels: KernelName = "auto",
     state_dtype: StateDtype = torch.float32,
@@ -71,6 +79,7 @@ def from_model(
     shard_state: bool = False,
     bucket_cap_mb: float = 16.0,
     gradients: GradientSource | None = None,
+    **others: Unpack[TorchsArguments],
 ) -> Muon:
     """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
 
@@ -104,6 +113,7 @@ def from_model(
         shard_state: Whether replicas share the momentum.
         bucket_cap_mb: MiB of matrices that one owner computes at a time.
         gradients: Where gradients are kept if not in ``parameter.grad``.
+        others: ``betas`` and ``eps``, by which torch.optim.AdamW calls ``adamw_betas`` and ``adamw_eps``.
 
     Raises:
         ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
@@ -149,4 +159,5 @@ def from_model(
         shard_state=shard_state,
         bucket_cap_mb=bucket_cap_mb,
         gradients=gradients,
+        **others,
     )

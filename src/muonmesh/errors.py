@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Collection
 
 
 class MuonMeshError(Exception):
@@ -56,7 +57,19 @@ def warn(message: str) -> None:
     Torch wraps `step`, and schedulers wrap it once more. So nobody knows how many calls lie between, and all calls of
     torch, of this package and of decorators are passed over.
     """
-    level, frame, passed = 1, sys._getframe(), ("muonmesh", "torch", "contextlib")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in passed:
-        level, frame = level + 1, frame.f_back
+    level, _ = caller(("muonmesh", "torch", "contextlib"))
     warnings.warn(message, stacklevel=level)
+
+
+def caller(passed: Collection[str]) -> tuple[int, str]:
+    """Return the ``stacklevel`` and the module of the nearest caller that is not in one of some packages.
+
+    Args:
+        passed: Names of packages, or of modules.
+    """
+    level, frame = 1, sys._getframe(1)
+    while True:
+        name = str(frame.f_globals.get("__name__", ""))
+        if frame.f_back is None or not {name, name.partition(".")[0]} & {*passed}:
+            return level, name
+        level, frame = level + 1, frame.f_back

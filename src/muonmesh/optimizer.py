@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,8 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
-from muonmesh.errors import StateError, explain_error, warn
+from muonmesh.errors import StateError, caller, explain_error, warn
+from muonmesh.groups import ParamGroups
 from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.precision import plain_modes
@@ -39,6 +40,8 @@ from muonmesh.numerics.scale import ScaleMode
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
+    ADAMW_BETAS,
+    ADAMW_EPS,
     LOST_GROUP,
     LOST_LAYOUTS,
     KernelName,
@@ -47,12 +50,14 @@ from muonmesh.settings import (
     SettingsFound,
     StateDevice,
     StateDtype,
+    TorchsArguments,
     algorithm_of,
-    check_group,
     check_groups,
     check_optimizer,
     check_process_group,
+    refuse_engine,
     refuse_partitioner,
+    with_torchs_names,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise import step_elementwise
@@ -125,6 +130,7 @@ class Muon(torch.optim.Optimizer):
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.
+        others: ``betas`` and ``eps``, by which torch.optim.AdamW calls ``adamw_betas`` and ``adamw_eps``.
 
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
@@ -149,8 +155,8 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: Coefficients = "polar_express",
         ns_steps: int | None = None,
         ns_method: Method = "auto",
-        adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8,
+        adamw_betas: tuple[float, float] = ADAMW_BETAS,
+        adamw_eps: float = ADAMW_EPS,
         compute_dtype: torch.dtype = torch.bfloat16,
         kernels: KernelName = "auto",
         state_dtype: StateDtype = torch.float32,
@@ -161,6 +167,7 @@ class Muon(torch.optim.Optimizer):
         shard_state: bool = False,
         bucket_cap_mb: float = 16.0,
         gradients: GradientSource | None = None,
+        **others: Unpack[TorchsArguments],
     ) -> None:
         try:
             check_optimizer(
@@ -189,7 +196,7 @@ class Muon(torch.optim.Optimizer):
                 "adamw_betas": adamw_betas,
                 "adamw_eps": adamw_eps,
             }
-            check_group("Muon", defaults)
+            defaults = with_torchs_names(defaults, others)
             if isinstance(params, nn.Module):
                 write = "Write muonmesh.from_model(model, lr=...)"
                 raise TypeError(explain_error("params", "a module", "param groups", write))
@@ -204,7 +211,8 @@ class Muon(torch.optim.Optimizer):
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._kept = Kept(precision, process_group, dict(layouts or {}), shard_state, float(bucket_cap_mb))
             self._kept.source = PARAMETER_GRAD if gradients is None else gradients
-            self._kept.stalled = Stalled(getattr(params, "left_out", {}))
+            if isinstance(params, ParamGroups):
+                self._kept.stalled = Stalled(params.model, params.frozen)
             super().__init__(params, defaults)
         except Exception as error:
             if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
@@ -344,6 +352,8 @@ class Muon(torch.optim.Optimizer):
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         kept, groups = self._kept, self.param_groups
+        if kept.connected is None:
+            refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         self.refuse_if_interrupted()
         clip, kept.clip = kept.clip, Clip()
         while kept.late:  # what the device has found out since the last step, for which the host did not wait
@@ -353,7 +363,7 @@ class Muon(torch.optim.Optimizer):
             return
         planned, exchange, slots, flags = agreed
         self._tell_scaler(scaler, flags)
-        kept.stalled.count((slot.name, slot.tensor, slot.gradient) for slot in slots.here)
+        kept.stalled.count(slots.missing, some=slots.some)
         kept.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return
@@ -432,7 +442,7 @@ class Muon(torch.optim.Optimizer):
             slots,
             Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error,
+            error=clip.error or kept.stalled.error(slots.missing, some=slots.some),
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=kept.host_waits(planned),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,23 @@ _SETTINGS = (
     "adamw_betas",
     "adamw_eps",
 )
+ADAMW_BETAS = (0.9, 0.95)
+ADAMW_EPS = 1e-8
+"""AdamW's defaults. These very objects stand for "nothing was said", so that `with_torchs_names` sees what was."""
+
+TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
+"""What torch.optim.AdamW calls our settings."""
+
+
+class TorchsArguments(TypedDict, total=False):
+    """Arguments of torch.optim.AdamW: two that are known by its names, and switches, which must be off."""
+
+    betas: tuple[float, float]
+    eps: float
+    foreach: bool | None
+    fused: bool | None
+
+
 _GROUP_KEYS = (
     *_SETTINGS,
     "algorithm",
@@ -74,8 +91,7 @@ _GROUP_KEYS = (
     "use_muon",
 )
 _OTHER_NAMES = {
-    "betas": "adamw_betas",
-    "eps": "adamw_eps",
+    **TORCHS_NAMES,
     "learning_rate": "lr",
     "wd": "weight_decay",
     "decay": "weight_decay",
@@ -254,6 +270,22 @@ def refuse_partitioner(maker: object) -> None:
         raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
 
 
+def refuse_engine(stepper: str) -> None:
+    """Refuse to be stepped by DeepSpeed's engine itself, which may have put flat tensors in the place of parameters.
+
+    Args:
+        stepper: The module that calls ``step``.
+
+    Raises:
+        TypeError: it is DeepSpeed's.
+    """
+    if stepper.partition(".")[0] == "deepspeed":
+        needed = "its settings, given to muonmesh's own function, which finds the parameters in the engine's tensors"
+        write = "Write muonmesh.integrations.deepspeed.initialize(model=model, config=config, "
+        write += 'optimizer={"lr": 3e-4}) in place of deepspeed.initialize'
+        raise TypeError(explain_error("deepspeed.initialize", "a muonmesh.Muon as optimizer=", needed, write))
+
+
 def algorithm_of(group: Mapping[str, Any]) -> str:
     """Return a group's algorithm: its key, or the alias ``use_muon``, or "muon".
 
@@ -368,6 +400,31 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
             raise ValueError(about(where, str(error))) from None
 
 
+def with_torchs_names(defaults: Mapping[str, Any], others: TorchsArguments) -> dict[str, Any]:
+    """Return the settings of all groups, with those that were given by the names of torch.optim.AdamW.
+
+    Args:
+        defaults: What our arguments say.
+        others: Keyword arguments that are none of ours.
+
+    Raises:
+        ValueError: a setting is out of range, or was given by both names.
+        TypeError: nobody reads an argument.
+    """
+    found, rest = dict(defaults), dict[str, object](others)
+    for theirs, ours in TORCHS_NAMES.items():
+        if theirs in rest:
+            if found[ours] is not ADAMW_BETAS and found[ours] is not ADAMW_EPS:
+                raise ValueError(explain_error("Muon", f"{theirs}= and {ours}=", "one of them", f"Remove {theirs}="))
+            found[ours] = rest.pop(theirs)
+    for name in rest.keys() - {*_TORCH_SWITCHES}:
+        meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _SETTINGS, 1)), None)
+        write = f"Leave {name}= out" if meant is None else f"Write {meant}="
+        raise TypeError(explain_error("Muon", f"the argument {name!r}", "an argument of muonmesh.Muon", write))
+    check_group("Muon", {**found, **rest})
+    return found
+
+
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
     """Check what the groups say now, at every step; an error is returned, so that the rank can tell the others."""
     error: Exception | None = None
@@ -428,7 +485,11 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
         if key in _GROUP_KEYS or key in FOREIGN_KEYS or key in rule.settings():
             continue
         if key in _TORCH_SWITCHES:
-            _check(value is None or value is False, f"{where}: {key}", value, "False: muonmesh has no such switch")
+            if value is not None and value is not False:
+                write = f"Leave {key} out: muonmesh chooses its kernels by itself"
+                if key not in ("foreach", "fused"):
+                    write = f"Leave {key} out"
+                raise ValueError(explain_error(where, f"{key}={value!r}", "False: muonmesh has no such switch", write))
             continue
         readers = [name for name, other in RULES.items() if key in other.settings()]
         if readers:

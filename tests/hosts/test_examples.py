@@ -36,18 +36,34 @@ def test_a_script_trains(
     assert said in capsys.readouterr().out + logged
 
 
-def test_a_script_under_accelerates_launcher(tmp_path: Path) -> None:
-    script = EXAMPLES / "accelerate_loop.py"
+TWO = {
+    "accelerate_loop": ("trained by 2 processes", "saved/optimizer.bin"),
+    "trainer": ("trained by 2 processes", "trained/checkpoint-8/optimizer.pt"),
+    "lightning_module": ("Starting with 2 processes", "logs/lightning_logs/version_0/metrics.csv"),
+    "fabric_loop": ("Starting with 2 processes", "saved.ckpt"),
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_script_that_says_two_processes_runs_two(name: str, tmp_path: Path) -> None:
+    """As its first lines say."""
+    script = EXAMPLES / f"{name}.py"
     assert len(script.read_text().splitlines()) <= 60
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
-    command = [sys.executable, *launch, "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    said, left = TWO[name]
+    assert f"torchrun --nproc-per-node 2 examples/{name}.py" in script.read_text()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
-        [*command, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [*command, "--rdzv-endpoint", "127.0.0.1:0", str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert found.returncode == 0, found.stderr[-3000:]
-    assert "skipped False" in found.stdout
-    assert (tmp_path / "saved" / "optimizer.bin").exists()
+    assert said in found.stdout + found.stderr
+    assert (tmp_path / left).exists()
 
 
 def test_the_script_for_torchtitan_on_its_command_line(tmp_path: Path) -> None:

@@ -104,6 +104,27 @@ def train(folder: Path, how: str = "", resume: str | None = None, **more: Any) -
     return module, trainer
 
 
+class Skipping(Model):
+    """Of six steps the second and the fourth change nothing."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **settings: Any) -> None:
+        self.muon_clip = {"skip_above": 1e-9 if self.trainer.global_step in (1, 3) else math.inf}
+        super().configure_gradient_clipping(optimizer, *args, **settings)
+
+
+class SkippingByEpoch(Skipping):
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        return {**found, "lr_scheduler": {**found["lr_scheduler"], "interval": "epoch"}}
+
+
+@pytest.mark.parametrize(("module", "moved"), [(Model, 6), (Skipping, 4), (SkippingByEpoch, 2)])
+def test_a_skipped_step_leaves_a_schedule_of_steps_where_it_is(tmp_path: Path, module: Any, moved: int) -> None:
+    with launched():
+        _, trainer = train(tmp_path, module=module())
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == moved
+
+
 def rows(folder: Path, version: str) -> list[dict[str, str]]:
     """What the logger wrote, one row a step."""
     merged: dict[str, dict[str, str]] = {}

@@ -7,10 +7,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import muonmesh as mm
@@ -73,6 +75,7 @@ def trainer_for(folder: Path, pair: tuple[Any, dict[str, Any]], *callbacks: Any,
         ((mm.from_model, {}), {}, "from_model: found no model; .*MuonFactory"),
         ((mm.Muon, {}), {}, "needed .*matri"),
         ((MuonFactory, {"momentun": 0.9}), {}, "MuonFactory: found the setting 'momentun'; .*Write momentum="),
+        ((MuonFactory, {}), {"optim": "adafactor"}, "found optim='adafactor' beside MuonFactory; .*Remove optim="),
         ((MuonFactory, {}), {"optim_args": "rank=4"}, "TrainingArguments: found optim_args='rank=4'"),
     ],
 )
@@ -100,3 +103,30 @@ def test_metrics_are_refused_under_deepspeed() -> None:
     engine_s = EngineMuon([{"params": [torch.nn.Parameter(torch.zeros(4))], **defaults}], {"lr": 0.1})
     with pytest.raises(ValueError, match=r"MuonCallback: found metrics=True under DeepSpeed; .*Remove metrics"):
         MuonCallback(metrics=True).on_train_begin(None, None, None, optimizer=engine_s)
+
+
+def given_to_deepspeed(stage: int) -> str:
+    """What DeepSpeed's own function makes of our optimizer, the likeliest mistake."""
+    with launched(), accelerated(True):
+        model = llama()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        optimizer = mm.from_model(model, lr=0.1, process_group="world", **FP32)
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+        engine.backward(engine(**next(iter(DataLoader(Tokens(), batch_size=2)))).loss)
+        with pytest.raises(TypeError) as told:
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_given_to_deepspeeds_own_function_says_what_to_write(workers: Any, stage: int) -> None:
+    for told in workers(2).run(given_to_deepspeed, stage, timeout=90.0):
+        assert told.startswith("deepspeed.initialize: found a muonmesh.Muon as optimizer=; "), told
+        assert 'muonmesh.integrations.deepspeed.initialize(model=model, config=config, optimizer={"lr": 3e-4})' in told

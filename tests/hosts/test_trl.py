@@ -133,7 +133,9 @@ def test_what_trl_makes_of_an_optimizer_without_a_word_is_told(tmp_path: Path) -
             peft_config=LORA,
             optimizers=(mm.from_model(base, **SETTINGS), None),
         )
-        with pytest.warns(UserWarning, match="are all that this optimizer holds, and they are frozen"):
+        with pytest.raises(
+            mm.LayoutError, match=r"found frozen parameters, which are all .* the model has its adapters"
+        ):
             trainer.train()
         trainer, _ = sft(tmp_path, peft_config=LORA)
         with pytest.warns(UserWarning, match="PeftModelForCausalLM: found 0 matrices for Muon among 8 trained"):

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import muonmesh as mm
 from muonmesh.comm import meeting
 from muonmesh.layout import FlatShards
-from tests import problem
+from tests import meshes, problem
 from tests.workers import RankFailure
 
 SOON = 20.0
@@ -473,3 +475,99 @@ def replicas_differ(what: str) -> None:
 @pytest.mark.parametrize("what", ["weights", "momentum_buffer", "exp_avg", "loaded on one"])
 def test_replicas_that_differ_are_an_error_on_all(workers, what: str) -> None:
     workers(2).run(replicas_differ, what, timeout=SOON)
+
+
+# ------------------------------------------------------------------ parameters that are replaced
+
+
+class Layers(nn.Module):
+    """Two linear layers, of which the second need not be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(6, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.down = nn.Linear(8, 6, bias=False)
+
+    def forward(self, x: Tensor, *, whole: bool = True) -> Tensor:
+        hidden: Tensor = self.norm(self.up(x))
+        return self.down(hidden) if whole else hidden
+
+
+def replace_parameters(model: Layers, by: str) -> None:
+    """Shard it, on all ranks, or give rank 1 alone another parameter."""
+    if by == "fully_shard":
+        fully_shard(model, mesh=meshes.mesh_of((2,)))
+    elif by == "parallelize_module":
+        parallelize_module(model, meshes.mesh_of((2,)), {"up": ColwiseParallel(output_layouts=Replicate())})
+    elif dist.get_rank() == 1:
+        model.up.weight = nn.Parameter(model.up.weight.detach().clone())
+
+
+def train_replaced(by: str, order: str, waits: bool) -> str | None:
+    """Two steps of an optimizer made before or after the parameters were replaced; return what it raises."""
+    model, alone = Layers(), Layers()
+    settings: dict[str, Any] = {"lr": 0.02, "compute_dtype": torch.float32}
+    if order == "after":
+        replace_parameters(model, by)
+    optimizer = mm.from_model(model, process_group="world", **settings)
+    optimizer._kept.waits = waits
+    if order == "before":
+        replace_parameters(model, by)
+    other = mm.from_model(alone, process_group="local", **settings)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    before = values(model)
+    for _ in range(2):
+        for each in (model, alone):
+            each(x).square().mean().backward()
+        optimizer.clip_grad_norm_(1.0)
+        other.clip_grad_norm_(1.0)
+        try:
+            optimizer.step()
+        except mm.MuonMeshError as error:
+            kept = [same([old], [new]) for old, new in zip(before, values(model), strict=True)]
+            assert all(kept) or (not waits and kept[0] and kept[3])  # AdamW's half is masked on CUDA only
+            return f"{type(error).__name__}: {error}"
+        other.step()
+        optimizer.zero_grad()
+        other.zero_grad()
+    for one, two in zip(values(model), values(alone), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)  # sums over ranks round otherwise
+    return None
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("by", ["fully_shard", "parallelize_module", "hand"])
+def test_an_optimizer_made_before_its_parameters_were_replaced_says_so_at_the_first_step(
+    workers, by: str, waits: bool
+) -> None:
+    told = workers(2).run(train_replaced, by, "before", waits, timeout=SOON)
+    assert "found no gradient, while the model now holds another parameter" in told[1]
+    assert "Make the optimizer after what replaces parameters" in told[1]
+    assert told[1].startswith("LayoutError: up.weight"), told
+    assert told[0] == told[1] or (by == "hand" and told[0].startswith("PlanError: ")), told
+
+
+@pytest.mark.parametrize("by", ["fully_shard", "parallelize_module"])
+def test_an_optimizer_made_after_its_parameters_were_replaced_trains(workers, by: str) -> None:
+    assert workers(2).run(train_replaced, by, "after", True, timeout=SOON) == [None, None]
+
+
+def unused_while_unsharded() -> None:
+    """After a backward that does not reshard a module holds whole parameters; one without a gradient is no other."""
+    model = Layers()
+    for layer in (model.down, model):
+        fully_shard(layer, mesh=meshes.mesh_of((2,)))
+    optimizer = mm.from_model(model, lr=0.02)
+    for step in range(3):
+        model.set_reshard_after_backward(step == 2)
+        model.down.unshard()
+        model(torch.ones(5, 6), whole=False).square().mean().backward()
+        assert step == 2 or model.down.weight is not optimizer.param_groups[0]["params"][1]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_parameter_that_is_whole_in_its_module_and_unused_is_not_taken_for_another(workers) -> None:
+    workers(2).run(unused_while_unsharded, timeout=SOON)

@@ -16,7 +16,7 @@ from muonmesh.errors import explain_error, warn
 from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
-from muonmesh.groups.sites import Role, Site, as_matrices, sites
+from muonmesh.groups.sites import Role, Site, as_matrices, sites, unwrapped
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 
@@ -49,8 +49,8 @@ class ParamGroups(list[dict[str, Any]]):
     Attributes:
         frozen: the parameters left out, by canonical name, with the reason.
         shared: the further names of shared parameters, with the one that is in "param_names".
-        left_out: references to the frozen parameters, which they keep alive no longer than the model does; `Muon` tells
-            whoever unfreezes one that it is not trained.
+        model: a weak reference to the model without wrappers, so that `Muon` sees when it holds other parameters, or
+            trains those that were frozen; None after pickling.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class ParamGroups(list[dict[str, Any]]):
         *,
         frozen: dict[str, str],
         shared: dict[str, str],
-        left_out: Mapping[str, nn.Parameter] | None = None,
+        model: nn.Module,
     ) -> None:
         super().__init__(groups)
         self.frozen = frozen
         self.shared = shared
-        self.left_out = {name: weakref.ref(parameter) for name, parameter in (left_out or {}).items()}
+        self.model: weakref.ReferenceType[nn.Module] | None = weakref.ref(unwrapped(model))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but references to frozen parameters, which cannot be pickled."""
-        return {**self.__dict__, "left_out": {}}
+        """Everything but the reference to the model, which cannot be pickled."""
+        return {**self.__dict__, "model": None}
 
     def held_by(self, stage: nn.Module) -> ParamGroups:
         """Return these groups with what a part of the model holds: a pipeline stage, traced or not.
@@ -101,7 +101,7 @@ class ParamGroups(list[dict[str, Any]]):
         if not held:
             _refuse_untrained(stage, frozen)
         groups = [_restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
-        return ParamGroups(groups, frozen=frozen, shared=self.shared)
+        return ParamGroups(groups, frozen=frozen, shared=self.shared, model=stage)
 
     def __str__(self) -> str:
         lines: dict[tuple[str, ...], int] = {}  # layers that differ in their number only share a line
@@ -242,8 +242,7 @@ def split_params(
             f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
             "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix"
         )
-    left_out = {site.name: site.parameter for site in sites(model) if not site.parameter.requires_grad}
-    return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, left_out=left_out)
+    return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, model=model)
 
 
 def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:

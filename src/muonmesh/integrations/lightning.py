@@ -67,6 +67,13 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
         if gradient_clip_val or self.muon_clip:
             optimizer.clip_grad_norm_(gradient_clip_val or math.inf, **self.muon_clip)
 
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Move a schedule, but leave one of steps where it is after a step that changed nothing."""
+        by_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.trainer.lr_scheduler_configs)
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not (by_step and isinstance(optimizer, Muon) and optimizer.skipped):
+            super().lr_scheduler_step(scheduler, metric)
+
     def unfreeze(self, modules: nn.Module | Iterable[nn.Module], optimizer: Any, lr: float | None = None) -> None:
         """Train modules that were frozen, each parameter by the half it belongs to.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from muonmesh.errors import explain_error
+from muonmesh.settings import TORCHS_NAMES
 
 _DTYPES = ("compute_dtype", "state_dtype", "master_dtype")
 
@@ -28,9 +29,10 @@ def check_settings(
     Raises:
         TypeError: one is unknown, or the host gives it.
     """
-    known = [name for name in inspect.signature(taken_by).parameters if name not in decided]
+    taken = inspect.signature(taken_by).parameters.values()
+    known = [each.name for each in taken if each.kind is not each.VAR_KEYWORD and each.name not in decided]
     for name in settings:
-        if name not in known:
+        if name not in known and name not in TORCHS_NAMES:
             likely = difflib.get_close_matches(name, known, n=1)
             write = f"Write {likely[0]}=" if likely else "Remove it"
             needed = f"one of {', '.join(known)}"

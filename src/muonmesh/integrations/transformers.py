@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from muonmesh.build import from_model
@@ -25,6 +26,9 @@ from muonmesh.optimizer import Muon
 
 if TYPE_CHECKING:  # DeepSpeed need not be installed
     from muonmesh.integrations.deepspeed.optimizer import EngineMuon
+
+_DEFAULTS = ("adamw_torch", "adamw_torch_fused")
+"""What ``TrainingArguments.optim`` is if nobody has said it, by the version of torch."""
 
 _logger = logging.get_logger(__name__)
 
@@ -58,6 +62,10 @@ class MuonFactory:
         if args.optim_args:
             found, needed = f"optim_args={args.optim_args!r}", "settings of muonmesh.from_model, beside args"
             write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args, "momentum": 0.95})'
+            raise ValueError(explain_error("TrainingArguments", found, needed, write))
+        if args.optim not in _DEFAULTS:
+            found, needed = f"optim={OptimizerNames(args.optim).value!r} beside MuonFactory", "one optimizer"
+            write = "Remove optim= for muonmesh, or optimizer_cls_and_kwargs= for the other"
             raise ValueError(explain_error("TrainingArguments", found, needed, write))
         given = {
             "lr": args.learning_rate,

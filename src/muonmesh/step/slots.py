@@ -80,12 +80,19 @@ class Collected(NamedTuple):
         elementwise: Of the AdamW parameters that other ranks know of, as the plan numbers them; None likewise.
         adamw: Of each AdamW group, a flat tensor once.
         error: The first thing that is wrong; the rank keeps it and takes part in what others wait for.
+        missing: The parameters without a gradient, by name.
     """
 
     muon: list[Slot | None]
     elementwise: list[Slot | None]
     adamw: list[list[Slot]]
     error: Exception | None
+    missing: dict[str, Tensor]
+
+    @property
+    def some(self) -> bool:
+        """Whether any parameter of this rank has a gradient."""
+        return any(slot.gradient is not None for slot in self.here)
 
     @property
     def here(self) -> Iterator[Slot]:
@@ -114,6 +121,7 @@ def collect(
     """
     error: Exception | None = None
     slots: dict[int, Slot] = {}
+    missing: dict[str, Tensor] = {}
     matrices_of = planned.matrices_of
     by_muon = [is_matrix_rule(group["algorithm"]) for group in groups]
 
@@ -126,6 +134,8 @@ def collect(
             gradient = gradient_of(member.name, tensor, source)
         except (LayoutError, TypeError) as found:
             error = error or found
+        if gradient is None:
+            missing[member.name] = tensor
         if gradient is not None and loss_scale is not None:
             gradient = unscaled(gradient, loss_scale)
         if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
@@ -153,7 +163,7 @@ def collect(
     for members in planned.adamw:
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
         adamw.append([slot_of(member) for member in tensors.values()])
-    return Collected(muon, elementwise, adamw, error)
+    return Collected(muon, elementwise, adamw, error, missing)
 
 
 def create_state(slot: Slot, precision: Precision) -> None:

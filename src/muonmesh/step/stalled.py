@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from weakref import ReferenceType
 
 from torch import Tensor, nn
 
-from muonmesh.errors import warn
+from muonmesh.errors import LayoutError, explain_error, warn
+from muonmesh.groups.sites import sites
 
 PATIENCE = 100
-"""Steps without a gradient after which a parameter is told of, and between two looks at frozen ones."""
+"""Steps without a gradient after which a parameter is told of, and between two looks at the model."""
 
 
 @dataclass
@@ -19,36 +20,57 @@ class Stalled:
     """How long the parameters of an optimizer have had no gradient.
 
     Attributes:
-        frozen: Parameters that were frozen when the groups were made, by name.
+        model: Whose parameters the groups were made of, if that is known.
+        frozen: The names of parameters that were frozen then.
     """
 
-    frozen: Mapping[str, ReferenceType[nn.Parameter]] = field(default_factory=dict)
+    model: ReferenceType[nn.Module] | None = None
+    frozen: Collection[str] = ()
     _steps: int = 0
     _idle: dict[str, int] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
+    _looked_at: set[str] = field(default_factory=set)
 
-    def count(self, parameters: Iterable[tuple[str, Tensor, Tensor | None]]) -> None:
-        """Count one step of (name, parameter, gradient or None), and warn of what has learned nothing for long."""
-        idle, late, some, fixed = self._idle, list[str](), False, list[str]()
-        for name, parameter, gradient in parameters:
-            if gradient is not None:
-                some = True
-                if name in idle:
-                    del idle[name]
-            elif (steps := idle.get(name, 0) + 1) <= PATIENCE:
-                idle[name] = steps
-                if steps == PATIENCE and name not in self._told:
-                    late.append(name)
-                if self._steps == 0 and not parameter.requires_grad:
-                    fixed.append(name)
-        if not some and fixed and len(fixed) == len(idle):  # a host has frozen the model since, for adapters
-            self._told.update(fixed)
-            warn(
-                f"{_listed(fixed)} are all that this optimizer holds, and they are frozen, so nothing is trained. "
-                "Make the optimizer after the model has its adapters: "
-                "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
-                '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
-            )
+    def error(self, missing: Mapping[str, Tensor], *, some: bool) -> LayoutError | None:
+        """Return what is wrong with parameters without a gradient, if it is sure that they will have none.
+
+        In place of some of them the model trains others, or a host has frozen all of them before the first step. The
+        model is looked at when a parameter has no gradient for the first time, and again after `PATIENCE` steps.
+
+        Args:
+            missing: The parameters without a gradient, by name.
+            some: Whether others have one.
+        """
+        if self._steps == 0 and not some and missing and all(map(_is_frozen, missing.values())):
+            found, needed = "frozen parameters, which are all that the optimizer holds", "some that are trained"
+            write = "Make the optimizer after the model has its adapters: "
+            write += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
+            write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
+            return LayoutError(explain_error(_listed([*missing]), found, needed, write))
+        fresh = missing.keys() - self._looked_at
+        model = None if self.model is None or not fresh else self.model()
+        if model is None:
+            return None
+        self._looked_at |= fresh
+        others = {site.name: site.parameter for site in sites(model) if site.name in fresh}
+        others = {name: other for name, other in others.items() if other is not missing[name]}
+        self._looked_at -= others.keys()
+        names = [name for name, other in others.items() if other.grad is not None]
+        if not names:
+            return None
+        found = "no gradient, while the model now holds another parameter of this name, which has one"
+        write = "Make the optimizer after what replaces parameters: fully_shard, parallelize_module, to_empty"
+        return LayoutError(explain_error(_listed(names), found, "the parameters that the model trains", write))
+
+    def count(self, missing: Mapping[str, Tensor], *, some: bool) -> None:
+        """Count one step, and warn of what has learned nothing for long.
+
+        Args:
+            missing: The parameters without a gradient, by name.
+            some: Whether others had one.
+        """
+        self._idle = {name: self._idle.get(name, 0) + 1 for name in missing}
+        late = [name for name, steps in self._idle.items() if steps == PATIENCE and name not in self._told]
         if late:
             self._told.update(late)
             it, does = ("it", "does") if len(late) == 1 else ("them", "do")
@@ -58,13 +80,15 @@ class Stalled:
                 f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and {does} not "
                 f"learn. Find out who froze or skipped {it}, or leave {it} out of the groups{replaced}"
             )
-        if self.frozen and self._steps % PATIENCE == 0:
+        if self._steps % PATIENCE == 0:
+            self._looked_at.clear()
             self._look_at_frozen()
         self._steps += 1
 
     def _look_at_frozen(self) -> None:
-        found = [name for name, held in self.frozen.items() if (p := held()) is not None and p.requires_grad]
-        fresh = [name for name in found if name not in self._told]
+        model = None if self.model is None or not self.frozen else self.model()
+        found = [] if model is None else [site.name for site in sites(model) if site.parameter.requires_grad]
+        fresh = [name for name in found if name in self.frozen and name not in self._told]
         if fresh:
             self._told.update(fresh)
             warn(
@@ -73,6 +97,11 @@ class Stalled:
                 f'{"it" if len(fresh) == 1 else "them"}. Write optimizer.add_param_group({{"params": [...], '
                 '"param_names": [...], "algorithm": "muon" or "adamw"})'
             )
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    """Whether a parameter is frozen; what a host keeps beside it, such as a master, has no gradient of its own."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def _listed(names: list[str]) -> str:

@@ -32,10 +32,11 @@ from muonmesh.layout import FlatParameter, Replicate
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
+from muonmesh.settings import TORCHS_NAMES
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = ("process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients")
-_OURS = frozenset(inspect.signature(Muon).parameters) - {"params", *_ENGINES}
+_OURS = frozenset(inspect.signature(Muon).parameters) - {"params", "others", *_ENGINES} | TORCHS_NAMES.keys()
 _SHARED = ("compute_dtype", "kernels", "bucket_cap_mb")
 
 
