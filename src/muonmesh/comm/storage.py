@@ -279,7 +279,7 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
     me, ranks = this_rank(), layout.ranks
     copies: list[tuple[int, ...]] = []
     if len(replicas) == world_size():
-        root = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # newer than torch 2.11
+        root = _root_of(mesh)
         names, wanted = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
         if wanted and set(wanted) <= set(names) and root.mesh.numel() == world_size():
             inside = [names.index(axis) for axis in wanted]
@@ -300,6 +300,16 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
             )
         )
     return MeshLayout(layout.shape, (len(copies), *layout.mesh), tuple(everyone), (Replicate(), *layout.placements))
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh from which a mesh was sliced, itself if from none."""
+    root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # newer than torch 2.11
+    return root
+
+
+def _ranks_in(group: dist.ProcessGroup) -> list[int]:
+    return sorted(dist.get_process_group_ranks(group))
 
 
 def world_size() -> int:
@@ -338,7 +348,8 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
 
     A rank holds part of what it held before, never anything else. Each replicate axis is made to cut a dim: the
     largest of those that no axis to its right cuts. If axes to its right cut every dim, it cuts one of these dims too,
-    provided that all its cuts are even. If that is not possible either, the axis stays replicated.
+    provided that all its cuts are even. If that is not possible either, the axis stays replicated; so does one outside
+    the tensor's mesh of which no process group is known.
 
     Args:
         storage: Where the parameter lives.
@@ -353,12 +364,21 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
         if group is None:
             return storage
         mesh, placements = DeviceMesh.from_group(group, device), [TorchReplicate()]
+    outside = len(layout.mesh) - mesh.ndim  # axes of copies that the tensor's own mesh does not know
+    if outside:
+        peers = sorted(layout.ranks[layout.ranks.index(this_rank()) % mesh.size() :: mesh.size()])
+        found = (g for g in (group, *_root_of(mesh).get_all_groups()) if g is not None and _ranks_in(g) == peers)
+        if (other := next(found, None)) is not None:
+            grid = torch.tensor(layout.ranks, device="cpu").view(layout.mesh)
+            groups, names = [other, *mesh.get_all_groups()], tuple(map(str, range(grid.ndim)))
+            mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=names)
+            placements, outside = [TorchReplicate(), *placements], 0
     for axis, placement in enumerate(placements):
         if isinstance(placement, TorchReplicate) and mesh.size(axis) > 1:
             placements[axis] = _shard_for(storage.shape, tuple(mesh.mesh.shape), placements, axis)
     shape = storage.shape
     translated = placements_of("", placements)
-    layout = MeshLayout(shape, tuple(mesh.mesh.shape), _ranks(mesh), translated)
+    layout = MeshLayout(shape, layout.mesh, layout.ranks, (*layout.placements[:outside], *translated))
     return Storage(layout, shape, storage.stride or row_major(shape), mesh, tuple(placements))
 
 
