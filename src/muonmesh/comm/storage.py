@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,13 @@ class Storage:
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
 
+    def copied(self, copies: Sequence[tuple[int, ...]]) -> Storage:
+        """Return this storage with the ranks of each copy of the parameter, which lies in each as it lies in this."""
+        inner = self.layout
+        if not isinstance(inner, MeshLayout) or len(copies[0]) == 1:
+            inner = MeshLayout(self.shape, (), copies[0], ())
+        return replace(self, layout=_copied(inner, copies))
+
     def companion(self, layout: Layout) -> Storage:
         """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter that lives here."""
         return Storage(layout, layout.shape, row_major(layout.shape), self.mesh, self.placements)
@@ -178,17 +185,22 @@ def storage_of(
     if world_size() > 1:
         if not needed:
             return Storage(None, shape)
-        raise LayoutError(
-            explain_error(
-                name,
-                f"a plain tensor while {world_size()} ranks run",
-                "to know which ranks hold the same parameter; guessing wrong would train silently wrong",
-                'Write Muon(..., process_group="world") under DDP, process_group="local" if every rank trains a '
-                "copy of its own, or a ProcessGroup; a sharded parameter must be a DTensor (fully_shard) or declared: "
-                f"layouts={{{name!r}: (mesh, placements)}}",
-            )
-        )
+        raise nobody_said(name)
     return Storage(MeshLayout.replicated(shape, (0,)), shape)
+
+
+def nobody_said(name: str) -> LayoutError:
+    """Return the error of a plain tensor of which nobody has said which ranks hold it."""
+    return LayoutError(
+        explain_error(
+            name,
+            f"a plain tensor while {world_size()} ranks run",
+            "to know which ranks hold the same parameter; guessing wrong would train silently wrong",
+            'Write Muon(..., process_group="world") under DDP, process_group="local" if every rank trains a '
+            "copy of its own, or a ProcessGroup; a sharded parameter must be a DTensor (fully_shard) or declared: "
+            f"layouts={{{name!r}: (mesh, placements)}}",
+        )
+    )
 
 
 def refuse_flattened(name: str, tensor: Tensor) -> None:
@@ -299,7 +311,12 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
                 "into it (HSDP), or pass the ProcessGroup of this rank's replicas",
             )
         )
-    return MeshLayout(layout.shape, (len(copies), *layout.mesh), tuple(everyone), (Replicate(), *layout.placements))
+    return _copied(layout, copies)
+
+
+def _copied(layout: MeshLayout, copies: Sequence[tuple[int, ...]]) -> MeshLayout:
+    everyone = tuple(rank for copy in copies for rank in copy)
+    return MeshLayout(layout.shape, (len(copies), *layout.mesh), everyone, (Replicate(), *layout.placements))
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh:

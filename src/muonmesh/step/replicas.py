@@ -6,13 +6,17 @@ alone; and replicas that differ stay different for ever, without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.copies import Claim
+from muonmesh.comm.gradients import GradientSource, gradient_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.errors import LayoutError
 from muonmesh.layout import FlatShards
 from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
@@ -37,10 +41,8 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
         if member is None or member.storage.layout is None:
             continue
         if member.storage.copies == len(member.storage.layout.ranks) > 1:
-            found[number] = {
-                "weights": _sum(member.storage, member.tensor, member.tensor.device),
-                **{key: _sum(storage, value, member.tensor.device) for key, value, storage in _state(member, state)},
-            }
+            stored = (("weights", member.tensor, member.storage), *_state(member, state))
+            found[number] = {key: sum_of_bits(where, value, member.tensor.device) for key, value, where in stored}
     return found
 
 
@@ -54,12 +56,35 @@ def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterabl
             yield key, value, storage
 
 
+def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource) -> list[Claim]:
+    """Return what this rank holds that others of its connected set may hold too, which nobody has said."""
+    found = list[Claim]()
+    for member in planned.members:
+        tensor, storage = member.tensor, member.storage
+        if member.holders == "known" or set(member.ranks) >= set(ranks) or dist.get_backend() == "fake":
+            continue
+        try:
+            gradient = gradient_of(member.name, tensor, source)
+        except (LayoutError, TypeError):  # the step will say so
+            gradient = None
+        slopes = None if gradient is None else _norm_and_sum(local_of(gradient.detach()))
+        held = "plain" if storage.mesh is None else str(storage.placements)
+        kind = f"{storage.shape}, {tensor.dtype}, {held} on {len(member.ranks)} ranks"
+        bits = int(sum_of_bits(storage, tensor, tensor.device))
+        found.append(Claim(member.name, kind, member.ranks, bits, slopes, member.holders == "unknown"))
+    return found
+
+
+def _norm_and_sum(local: Tensor) -> tuple[float, float]:
+    return float(torch.linalg.vector_norm(local, dtype=torch.float64)), float(local.sum(dtype=torch.float64))
+
+
 def text_of(fingerprint: Fingerprint) -> str:
     """Return it as text. Waits for the device that it is on."""
     return ", ".join(f"{key} {int(number) % 2**64:x}" for key, number in fingerprint.items())
 
 
-def _sum(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
+def sum_of_bits(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
     """Return the sum of all bits of a tensor, read as whole numbers: the same in whatever order ranks store it.
 
     On the device of the parameter, where state may have to be brought from the host for it.
