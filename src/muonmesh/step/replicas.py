@@ -24,6 +24,9 @@ from muonmesh.step.planning import Planned
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "master")
 """State with a number for each element of the parameter, beside what rules keep."""
 
+_AT_ONCE = 2**22
+"""Elements that are widened at a time, so that a large embedding takes little memory beside its own."""
+
 
 Fingerprint = Mapping[str, Tensor]
 """A number made of all bits of a parameter, and of each tensor of its state, by name: 0-d int64, where they are."""
@@ -93,9 +96,11 @@ def sum_of_bits(storage: Storage, tensor: Tensor, device: torch.device) -> Tenso
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for first, part in _placed(storage, local.reshape(-1)):
-        flat = part.view(whole).long()
-        # Times the place in the parameter, so that two elements that have changed places are seen.
-        total += (flat * torch.arange(first + 1, first + len(flat) + 1, dtype=torch.int64, device=flat.device)).sum()
+        for flat in part.view(whole).split(_AT_ONCE):
+            # Times the place in the parameter, so that two elements that have changed places are seen.
+            places = torch.arange(first + 1, first + len(flat) + 1, dtype=torch.int64, device=flat.device)
+            total += (flat.long() * places).sum()
+            first += len(flat)
     return total
 
 
