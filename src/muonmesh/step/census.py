@@ -123,8 +123,10 @@ class Census:
         lengths = {
             "nonzero": self.matrices,
             **dict.fromkeys(("present", "missing"), size),
-            **dict.fromkeys(("placed", "placed, inverse"), width),
-            **dict.fromkeys(("settings", "inverse"), digests),
+            "placed": width,
+            "settings": digests,
+            "placed, inverse": width,
+            "inverse": digests,
             **dict.fromkeys(TAIL, 1),
         }
         places, start = dict[str, slice](), 0
@@ -138,23 +140,22 @@ class Census:
         """How many bytes "placed" there are."""
         return sum(count for _, _, count in self.axes)
 
-    def counted(self, slots: Sequence[HasGradient | None]) -> list[int]:
-        """Return this rank's "present", "missing", "placed" and "placed, inverse", one after the other."""
+    def counted(self, slots: Sequence[HasGradient | None]) -> tuple[list[int], list[int]]:
+        """Return this rank's "present" and "missing", one after the other, and its "placed"."""
         present, missing = [0] * len(self.replicated), [0] * len(self.replicated)
         for places, slot in zip(self.mine, slots, strict=True):
             if slot is not None:
                 found = missing if slot.gradient is None else present
                 for place in places:
                     found[place] = 1
-        placed, lacking = [0] * self.width, [0] * self.width
+        placed = [0] * self.width
         for number, first, count in self.axes:
             slot = slots[number]
             if slot is not None and slot.gradient is not None:
                 over = partial_axes(slot.gradient)
                 over = (0,) * (count - len(over)) + over  # replicas outside a DTensor's mesh stand in front
                 placed[first : first + count] = [1 + op for op in over]
-                lacking[first : first + count] = inverse([1 + op for op in over])
-        return present + missing + placed + lacking
+        return present + missing, placed
 
     def vector(
         self, nonzero: Tensor, slots: Sequence[HasGradient | None], settings: Tensor, tail: dict[str, bool | Tensor]
@@ -174,7 +175,9 @@ class Census:
         if settings.device.type == "cpu":
             mine = settings.tolist()
             said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in (mine, inverse(mine))]
-        host = [0] * self.matrices + self.counted(slots) + said[0] + said[1] + known
+        counted, placed = self.counted(slots)
+        lacking = [255 - byte if byte else 0 for byte in placed]
+        host = [0] * self.matrices + counted + placed + said[0] + lacking + said[1] + known
         if device.type == "cpu":
             flags = torch.tensor(host, dtype=torch.uint8, device=device)
         else:
@@ -238,20 +241,19 @@ class Answers:
 
     def mixed(self) -> Tensor:
         """Return for each byte "placed" whether ranks have the gradient in different ways."""
-        return self._differ("placed", "placed, inverse")
+        return self._differing()[: self.census.width]
 
     def unequal(self) -> Tensor:
         """Return for each byte of the digests whether ranks have different ones."""
-        return self._differ("settings", "inverse")
+        return self._differing()[self.census.width :]
 
-    def _differ(self, name: str, lacking: str) -> Tensor:
-        total = self.of(name).short() + self.of(lacking).short()
+    def _differing(self) -> Tensor:
+        """Return `mixed` and `unequal`, one after the other."""
+        first, half, last = (self.census.slices[name] for name in ("placed", "placed, inverse", "inverse"))
+        told = self.flags[first.start : last.stop].short().view(2, half.start - first.start)
+        total = told[0] + told[1]
         return (total != 255) & (total != 0)
 
     def stops(self) -> Tensor:
         """Return whether the step ends in an error on every rank, 0-d bool; `preflight` says which."""
-        parts = (self.half_missing(), self.mixed(), self.unequal())
-        found = self.somebody("error")
-        for part in parts:
-            found = found | part.any()
-        return found
+        return self.somebody("error") | self.half_missing().any() | self._differing().any()

@@ -96,7 +96,7 @@ def sum_of_bits(storage: Storage, tensor: Tensor, device: torch.device) -> Tenso
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for first, part in _placed(storage, local.reshape(-1)):
-        for flat in part.view(whole).split(_AT_ONCE):
+        for flat in torch.split(part.view(whole), _AT_ONCE):
             # Times the place in the parameter, so that two elements that have changed places are seen.
             places = torch.arange(first + 1, first + len(flat) + 1, dtype=torch.int64, device=flat.device)
             total += (flat.long() * places).sum()
