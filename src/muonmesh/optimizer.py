@@ -120,7 +120,8 @@ class Muon(torch.optim.Optimizer):
             are.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
         process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
-            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one. "auto":
+            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one, unless
+            these ranks share other parameters, as under tensor parallelism: they find copies at the first step. "auto":
             the ranks of the DistributedDataParallel that holds them at the first step.
         layouts: Where plain local shards live, by name: ``(mesh, placements)`` in DTensor's vocabulary, with the
             global shape as a third entry where shards are uneven; a `FlatShards`; or a list of `FlatParameter` for a

@@ -139,7 +139,7 @@ def test_experts_of_one_name_on_different_ranks(workers) -> None:
     assert sum(count for _, count in outcomes) == 3  # the dense weight once, each expert once
 
 
-def replicas_outside(how: str) -> tuple[bool, int]:
+def replicas_outside(how: str, shard_state: bool) -> tuple[bool, int, int]:
     """DDP over tensor parallelism: DTensors on the tensor-parallel mesh, replicas named by process_group=."""
     mesh = mesh_of((2, 2), names=("data", "tensor"))
     tensor = mesh["tensor"]
@@ -149,19 +149,24 @@ def replicas_outside(how: str) -> tuple[bool, int]:
         for i, w in enumerate(weights)
     ]
     group: Any = "world" if how == "world" else mesh["data"].get_group()
-    optimizer = mm.Muon(parameters, process_group=group, compute_dtype=torch.float32)
+    optimizer = mm.Muon(parameters, process_group=group, compute_dtype=torch.float32, shard_state=shard_state)
     for step in gradients:
         for i, (parameter, gradient) in enumerate(zip(parameters, step, strict=True)):
             parameter.grad = distribute_tensor(gradient.clone(), tensor, [Shard(i % 2)], src_data_rank=None)
         optimizer.step()
     expected = alone(weights, gradients)
     same = [torch.equal(p.full_tensor(), e) for p, e in zip(parameters, expected, strict=True)]
-    return all(same), optimizer.counts.orthogonalized
+    kept = sum(local_of(state["momentum_buffer"]).numel() for state in optimizer.state.values())
+    return all(same), optimizer.counts.orthogonalized, kept
 
 
+@pytest.mark.parametrize("shard_state", [False, True])
 @pytest.mark.parametrize("how", ["world", "group"])
-def test_replicas_outside_a_mesh_share_the_work(workers, how: str) -> None:
-    assert workers(4).run(replicas_outside, how) == [(True, 1)] * 4
+def test_replicas_outside_a_mesh_share_the_work(workers, how: str, shard_state: bool) -> None:
+    outcomes = workers(4).run(replicas_outside, how, shard_state)
+    assert [outcome[:2] for outcome in outcomes] == [(True, 1)] * 4
+    elements = sum(weight.numel() for weight in values(4, 0))
+    assert sum(kept for _, _, kept in outcomes) == (elements if shard_state else 2 * elements)
 
 
 # ------------------------------------------------------------------ missing gradients

@@ -234,7 +234,7 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
                 )
                 found += "that each of them trains alone"
                 write = 'Say which ranks hold it: Muon(..., process_group="world") where each holds all of it, '
-                write += "layouts= where they hold shards"
+                write += "layouts= where they hold shards; or save after the first step, in which ranks find copies"
                 raise StateError(explain_error(name, found, "one tensor by one name", write))
     for record in records:
         layout = record.storage.layout

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
@@ -83,6 +83,9 @@ class ParameterGrad(GradientSource):
 PARAMETER_GRAD = ParameterGrad()
 """The source of an optimizer that was given no other."""
 
+REDUCTIONS = ("", "sum", "avg", "max", "min")
+"""How torch may reduce a gradient that is partial over an axis of a mesh; each commutes with positive factors."""
+
 
 def check_source(source: object) -> None:
     """Raise TypeError unless it is None or can be asked as a `GradientSource`."""
@@ -153,7 +156,8 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor |
         if gradient.placements != parameter.placements:
             # Partial only where the parameter is replicated: elsewhere its local part has another shape.
             kept = all(
-                mine == theirs or (isinstance(mine, Partial) and isinstance(theirs, TorchReplicate))
+                mine == theirs
+                or (type(mine) is Partial and mine.reduce_op in REDUCTIONS and isinstance(theirs, TorchReplicate))
                 for mine, theirs in zip(gradient.placements, parameter.placements, strict=False)
             )
             if not kept or gradient.device_mesh != parameter.device_mesh:
@@ -197,30 +201,29 @@ def _cut_where_replicated(gradient: DTensor, parameter: DTensor) -> DTensor:
     return gradient if placements == list(gradient.placements) else gradient.redistribute(placements=placements)
 
 
-def partial_axes(tensor: Tensor | None) -> tuple[bool, ...]:
-    """Return for each axis of a DTensor's mesh whether the tensor is a partial sum over it; empty for others."""
+def partial_axes(tensor: Tensor | None) -> tuple[int, ...]:
+    """Return for each axis of a DTensor's mesh its place in `REDUCTIONS`, 0 if it is not partial; empty for others."""
     if tensor is None or type(tensor) is Tensor or not isinstance(tensor, DTensor):
         return ()
-    return tuple(isinstance(p, Partial) for p in tensor.placements)
+    return tuple(REDUCTIONS.index(p.reduce_op) if isinstance(p, Partial) else 0 for p in tensor.placements)
 
 
-def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[bool]) -> Tensor:
-    """Return the local part of a partial gradient's sum over these mesh axes; None counts as zero.
+def reduced(parameter: Tensor, gradient: Tensor | None, axes: Sequence[int]) -> Tensor:
+    """Return the local part of a partial gradient as torch reduces it over these mesh axes; None counts as zero.
 
     All ranks of the mesh call it with the same axes.
     """
     assert isinstance(parameter, DTensor)
-    axes = axes[-parameter.device_mesh.ndim :]
-    local = torch.zeros_like(local_of(parameter)) if gradient is None else local_of(gradient)
-    placements = [Partial() if partial else p for p, partial in zip(parameter.placements, axes, strict=True)]
-    summands = DTensor.from_local(
-        local, parameter.device_mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return local_of(summands.redistribute(placements=parameter.placements))
+    if gradient is None:
+        axes = axes[-parameter.device_mesh.ndim :]
+        placed = [Partial(REDUCTIONS[op]) if op else p for p, op in zip(parameter.placements, axes, strict=True)]
+        gradient = _placed(torch.zeros_like(local_of(parameter)), parameter, placed)
+    assert isinstance(gradient, DTensor)
+    return local_of(gradient.redistribute(placements=parameter.placements))
 
 
 def whole_gradient(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
-    """Return `gradient_of` with what is partial summed, by all ranks of the mesh."""
+    """Return `gradient_of` with what is partial reduced, by all ranks of the mesh."""
     gradient = gradient_of(name, parameter, source)
     axes = partial_axes(gradient)
     return reduced(parameter, gradient, axes) if any(axes) else gradient
@@ -265,6 +268,10 @@ def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
 def _wrapped(local: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return local
+    return _placed(local, like, like.placements)
+
+
+def _placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,13 @@ class Storage:
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
 
+    def copied(self, copies: Sequence[tuple[int, ...]]) -> Storage:
+        """Return this storage with the ranks of each copy of the parameter, which lies in each as it lies in this."""
+        inner = self.layout
+        if not isinstance(inner, MeshLayout) or len(copies[0]) == 1:
+            inner = MeshLayout(self.shape, (), copies[0], ())
+        return replace(self, layout=_copied(inner, copies))
+
     def companion(self, layout: Layout) -> Storage:
         """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter that lives here."""
         return Storage(layout, layout.shape, row_major(layout.shape), self.mesh, self.placements)
@@ -178,17 +185,22 @@ def storage_of(
     if world_size() > 1:
         if not needed:
             return Storage(None, shape)
-        raise LayoutError(
-            explain_error(
-                name,
-                f"a plain tensor while {world_size()} ranks run",
-                "to know which ranks hold the same parameter; guessing wrong would train silently wrong",
-                'Write Muon(..., process_group="world") under DDP, process_group="local" if every rank trains a '
-                "copy of its own, or a ProcessGroup; a sharded parameter must be a DTensor (fully_shard) or declared: "
-                f"layouts={{{name!r}: (mesh, placements)}}",
-            )
-        )
+        raise nobody_said(name)
     return Storage(MeshLayout.replicated(shape, (0,)), shape)
+
+
+def nobody_said(name: str) -> LayoutError:
+    """Return the error of a plain tensor of which nobody has said which ranks hold it."""
+    return LayoutError(
+        explain_error(
+            name,
+            f"a plain tensor while {world_size()} ranks run",
+            "to know which ranks hold the same parameter; guessing wrong would train silently wrong",
+            'Write Muon(..., process_group="world") under DDP, process_group="local" if every rank trains a '
+            "copy of its own, or a ProcessGroup; a sharded parameter must be a DTensor (fully_shard) or declared: "
+            f"layouts={{{name!r}: (mesh, placements)}}",
+        )
+    )
 
 
 def refuse_flattened(name: str, tensor: Tensor) -> None:
@@ -279,7 +291,7 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
     me, ranks = this_rank(), layout.ranks
     copies: list[tuple[int, ...]] = []
     if len(replicas) == world_size():
-        root = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # newer than torch 2.11
+        root = _root_of(mesh)
         names, wanted = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
         if wanted and set(wanted) <= set(names) and root.mesh.numel() == world_size():
             inside = [names.index(axis) for axis in wanted]
@@ -299,7 +311,22 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
                 "into it (HSDP), or pass the ProcessGroup of this rank's replicas",
             )
         )
-    return MeshLayout(layout.shape, (len(copies), *layout.mesh), tuple(everyone), (Replicate(), *layout.placements))
+    return _copied(layout, copies)
+
+
+def _copied(layout: MeshLayout, copies: Sequence[tuple[int, ...]]) -> MeshLayout:
+    everyone = tuple(rank for copy in copies for rank in copy)
+    return MeshLayout(layout.shape, (len(copies), *layout.mesh), everyone, (Replicate(), *layout.placements))
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh from which a mesh was sliced, itself if from none."""
+    root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()  # newer than torch 2.11
+    return root
+
+
+def _ranks_in(group: dist.ProcessGroup) -> list[int]:
+    return sorted(dist.get_process_group_ranks(group))
 
 
 def world_size() -> int:
@@ -338,7 +365,8 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
 
     A rank holds part of what it held before, never anything else. Each replicate axis is made to cut a dim: the
     largest of those that no axis to its right cuts. If axes to its right cut every dim, it cuts one of these dims too,
-    provided that all its cuts are even. If that is not possible either, the axis stays replicated.
+    provided that all its cuts are even. If that is not possible either, the axis stays replicated; so does one outside
+    the tensor's mesh of which no process group is known.
 
     Args:
         storage: Where the parameter lives.
@@ -353,12 +381,21 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
         if group is None:
             return storage
         mesh, placements = DeviceMesh.from_group(group, device), [TorchReplicate()]
+    outside = len(layout.mesh) - mesh.ndim  # axes of copies that the tensor's own mesh does not know
+    if outside:
+        peers = sorted(layout.ranks[layout.ranks.index(this_rank()) % mesh.size() :: mesh.size()])
+        found = (g for g in (group, *_root_of(mesh).get_all_groups()) if g is not None and _ranks_in(g) == peers)
+        if (other := next(found, None)) is not None:
+            grid = torch.tensor(layout.ranks, device="cpu").view(layout.mesh)
+            groups, names = [other, *mesh.get_all_groups()], tuple(map(str, range(grid.ndim)))
+            mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=names)
+            placements, outside = [TorchReplicate(), *placements], 0
     for axis, placement in enumerate(placements):
         if isinstance(placement, TorchReplicate) and mesh.size(axis) > 1:
             placements[axis] = _shard_for(storage.shape, tuple(mesh.mesh.shape), placements, axis)
     shape = storage.shape
     translated = placements_of("", placements)
-    layout = MeshLayout(shape, tuple(mesh.mesh.shape), _ranks(mesh), translated)
+    layout = MeshLayout(shape, layout.mesh, layout.ranks, (*layout.placements[:outside], *translated))
     return Storage(layout, shape, storage.stride or row_major(shape), mesh, tuple(placements))
 
 

@@ -38,7 +38,7 @@ class Constants(NamedTuple):
     Attributes:
         replicated: `Census.replicated`, uint8.
         owners: `Census.owners`, int64.
-        axes: For each flag "partial" the number of its parameter, int64.
+        axes: For each byte "placed" the number of its parameter, int64.
         stored: For each byte of the digests whether this rank belongs to its set, uint8.
     """
 
@@ -54,9 +54,10 @@ class Census:
 
     The vector holds, each as long on every rank: "nonzero", a flag for each Matrix; "present" and "missing", for each
     parameter whether a rank has its gradient or lacks it (one pair of flags for each shard where there are replicas);
-    "partial" and "whole", for each axis of a mesh with replicas how the gradient lies on it; "settings" and
-    "inverse", for each set of ranks that share parameters `DIGEST` bytes and what they lack of 255, so that
-    their maxima add up to 255 only if all ranks have the same bytes; and the flags of `TAIL`.
+    "placed" and "placed, inverse", for each axis of a mesh with replicas a byte that says how the gradient lies (1:
+    whole; more: its place in `REDUCTIONS` and 1) and what that lacks of 255, so that their maxima add up to 255 only if
+    all ranks that have the gradient say the same; "settings" and "inverse", likewise `DIGEST` bytes for each set of
+    ranks that share parameters; and the flags of `TAIL`.
 
     Attributes:
         matrices: How many Matrices the plan has.
@@ -65,8 +66,8 @@ class Census:
         mine: For each parameter which of its flags in "present" this rank sets.
         replicated: For each flag in "present" whether all replicas must have the same.
         owners: For each flag in "present" the number of its parameter.
-        axes: Parameters whose gradient may be partial: each with its number, its first flag in "partial", and how many
-            flags it has there, one for each axis of its mesh.
+        axes: Parameters whose gradient may be partial: each with its number, its first byte in "placed", and how many
+            bytes it has there, one for each axis of its mesh.
         shared: For each set of ranks that share parameters the numbers of those parameters.
         stored: Which of these sets this rank belongs to.
     """
@@ -122,8 +123,10 @@ class Census:
         lengths = {
             "nonzero": self.matrices,
             **dict.fromkeys(("present", "missing"), size),
-            **dict.fromkeys(("partial", "whole"), width),
-            **dict.fromkeys(("settings", "inverse"), digests),
+            "placed": width,
+            "settings": digests,
+            "placed, inverse": width,
+            "inverse": digests,
             **dict.fromkeys(TAIL, 1),
         }
         places, start = dict[str, slice](), 0
@@ -134,26 +137,25 @@ class Census:
 
     @property
     def width(self) -> int:
-        """How many flags "partial" there are."""
+        """How many bytes "placed" there are."""
         return sum(count for _, _, count in self.axes)
 
-    def counted(self, slots: Sequence[HasGradient | None]) -> list[int]:
-        """Return this rank's flags "present", "missing", "partial" and "whole", one after the other."""
+    def counted(self, slots: Sequence[HasGradient | None]) -> tuple[list[int], list[int]]:
+        """Return this rank's "present" and "missing", one after the other, and its "placed"."""
         present, missing = [0] * len(self.replicated), [0] * len(self.replicated)
         for places, slot in zip(self.mine, slots, strict=True):
             if slot is not None:
                 found = missing if slot.gradient is None else present
                 for place in places:
                     found[place] = 1
-        partial, whole = [0] * self.width, [0] * self.width
+        placed = [0] * self.width
         for number, first, count in self.axes:
             slot = slots[number]
             if slot is not None and slot.gradient is not None:
                 over = partial_axes(slot.gradient)
-                over = (False,) * (count - len(over)) + over  # replicas outside a DTensor's mesh stand in front
-                for axis, flag in enumerate(over):
-                    (partial if flag else whole)[first + axis] = 1
-        return present + missing + partial + whole
+                over = (0,) * (count - len(over)) + over  # replicas outside a DTensor's mesh stand in front
+                placed[first : first + count] = [1 + op for op in over]
+        return present + missing, placed
 
     def vector(
         self, nonzero: Tensor, slots: Sequence[HasGradient | None], settings: Tensor, tail: dict[str, bool | Tensor]
@@ -173,7 +175,9 @@ class Census:
         if settings.device.type == "cpu":
             mine = settings.tolist()
             said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in (mine, inverse(mine))]
-        host = [0] * self.matrices + self.counted(slots) + said[0] + said[1] + known
+        counted, placed = self.counted(slots)
+        lacking = [255 - byte if byte else 0 for byte in placed]
+        host = [0] * self.matrices + counted + placed + said[0] + lacking + said[1] + known
         if device.type == "cpu":
             flags = torch.tensor(host, dtype=torch.uint8, device=device)
         else:
@@ -225,29 +229,31 @@ class Answers:
     def half_missing(self) -> Tensor:
         """Return for each flag "present" whether some replicas have the gradient and others lack it.
 
-        A gradient that is a sum over ranks is left out: a missing summand is zero.
+        A gradient that is reduced over ranks is left out: where it is missing it counts as zero.
         """
         replicated, owners, axes, _ = self.census.constants(self.flags.device)
         both = self.of("present") * self.of("missing") * replicated
         if len(axes):
             summed = torch.zeros(len(self.census.presence), dtype=torch.int64, device=self.flags.device)
-            summed.index_add_(0, axes, self.of("partial").long())
+            summed.index_add_(0, axes, (self.of("placed") > 1).long())
             both = both * (summed[owners] == 0)
         return both != 0
 
     def mixed(self) -> Tensor:
-        """Return for each flag "partial" whether a gradient is partial on some ranks and whole on others."""
-        return (self.of("partial") * self.of("whole")) != 0
+        """Return for each byte "placed" whether ranks have the gradient in different ways."""
+        return self._differing()[: self.census.width]
 
     def unequal(self) -> Tensor:
         """Return for each byte of the digests whether ranks have different ones."""
-        total = self.of("settings").short() + self.of("inverse").short()
+        return self._differing()[self.census.width :]
+
+    def _differing(self) -> Tensor:
+        """Return `mixed` and `unequal`, one after the other."""
+        first, half, last = (self.census.slices[name] for name in ("placed", "placed, inverse", "inverse"))
+        told = self.flags[first.start : last.stop].short().view(2, half.start - first.start)
+        total = told[0] + told[1]
         return (total != 255) & (total != 0)
 
     def stops(self) -> Tensor:
         """Return whether the step ends in an error on every rank, 0-d bool; `preflight` says which."""
-        parts = (self.half_missing(), self.mixed(), self.unequal())
-        found = self.somebody("error")
-        for part in parts:
-            found = found | part.any()
-        return found
+        return self.somebody("error") | self.half_missing().any() | self._differing().any()

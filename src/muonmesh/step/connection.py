@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
+from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, world_size
@@ -22,8 +23,9 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import check_dtype, check_group, check_structure
 from muonmesh.step.kept import Kept
-from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor
+from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor, unknown_matrix
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
+from muonmesh.step.replicas import claims_of
 from muonmesh.step.rounding import rounding_of
 
 Groups = Sequence[dict[str, Any]]
@@ -72,6 +74,11 @@ def connect(groups: Groups, kept: Kept, *, compared: bool = False) -> tuple[Plan
     given = dict.fromkeys([kept.holders, *map(kept.source.group, tensors)])
     candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
     group = group_of(ranks, candidates)
+    copies, wrong = find_copies(group, None if planned is None else claims_of(planned, ranks, kept.source))
+    error = error or wrong
+    if copies and error is None:
+        planned, _, error = _read(groups, kept, copies)
+    error = error or unknown_matrix([] if planned is None else planned.members)
     views = agree_on_plan(group, planned.plan if planned is not None else None, error)
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
@@ -155,11 +162,16 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
         split_matrices(name, tuple(tensor.shape), spec)
 
 
-def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
-    """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything."""
+def _read(
+    groups: Groups, kept: Kept, copies: Copies | None = None
+) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
+    """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything.
+
+    The plan is made anew if the groups have changed, or if ranks have just found copies.
+    """
     replicas_of(kept.process_group)  # raises if it was lost
     try:
-        if kept.planned is not None and kept.planned.signature == _signature(groups, kept):
+        if copies is None and kept.planned is not None and kept.planned.signature == _signature(groups, kept):
             return kept.planned, kept.planned.sets, None
         for group in groups:
             check_members(group, groups, kept)
@@ -170,7 +182,9 @@ def _read(groups: Groups, kept: Kept) -> tuple[Planned | None, list[tuple[int, .
         if before is not None:
             return None, before.sets, wrong
         return None, likely_sets(groups, kept.holders, kept.layouts, kept.source), wrong
-    members, sets, error = members_of(groups, kept.holders, kept.layouts, kept.source, shard_state=kept.shard_state)
+    members, sets, error = members_of(
+        groups, kept.holders, kept.layouts, kept.source, copies or {}, shard_state=kept.shard_state
+    )
     if error is not None:
         return None, sets, error
     try:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import (
     Declared,
     Storage,
+    nobody_said,
     ranks_of,
     sharded_over_replicas,
     storage_of,
@@ -21,10 +23,13 @@ from muonmesh.comm.storage import (
     world_size,
 )
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import FlatParameter, FlatShards
+from muonmesh.layout import FlatParameter, FlatShards, MeshLayout
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
 from muonmesh.step.homes import Home, Stored, homes_of
+
+Holders = Literal["known", "open", "unknown"]
+"""See `Member.holders`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Member:
         storage: Where it lives.
         momentum_storage: Where its momentum lives: there too, or shared among the replicas.
         homes: Where each thing lives that its rule keeps of it, by key.
+        holders: Whether it is known which ranks hold it. "open": those of its storage do, and others may hold copies.
+            "unknown": nothing says it of a plain tensor; its storage is that of this rank alone, or has no layout.
     """
 
     name: str
@@ -48,6 +55,21 @@ class Member:
     storage: Storage
     momentum_storage: Storage
     homes: Mapping[str, Home] = field(default_factory=dict)
+    holders: Holders = "known"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold it, as far as known."""
+        return (this_rank(),) if self.storage.layout is None else self.storage.layout.ranks
+
+    def copied(self, copies: Copies) -> Member:
+        """Return this member with those copies of it that ranks have found; they do not share its momentum."""
+        found = copies.get((self.name, self.ranks))
+        if found is None:
+            return self
+        storage, state = self.storage.copied(found), self.momentum_storage.copied(found)
+        state = storage if self.momentum_storage is self.storage else state
+        return replace(self, storage=storage, momentum_storage=state, holders="known")
 
 
 def members_of(
@@ -55,10 +77,11 @@ def members_of(
     process_group: ProcessGroup,
     layouts: Mapping[str, Declared],
     source: GradientSource,
+    copies: Copies,
     *,
     shard_state: bool,
 ) -> tuple[list[Member], list[tuple[int, ...]], Exception | None]:
-    """Return the parameters of all groups in order, with where they live.
+    """Return the parameters of all groups in order, with where they live, and with the copies that ranks have found.
 
     Returns:
         The members; the sets of ranks that share one, or share a flat one of which this rank holds nothing; and the
@@ -87,15 +110,21 @@ def members_of(
             replicas = ranks_by_group[id(shared)]
             for part, layout, split in _contents(name, declared, spec):
                 try:
-                    storage = storage_of(part, tensor, replicas, layout, needed=muon)
+                    storage = storage_of(part, tensor, replicas, layout, needed=False)
                 except LayoutError as found:
                     error = error or found
                     sets.append(ranks_of(tensor, replicas, layout))
                     continue
+                said = layout is not None or own is not None or process_group == "local"
+                holders: Holders = "unknown" if storage.layout is None else "known" if said else "open"
+                if storage.layout is None and muon:
+                    storage = Storage(MeshLayout.replicated(storage.shape, (this_rank(),)), storage.shape)
                 state = storage
                 if shard_state and muon:
                     state = sharded_over_replicas(storage, group_for(shared), tensor.device.type)
-                members.append(Member(part, tensor, number, split, storage, state))
+                member = Member(part, tensor, number, split, storage, state, holders=holders)
+                members.append(member.copied(copies))
+                storage = members[-1].storage
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
                 if storage.layout is not None:
                     sets.append(storage.layout.ranks)
@@ -110,12 +139,20 @@ def members_of(
                 )
             )
     sets += sets_without_tensor(unknown)
+    if not any(len(ranks) > 1 for ranks in sets):  # nobody to ask
+        error = error or unknown_matrix(members)
     unknown = {name: entry for name, entry in unknown.items() if _holds_some(entry)}
     if unknown:
         write = "Correct the names: they have no prefixes such as module. and _orig_mod. in front"
         needed = "names of parameters in the groups, of all that this rank holds some of"
         error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
+
+
+def unknown_matrix(members: Sequence[Member]) -> Exception | None:
+    """Return the error of the first matrix of which nothing says which ranks hold it; None if there is none."""
+    found = (member for member in members if member.holders == "unknown" and member.storage.layout is not None)
+    return next((nobody_said(member.name) for member in found), None)
 
 
 def sets_without_tensor(layouts: Mapping[str, Declared]) -> list[tuple[int, ...]]:

@@ -195,11 +195,11 @@ def _flag(told: Tensor | None) -> bool | Tensor:
     return bool(told) if told.device.type == "cpu" else told
 
 
-def _partial(answers: Answers) -> dict[int, tuple[bool, ...]]:
-    """Return the parameters of which some rank has a partial gradient, with the axes."""
-    flags, found = answers.of("partial").tolist(), {}
+def _partial(answers: Answers) -> dict[int, tuple[int, ...]]:
+    """Return the parameters of which some rank has a partial gradient, with `partial_axes` of it."""
+    told, found = answers.of("placed").tolist(), {}
     for number, first, count in answers.census.axes:
-        axes = tuple(bool(flag) for flag in flags[first : first + count])
+        axes = tuple(max(0, op - 1) for op in told[first : first + count])
         if any(axes):
             found[number] = axes
     return found
@@ -235,7 +235,8 @@ def _raise_errors(
         raise PlanError(
             explain_error(
                 parameter.name,
-                f"a partial gradient on some of the ranks {parameter.target.ranks} and a whole one on others",
+                f"a gradient that the ranks {parameter.target.ranks} hold in different ways: partial and whole, or "
+                "partial by different reductions",
                 "the same kind on every rank",
                 "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
             )

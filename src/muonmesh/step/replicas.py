@@ -6,16 +6,24 @@ alone; and replicas that differ stay different for ever, without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.copies import Claim
+from muonmesh.comm.gradients import GradientSource, gradient_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.errors import LayoutError
 from muonmesh.layout import FlatShards
 from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
+
+_AT_ONCE = 2**22
+"""Elements that are widened at a time, so that a large embedding takes little memory beside its own."""
+
 
 Fingerprint = Mapping[str, Tensor]
 """A number made of all bits of a parameter, and of each tensor of its state, by name: 0-d int64, where they are."""
@@ -33,10 +41,8 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
         if member is None or member.storage.layout is None:
             continue
         if member.storage.copies == len(member.storage.layout.ranks) > 1:
-            found[number] = {
-                "weights": _sum(member.storage, member.tensor, member.tensor.device),
-                **{key: _sum(storage, value, member.tensor.device) for key, value, storage in _state(member, state)},
-            }
+            stored = (("weights", member.tensor, member.storage), *_state(member, state))
+            found[number] = {key: sum_of_bits(where, value, member.tensor.device) for key, value, where in stored}
     return found
 
 
@@ -50,12 +56,35 @@ def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterabl
             yield key, value, storage
 
 
+def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource) -> list[Claim]:
+    """Return what this rank holds that others of its connected set may hold too, which nobody has said."""
+    found = list[Claim]()
+    for member in planned.members:
+        tensor, storage = member.tensor, member.storage
+        if member.holders == "known" or set(member.ranks) >= set(ranks) or dist.get_backend() == "fake":
+            continue
+        try:
+            gradient = gradient_of(member.name, tensor, source)
+        except (LayoutError, TypeError):  # the step will say so
+            gradient = None
+        slopes = None if gradient is None else _norm_and_sum(local_of(gradient.detach()))
+        held = "plain" if storage.mesh is None else str(storage.placements)
+        kind = f"{storage.shape}, {tensor.dtype}, {held} on {len(member.ranks)} ranks"
+        bits = int(sum_of_bits(storage, tensor, tensor.device))
+        found.append(Claim(member.name, kind, member.ranks, bits, slopes, member.holders == "unknown"))
+    return found
+
+
+def _norm_and_sum(local: Tensor) -> tuple[float, float]:
+    return float(torch.linalg.vector_norm(local, dtype=torch.float64)), float(local.sum(dtype=torch.float64))
+
+
 def text_of(fingerprint: Fingerprint) -> str:
     """Return it as text. Waits for the device that it is on."""
     return ", ".join(f"{key} {int(number) % 2**64:x}" for key, number in fingerprint.items())
 
 
-def _sum(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
+def sum_of_bits(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
     """Return the sum of all bits of a tensor, read as whole numbers: the same in whatever order ranks store it.
 
     On the device of the parameter, where state may have to be brought from the host for it.
@@ -64,9 +93,11 @@ def _sum(storage: Storage, tensor: Tensor, device: torch.device) -> Tensor:
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for first, part in _placed(storage, local.reshape(-1)):
-        flat = part.view(whole).long()
-        # Times the place in the parameter, so that two elements that have changed places are seen.
-        total += (flat * torch.arange(first + 1, first + len(flat) + 1, dtype=torch.int64, device=flat.device)).sum()
+        for flat in torch.split(part.view(whole), _AT_ONCE):
+            # Times the place in the parameter, so that two elements that have changed places are seen.
+            places = torch.arange(first + 1, first + len(flat) + 1, dtype=torch.int64, device=flat.device)
+            total += (flat.long() * places).sum()
+            first += len(flat)
     return total
 
 

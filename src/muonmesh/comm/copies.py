@@ -1,0 +1,101 @@
+"""Copies: parameters that several ranks hold alike though nothing says so, found by asking the ranks.
+
+Tensor parallelism leaves norms, embeddings or a head plain, or sharded by FSDP2 alone: each rank of its axis then has a
+copy. A norm that counts each of them is wrong. So the ranks of a connected set tell each other once, when they compare
+plans, what they hold under which name, with which bits and which gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from muonmesh.errors import LayoutError, explain_error
+
+Copies = Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, ...]]]
+"""For a parameter, by its name and the ranks of one copy, the ranks of each of its copies."""
+
+ALIKE = 1e-3
+"""By how much of its norm the gradient of a copy may differ from that of another. Copies that compute the same have
+equal bits, or nearly where a device adds up in no fixed order; those that saw other tokens differ by much more."""
+
+
+class Claim(NamedTuple):
+    """What one rank has of a parameter that other ranks may hold too.
+
+    Attributes:
+        name: Canonical name.
+        kind: Text that is the same for all that may be copies: shape, dtype, placements.
+        ranks: Those that hold one copy together, this one among them.
+        bits: A number made of all bits that this rank has of it.
+        gradient: Norm and sum of what it has of the gradient; None if there is none.
+        unknown: Whether nothing says which ranks hold it, so that it cannot be taken for another parameter.
+    """
+
+    name: str
+    kind: str
+    ranks: tuple[int, ...]
+    bits: int
+    gradient: tuple[float, float] | None
+    unknown: bool
+
+
+def find_copies(group: dist.ProcessGroup | None, claims: list[Claim] | None) -> tuple[Copies, LayoutError | None]:
+    """Return which claims of the ranks of a group are copies of each other, and what is wrong; the same on every rank.
+
+    Copies have the same bits. Where bits differ there are two parameters of one name, as experts are.
+
+    Args:
+        group: The ranks that work together; None for one alone.
+        claims: Of this rank; None if something is wrong with its groups, and then nothing is found.
+    """
+    if group is None:
+        return {}, None
+    everyone: list[list[Claim] | None] = [claims] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, claims, group=group)
+    if any(told is None for told in everyone):
+        return {}, None
+    held: dict[tuple[str, str], dict[tuple[int, ...], dict[int, Claim]]] = {}
+    for rank, told in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        for claim in told or ():
+            held.setdefault((claim.name, claim.kind), {}).setdefault(claim.ranks, {})[rank] = claim
+    found: dict[tuple[str, tuple[int, ...]], list[tuple[int, ...]]] = {}
+    for (name, _), sets in held.items():
+        alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for ranks in sorted(ranks for ranks, told in sets.items() if len(told) == len(ranks)):
+            alike.setdefault(tuple(sets[ranks][rank].bits for rank in ranks), []).append(ranks)
+        unknown = any(claim.unknown for told in sets.values() for claim in told.values())
+        if unknown and len(alike) > 1:
+            first, other = (copies[0] for copies in list(alike.values())[:2])
+            return {}, _doubtful(name, "weights", first, other)
+        for copies in alike.values():
+            first = copies[0]
+            for other in copies[1:]:
+                pairs = zip(first, other, strict=True)
+                if any(_differ(sets[first][a].gradient, sets[other][b].gradient) for a, b in pairs):
+                    return {}, _doubtful(name, "gradients of equal weights", first, other)
+            if len(copies) > 1:
+                found.update({(name, ranks): copies for ranks in copies})
+    return found, None
+
+
+def _differ(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
+    if a is None or b is None:  # the step says where some have a gradient and others lack it
+        return False
+    norm = max(a[0], b[0])
+    return any(abs(one - other) > ALIKE * norm for one, other in zip(a, b, strict=True))
+
+
+def _doubtful(name: str, what: str, first: Sequence[int], other: Sequence[int]) -> LayoutError:
+    return LayoutError(
+        explain_error(
+            name,
+            f"different {what} on the ranks {tuple(first)} and {tuple(other)}, which hold a parameter of this name",
+            "to know whether these are copies of one parameter or two parameters; a wrong guess gives a wrong norm",
+            "For copies, broadcast the weights and let the plan of parallelize_module add up the gradients "
+            '(SequenceParallel() for a norm). For two parameters write Muon(..., process_group="local"), or '
+            "gradients= with a GradientSource whose group() tells them apart",
+        )
+    )
