@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of, this_rank
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron.groups import EXPERTS
 from muonmesh.layout import Block, FlatShards, Layout, MeshLayout, Replicate
 from muonmesh.optimizer import Muon
@@ -111,9 +112,16 @@ def _copy(layout: Layout) -> int:
 @torch.no_grad()
 def _create(optimizer: Muon) -> None:
     """Create state by a step with zero gradients and rates, which changes nothing; all ranks call it."""
-    if all(optimizer.state[tensor] for group in optimizer.param_groups for tensor in group["params"]):
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if all(optimizer.state[tensor] for tensor in tensors):
         return
     optimizer.zero_grad()
+    kept: list[tuple[Tensor, Tensor]] = []
+    with contextlib.suppress(LayoutError):  # which the step raises on every rank
+        for gradient in map(optimizer.gradients.gradient, tensors):
+            if gradient is not None and gradient.any():  # of a backward that came before
+                kept.append((gradient, gradient.clone()))
+                gradient.zero_()
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
@@ -122,6 +130,8 @@ def _create(optimizer: Muon) -> None:
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+        for gradient, values in kept:
+            gradient.copy_(values)
 
 
 def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.settings import ProcessGroup
+from muonmesh.step.connection import connect
 
 
 class Holding(NamedTuple):
@@ -117,8 +118,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             self._world = None
         error: Exception | None = None
         try:
-            self.optimizer.clip_grad_norm_(float("inf"))  # within each set of ranks: they compare their plans
-            self.optimizer.zero_grad()
+            connect(self.optimizer.param_groups, self.optimizer._kept)  # within each set of ranks
         except Exception as found:
             error = found
         tell(None, error)
@@ -223,7 +223,10 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
                     chunk.start_param_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what autograd left in ``grad``, and what clipping decided; Megatron zeroes ``main_grad`` itself."""
+        """Forget what autograd left in ``grad``, and what clipping decided.
+
+        ``main_grad`` is left alone, as by Megatron's own optimizers: ``zero_grad_buffer`` of each chunk zeroes it.
+        """
         for holding in self._holdings:
             holding.parameter.grad = None
         self.optimizer.zero_grad()
