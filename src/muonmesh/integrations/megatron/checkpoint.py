@@ -24,13 +24,14 @@ _OWN = ("params", "param_names", "matrices", "reasons")
 
 
 def sharded(
-    optimizer: Muon, saved: Mapping[str, tuple[str, int]], holders: Mapping[str, int], *, is_loading: bool
+    optimizer: Muon, saved: Mapping[str, tuple[str, int, bool]], holders: Mapping[str, int], *, is_loading: bool
 ) -> dict[str, Any]:
     """Return state and groups in Megatron's vocabulary; state that no step has created yet is, by all ranks.
 
     Args:
         optimizer: Whose.
-        saved: For each parameter the name by which checkpoints know it, and the number of this copy of it.
+        saved: For each parameter the name by which checkpoints know it, the number of this copy of it, and whether
+            they may hold it with other many rows.
         holders: For each group the first rank that has it.
         is_loading: Whether it is to be loaded into.
     """
@@ -68,7 +69,7 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
 
 
-def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int) -> Iterator[ShardedTensor]:
+def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int, resizes: bool) -> Iterator[ShardedTensor]:
     """Yield the boxes of a tensor that this rank stores; counts and norms are the same on all ranks that have them."""
     local = local_of(value)
     home = member.homes.get(key)
@@ -82,7 +83,9 @@ def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int) -> It
         return
     for block in layout.blocks(this_rank()):
         if block.region.numel:
-            yield _tensor(whole, _view(local, block), layout.shape, block.region.offset, (copy, _copy(layout)))
+            found = _tensor(whole, _view(local, block), layout.shape, block.region.offset, (copy, _copy(layout)))
+            found.allow_shape_mismatch = resizes
+            yield found
 
 
 def _tensor(key: str, data: Tensor, whole: tuple[int, ...], offset: tuple[int, ...], replica: Any) -> ShardedTensor:
