@@ -77,8 +77,9 @@ def rank_of(script: str, arguments: list[str], log: Path, rank: int, port: int) 
 def main(checkout: str, folder: str, runs: str) -> None:
     torch.set_num_threads(1)
     on_cpu()
-    import megatron
     from megatron.core.datasets import utils
+
+    import megatron
 
     sys.path.insert(0, checkout)
     megatron.__path__.append(f"{checkout}/megatron")  # what the wheel lacks; megatron.core is the wheel's
