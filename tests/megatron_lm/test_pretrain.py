@@ -17,10 +17,12 @@ import pytest
 
 COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
     --position-embedding-type rope --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0
-    --transformer-impl local --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --transformer-impl local --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion
     --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --use-cpu-initialization
     --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 130 --split 100,0,0
-    --num-workers 0 --make-vocab-size-divisible-by 9 --micro-batch-size 1 --global-batch-size 4 --train-iters 5 --lr 0.01 --min-lr 0.001
+    --num-workers 0 --make-vocab-size-divisible-by 9 --micro-batch-size 1 --global-batch-size 4
+    --train-iters 5 --lr 0.01 --min-lr 0.001
     --lr-decay-style constant --optimizer adam --clip-grad 1.0 --eval-iters 0 --eval-interval 1000 --log-interval 1
     --seed 5 --no-one-logger"""
 PADDED = {1: 135, 2: 144}
