@@ -6,7 +6,7 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-megatron test-hosts test-hosts-all soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-megatron test-megatron-lm test-hosts test-hosts-all soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU and no other framework"
@@ -50,6 +50,12 @@ $(MEGATRON)/.ready: $(BUILT) constraints.txt constraints-megatron.txt
 
 test-megatron: $(MEGATRON)/.ready
 	$(MEGATRON)/bin/python -m pytest tests/megatron $(ARGS)
+
+# Megatron-LM's own pretrain_gpt.py, which is in no package: MEGATRON_LM is a checkout of its tag core_v0.16.1.
+test-megatron-lm: $(MEGATRON)/.ready
+	@test -f "$(MEGATRON_LM)/pretrain_gpt.py" || { echo "Write make test-megatron-lm MEGATRON_LM=/path/to/Megatron-LM"; exit 1; }
+	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check six requests regex pyyaml pydantic
+	MEGATRON_LM=$(MEGATRON_LM) $(MEGATRON)/bin/python -m pytest tests/megatron_lm $(ARGS)
 
 # The houses where people train, likewise: their packages are many and heavy. torchtitan imports triton on a CPU too.
 HOSTS := .venv-hosts

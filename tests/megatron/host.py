@@ -74,6 +74,7 @@ class Shape:
         tied: Whether embedding and output layer are one parameter.
         frozen: An expression; parameters in whose names it is found are not trained.
         frozen_stage: Nor are those of this pipeline stage.
+        vocabulary: Rows of embedding and output layer: Megatron pads them to a multiple that grows with `tp`.
         model: Settings of TransformerConfig.
     """
 
@@ -89,6 +90,7 @@ class Shape:
     tied: bool = False
     frozen: str = "^$"
     frozen_stage: int | None = None
+    vocabulary: int = VOCABULARY
     model: tuple[tuple[str, Any], ...] = ()
 
     def but(self, **changes: Any) -> Shape:
@@ -198,7 +200,7 @@ def gpt(config: TransformerConfig, shape: Shape, stage: dict[str, int]) -> nn.Mo
         config=config,
         transformer_layer_spec=spec,
         mtp_block_spec=mtp_of(config, spec, stage),
-        vocab_size=VOCABULARY,
+        vocab_size=shape.vocabulary,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=shape.tied,

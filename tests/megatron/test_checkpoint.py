@@ -170,6 +170,16 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
         [Shape(tied=True, flat=True, dtype=FP16)],
         {"shard_state": True},
     ),
+    "another padded vocabulary": (
+        Shape(tp=2, flat=True, dtype=BF16),
+        [Shape(tp=4, dtype=BF16, vocabulary=80), Shape(flat=True, dtype=BF16, vocabulary=72)],
+        {},
+    ),
+    "another padded vocabulary, tied over stages": (
+        Shape(pp=2, tied=True),
+        [Shape(tp=4, tied=True, vocabulary=80), Shape(pp=2, tied=True, flat=True, vocabulary=66)],
+        {},
+    ),
     # The embedding is on the last stage too, under the same name.
     "multi-token prediction over stages": (Shape(pp=2, model=MTP), [Shape(tp=2, flat=True, model=MTP)], {}),
     # No other run knows of the stage that has none.

@@ -141,7 +141,12 @@ def add_squares(
 def add_other_sets(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> None:
     """Add the sums of the connected sets that meet in a process group, in place: each set is counted once.
 
-    Each set has all of its sums on all of its ranks; those of them that are in the group share them out.
+    Each set has all of its sums on all of its ranks; those of them that are in the group share them out. Where the
+    group holds no others there is nothing to add.
     """
-    sums /= sum(rank in exchange.plan.ranks for rank in dist.get_process_group_ranks(group))
+    ranks = dist.get_process_group_ranks(group)
+    here = sum(rank in exchange.plan.ranks for rank in ranks)
+    if here == len(ranks):
+        return
+    sums /= here
     dist.all_reduce(sums, group=group)

@@ -21,7 +21,7 @@ from muonmesh.integrations.megatron.groups import Found, find_groups
 from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.pieces import Cut, Piece, cut_of, pieces_of
-from muonmesh.integrations.megatron.refusals import refuse, refuse_state
+from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
 from muonmesh.integrations.megatron.stages import tell
 from muonmesh.layout import Replicate
 from muonmesh.optimizer import Muon
@@ -80,6 +80,7 @@ def get_megatron_optimizer(
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared)
+        refuse_formats(flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
         found = find_groups(
             config,
             model_chunks,
@@ -157,7 +158,8 @@ def _held(
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
             saved = pieces[id(parameter)][0].key if copy else name
-            holdings.append(Holding(name, saved, copy, parameter, tensor, name not in found.experts))
+            resizes = any(piece.resizes for piece in pieces.get(id(parameter), ()))
+            holdings.append(Holding(name, saved, copy, parameter, tensor, name not in found.experts, resizes))
     return holdings, layouts, shards
 
 

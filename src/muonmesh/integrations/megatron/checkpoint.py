@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of, this_rank
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron.groups import EXPERTS
 from muonmesh.layout import Block, FlatShards, Layout, MeshLayout, Replicate
 from muonmesh.optimizer import Muon
@@ -23,13 +24,14 @@ _OWN = ("params", "param_names", "matrices", "reasons")
 
 
 def sharded(
-    optimizer: Muon, saved: Mapping[str, tuple[str, int]], holders: Mapping[str, int], *, is_loading: bool
+    optimizer: Muon, saved: Mapping[str, tuple[str, int, bool]], holders: Mapping[str, int], *, is_loading: bool
 ) -> dict[str, Any]:
     """Return state and groups in Megatron's vocabulary; state that no step has created yet is, by all ranks.
 
     Args:
         optimizer: Whose.
-        saved: For each parameter the name by which checkpoints know it, and the number of this copy of it.
+        saved: For each parameter the name by which checkpoints know it, the number of this copy of it, and whether
+            they may hold it with other many rows.
         holders: For each group the first rank that has it.
         is_loading: Whether it is to be loaded into.
     """
@@ -67,7 +69,7 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
 
 
-def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int) -> Iterator[ShardedTensor]:
+def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int, resizes: bool) -> Iterator[ShardedTensor]:
     """Yield the boxes of a tensor that this rank stores; counts and norms are the same on all ranks that have them."""
     local = local_of(value)
     home = member.homes.get(key)
@@ -81,7 +83,9 @@ def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int) -> It
         return
     for block in layout.blocks(this_rank()):
         if block.region.numel:
-            yield _tensor(whole, _view(local, block), layout.shape, block.region.offset, (copy, _copy(layout)))
+            found = _tensor(whole, _view(local, block), layout.shape, block.region.offset, (copy, _copy(layout)))
+            found.allow_shape_mismatch = resizes
+            yield found
 
 
 def _tensor(key: str, data: Tensor, whole: tuple[int, ...], offset: tuple[int, ...], replica: Any) -> ShardedTensor:
@@ -111,9 +115,16 @@ def _copy(layout: Layout) -> int:
 @torch.no_grad()
 def _create(optimizer: Muon) -> None:
     """Create state by a step with zero gradients and rates, which changes nothing; all ranks call it."""
-    if all(optimizer.state[tensor] for group in optimizer.param_groups for tensor in group["params"]):
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if all(optimizer.state[tensor] for tensor in tensors):
         return
     optimizer.zero_grad()
+    kept: list[tuple[Tensor, Tensor]] = []
+    with contextlib.suppress(LayoutError):  # which the step raises on every rank
+        for gradient in map(optimizer.gradients.gradient, tensors):
+            if gradient is not None and gradient.any():  # of a backward that came before
+                kept.append((gradient, gradient.clone()))
+                gradient.zero_()
     rates = [group["lr"] for group in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
@@ -122,6 +133,8 @@ def _create(optimizer: Muon) -> None:
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+        for gradient, values in kept:
+            gradient.copy_(values)
 
 
 def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:

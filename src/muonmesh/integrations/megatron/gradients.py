@@ -55,7 +55,13 @@ class MainGrad(GradientSource):
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Copy a gradient into ``main_grad``; None makes it zero, as Megatron's ``zero_grad_buffer`` does."""
-        _write(getattr(parameter, "main_grad", None), gradient)
+        held: Tensor | None = getattr(parameter, "main_grad", None)
+        if held is None or held is gradient:
+            return
+        if gradient is None:
+            held.zero_()
+        else:
+            held.copy_(gradient)
 
     def name(self, parameter: Tensor) -> str | None:
         """Return the name it was given with."""
@@ -105,10 +111,12 @@ class FlatMainGrad(GradientSource):
         return None if whole is None else whole.view(-1)[shard.low : shard.high].view(parameter.shape)
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        """Copy a gradient into the interval; None makes it zero."""
+        """Copy a gradient into the interval; None leaves it to Megatron's ``zero_grad_buffer``."""
+        if gradient is None:
+            return
         held = self.gradient(parameter)
-        if held is not None and (gradient is None or gradient.data_ptr() != held.data_ptr()):
-            _write(held, gradient)
+        if held is not None and gradient.data_ptr() != held.data_ptr():
+            held.copy_(gradient)
 
     def counted(self, parameter: Tensor) -> bool:
         """As `MainGrad.counted` of the parameter."""
@@ -121,12 +129,3 @@ class FlatMainGrad(GradientSource):
     def _parameter(self, tensor: Tensor) -> Tensor:
         shard = self._shards.get(tensor)
         return tensor if shard is None else shard.parameter
-
-
-def _write(held: Tensor | None, gradient: Tensor | None) -> None:
-    if held is None or held is gradient:
-        return
-    if gradient is None:
-        held.zero_()
-    else:
-        held.copy_(gradient)

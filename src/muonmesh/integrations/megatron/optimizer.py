@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.record import Record
-from muonmesh.clip import GradNorms, Limits
+from muonmesh.clip import Limits
 from muonmesh.comm.storage import device_without_parameters, local_of
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
@@ -23,7 +24,7 @@ from muonmesh.integrations.megatron.stages import failed_elsewhere, raise_togeth
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
-from muonmesh.settings import ProcessGroup
+from muonmesh.step.connection import connect
 
 
 class Holding(NamedTuple):
@@ -36,6 +37,7 @@ class Holding(NamedTuple):
         parameter: Megatron's.
         tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
         only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
+        resizes: Whether a checkpoint may hold it with other many rows, as `Piece` has it.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Holding(NamedTuple):
     parameter: Tensor
     tensor: Tensor
     only: bool
+    resizes: bool
 
 
 class MegatronOptimizer(Base):  # type: ignore[misc]
@@ -82,7 +85,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._one = torch.ones(1, dtype=torch.float32, device=self._device)
-        self._world: ProcessGroup = "world"
+        self._measures = True  # whether a step asks for a norm; `meet` hears whether anything is clipped by one
         self._first_holder: dict[str, int] = {}
         self.grad_scaler: Any = None
         if config.loss_scale:
@@ -110,15 +113,12 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         for rank, groups in enumerate(everyone):
             for name, _ in groups:
                 self._first_holder.setdefault(name, rank)
-        elementwise = any(algorithm == "adamw" for groups in everyone for _, algorithm in groups)
-        if not elementwise and self._limits.policy == "adamw_only":
-            # Nothing to clip anywhere, so no rank waits for a norm: it is measured only where somebody asks.
-            self._limits = Limits(self._limits.max_norm, "adamw_only", self._limits.skip_above, False, 2.0)
-            self._world = None
+        limits = self._limits
+        clipped = limits.policy != "adamw_only" or any(kind == "adamw" for groups in everyone for _, kind in groups)
+        self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
         error: Exception | None = None
         try:
-            self.optimizer.clip_grad_norm_(float("inf"))  # within each set of ranks: they compare their plans
-            self.optimizer.zero_grad()
+            connect(self.optimizer.param_groups, self.optimizer._kept)  # within each set of ranks
         except Exception as found:
             error = found
         tell(None, error)
@@ -157,24 +157,22 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         """Take one step; all ranks of the world call it.
 
         Returns:
-            Whether anything was changed, the norm of all gradients before clipping (None if it was not measured), and
-            how many elements of them are zero (None unless ``log_num_zeros_in_grad``).
+            Whether anything was changed, the norm of all gradients before clipping (None if nothing is clipped by one,
+            and so none is measured), and how many elements of them are zero (None unless ``log_num_zeros_in_grad``).
 
         Raises:
             LayoutError, PlanError, ValueError: on every rank, before anything is written.
         """
         if self.prepare_grads():
             return False, None, None
-        norms: GradNorms | None = None
+        norm: float | None = None
         zeros: int | None = None
         with self._all_stages():
-            norms = self._clip()
+            norm = self._clip() if self._measures else None
             zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
             self.optimizer.step()
-        assert norms is not None
         self._publish()
-        total = None if norms.total is None else float(norms)
-        return not bool(norms.skipped), total, zeros
+        return not self.optimizer.skipped, norm, zeros
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -197,17 +195,13 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         elif error is not None:
             raise error
 
-    def _clip(self) -> GradNorms:
+    def _clip(self) -> float:
         limits = self._limits
         norms = self.optimizer.clip_grad_norm_(
-            limits.max_norm,
-            policy=limits.policy,
-            skip_above=limits.skip_above,
-            norms=limits.norms,
-            process_group=self._world,
+            limits.max_norm, policy=limits.policy, skip_above=limits.skip_above, process_group="world"
         )
         self.grad_norms_by_group = dict(norms.apart)
-        return norms
+        return float(norms)
 
     def _publish(self) -> None:
         """Let the modules compute with the parameters as they are now."""
@@ -223,7 +217,10 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
                     chunk.start_param_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget what autograd left in ``grad``, and what clipping decided; Megatron zeroes ``main_grad`` itself."""
+        """Forget what autograd left in ``grad``, and what clipping decided.
+
+        ``main_grad`` is left alone, as by Megatron's own optimizers: ``zero_grad_buffer`` of each chunk zeroes it.
+        """
         for holding in self._holdings:
             holding.parameter.grad = None
         self.optimizer.zero_grad()
@@ -306,7 +303,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self.optimizer.refuse_if_interrupted()
         found: dict[str, Any] = checkpoint.sharded(
             self.optimizer,
-            {h.name: (h.saved, h.copy) for h in self._holdings},
+            {h.name: (h.saved, h.copy, h.resizes) for h in self._holdings},
             self._first_holder,
             is_loading=is_loading,
         )

@@ -30,6 +30,7 @@ class Piece(NamedTuple):
         shape: Of the box.
         start: Place of its first element in the parameter's memory.
         strides: There.
+        resizes: Whether a checkpoint may hold other many rows, those to which a vocabulary is padded.
     """
 
     key: str
@@ -38,6 +39,7 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     start: int
     strides: tuple[int, ...]
+    resizes: bool = False
 
 
 class Cut(NamedTuple):
@@ -86,9 +88,8 @@ def _piece(part: Any, parameter: Tensor) -> Piece:
     front = part.prepend_axis_num
     start = part.data.storage_offset() - parameter.storage_offset()
     shape = tuple(part.local_shape)
-    return Piece(
-        part.key, tuple(part.global_shape[front:]), tuple(part.global_offset[front:]), shape, start, part.data.stride()
-    )
+    whole, offset = tuple(part.global_shape[front:]), tuple(part.global_offset[front:])
+    return Piece(part.key, whole, offset, shape, start, part.data.stride(), part.allow_shape_mismatch)
 
 
 def cut_of(name: str, local: tuple[int, ...], pieces: Sequence[Piece], rank: int, ranks: int) -> Cut:

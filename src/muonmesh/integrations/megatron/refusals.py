@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
 
 from muonmesh.errors import explain_error
 
@@ -53,10 +56,10 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
         found, write = f"dump_param_to_param_group_map={dump!r}", "Write print(optimizer.explain()) instead"
         raise ValueError(explain_error("get_megatron_optimizer", found, "None", write))
     for chunk in chunks:
-        ddp = getattr(chunk, "ddp_config", None)
-        if ddp is None:
+        if not isinstance(chunk, DistributedDataParallel):  # TorchFullyShardedDataParallel has no main_grad either
             found, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
             raise ValueError(explain_error("model_chunks", found, "a chunk with main_grad", write))
+        ddp = chunk.ddp_config
         for field, write in _DDP.items():
             if getattr(ddp, field, False):
                 raise ValueError(explain_error("DistributedDataParallelConfig", f"{field}=True", "it off", write))
@@ -69,11 +72,34 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             write = "Set both alike"
             raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same", write))
         model = getattr(chunk, "config", None)
+        if getattr(model, "qk_clip", False) and config.use_distributed_optimizer:
+            found = (
+                "qk_clip=True with use_distributed_optimizer=True: Megatron would scale a shard of the master as if "
+            )
+            found += "it were the whole weight"
+            write = "Remove --qk-clip or --use-distributed-optimizer"
+            raise ValueError(explain_error("TransformerConfig", found, "one of them", write))
         _refuse_unreduced_experts(model, chunk)
         remat = getattr(model, "gtp_weight_remat_size", 1)
         if remat > 1:
             found = f"gtp_weight_remat_size={remat}"
             raise ValueError(explain_error("TransformerConfig", found, "1", "Set gtp_weight_remat_size=1"))
+
+
+def refuse_formats(*, flat: bool) -> None:
+    """Raise ValueError if Megatron-LM's scripts were told to save in a format that cannot hold this optimizer.
+
+    Args:
+        flat: Whether state is cut over the data-parallel ranks, of which the format "torch" saves the first one's.
+    """
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    for field in ("ckpt_format", "ckpt_convert_format"):
+        chosen = getattr(arguments, field, None)
+        if chosen in (None, "torch_dist") or (chosen == "torch" and not flat):
+            continue
+        flag, needed = "--" + field.replace("_", "-"), "'torch_dist', or 'torch' where every rank has all of its state"
+        found = f"{chosen!r}, which would fail at the first checkpoint"
+        raise ValueError(explain_error(flag, found, needed, f"Write {flag} torch_dist"))
 
 
 def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:

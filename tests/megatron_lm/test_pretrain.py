@@ -1,0 +1,71 @@
+"""pretrain_gpt.py trains, saves, and resumes at another TP size, whose vocabulary is padded otherwise.
+
+Megatron-LM's scripts are in no package: ``make test-megatron-lm MEGATRON_LM=/path/to/checkout`` (tag core_v0.16.1).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --position-embedding-type rope --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0
+    --transformer-impl local --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --use-cpu-initialization
+    --distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 130 --split 100,0,0
+    --num-workers 0 --make-vocab-size-divisible-by 9 --micro-batch-size 1 --global-batch-size 4
+    --train-iters 5 --lr 0.01 --min-lr 0.001
+    --lr-decay-style constant --optimizer adam --clip-grad 1.0 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --seed 5 --no-one-logger"""
+PADDED = {1: 135, 2: 144}
+"""Rows of the output layer by TP size."""
+
+FLAT = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --bf16"
+
+
+def pretrain(folder: Path, *runs: str) -> list[tuple[list[int], dict[int, float], str]]:
+    """Exit codes, losses by iteration and what the last rank printed, of each run."""
+    checkout = os.environ["MEGATRON_LM"]
+    arguments = json.dumps([f"{COMMON} {run}".split() for run in runs])
+    command = [sys.executable, "-m", "tests.megatron_lm.pretrain", checkout, str(folder), arguments]
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = [(folder / f"{number}.1").read_text() for number in range(len(runs))]
+    losses = [{int(i): float(x) for i, x in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", log)} for log in told]
+    return list(zip(json.loads(ran.stdout.splitlines()[-1]), losses, told, strict=True))
+
+
+@pytest.mark.parametrize("how", ["", FLAT, "--ckpt-format torch"], ids=["torch_dist", "distributed optimizer", "torch"])
+def test_train_save_resume(tmp_path: Path, how: str) -> None:
+    """Megatron logs at the second iteration after a resumption the mean of both, so the first is compared."""
+    save = f"--tensor-model-parallel-size 2 --save {tmp_path}/saved --save-interval 3 {how}"
+    load = f"--load {tmp_path}/saved --ckpt-step 3 {how}"
+    others = [] if "ckpt-format" in how else [load]  # that format resumes at its own TP size only
+    (codes, whole, log), *resumed = pretrain(
+        tmp_path, f"{save} --exit-interval 4", f"{load} --tensor-model-parallel-size 2", *others
+    )
+    assert codes == [0, 0], log
+    for (codes, losses, log), tp in zip(resumed, (2, 1), strict=False):
+        assert codes == [0, 0], log
+        assert losses.keys() == {4, 5}
+        # Rows that nothing has trained have logits near 0, as those of most tokens at the beginning.
+        expected = whole[4] + math.log(PADDED[tp] / PADDED[2])
+        assert losses[4] == pytest.approx(expected, abs=0 if tp == 2 else 0.01)
+
+
+def test_a_format_that_cannot_hold_the_state_is_refused_before_training(tmp_path: Path) -> None:
+    ((codes, losses, log),) = pretrain(
+        tmp_path, f"--ckpt-format torch --use-distributed-optimizer --save {tmp_path}/saved --save-interval 3"
+    )
+    assert 0 not in codes
+    assert not losses
+    assert "--ckpt-format: found 'torch', which would fail" in log
