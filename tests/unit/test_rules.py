@@ -413,6 +413,46 @@ def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> No
 # ------------------------------------------------------------------ rules of one's own
 
 
+@pytest.mark.parametrize("kind", ["weight", "row", "Momentum", None, 1])
+def test_a_kind_of_state_that_does_not_exist_is_refused_before_anything_is_kept(kind: Any) -> None:
+    """Where the rule is registered; if `keeps` depends on a setting without a default, where a group names the rule."""
+
+    @dataclass(frozen=True)
+    class KeepsSomething(MuonRule):
+        by: Any = kind
+
+        def keeps(self) -> Any:
+            return {**MuonRule.keeps(self), "something": self.by}
+
+    @dataclass(frozen=True, kw_only=True)
+    class KeepsWhatItIsTold(MuonRule):
+        by: Any
+
+        def keeps(self) -> Any:
+            return {**MuonRule.keeps(self), "something": self.by}
+
+    told = (
+        r"KeepsSomething\.keeps: found 'something' kept as .*; needed one of 'momentum', 'rows', 'cols', 'matrix', 'w"
+    )
+    with pytest.raises(ValueError, match=told):
+        register_rule("keeps-something")(KeepsSomething)
+    assert "keeps-something" not in RULES
+    register_rule("keeps-what-it-is-told")(KeepsWhatItIsTold)
+    weight = nn.Parameter(random(6, 8).float())
+    with pytest.raises(ValueError, match=r"group .*KeepsWhatItIsTold\.keeps: found 'something' kept as"):
+        mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": kind}])
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": "rows"}])
+    weight.grad = random(6, 8, seed=1).float()
+    optimizer.step()
+    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+    assert optimizer.state[weight]["something"].shape == (6, 1)
+    optimizer.param_groups[0]["by"] = kind
+    with pytest.raises(ValueError, match=r"KeepsWhatItIsTold\.keeps"):
+        optimizer.step()
+    assert all(map(torch.equal, before, [weight.detach(), *optimizer.state[weight].values()]))
+    del RULES["keeps-what-it-is-told"]
+
+
 def test_a_rule_says_its_name_once() -> None:
     with pytest.raises(ValueError, match="a rule of muonmesh"):
         register_rule("muon")(MuonRule)
@@ -623,7 +663,7 @@ class OwnSummands(Sums):
 @dataclass(frozen=True)
 class OwnApplyWith(Sums):
     def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None:
-        MuonRule.apply(self, weights, update, size / sums[0].sqrt(), state)
+        MuonRule.apply(self, weights, update, size * 2, state)
 
 
 @dataclass(frozen=True)
