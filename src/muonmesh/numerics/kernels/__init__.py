@@ -13,7 +13,7 @@ from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.share import TeamShare
 from muonmesh.numerics.kernels.table import Exact, Matmuls
-from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, triton_products
+from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, is_usable, triton_products
 from muonmesh.numerics.kernels.widened import widened
 
 KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
@@ -79,8 +79,8 @@ def select(
     if share is not None:
         exact = blocked_products(share)
         return widened(exact) if dtype == torch.bfloat16 and not multiplies_bf16() else exact
-    by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16 and is_installed()
-    if kernels == "triton" or (by_triton and _has_tensor_cores(device)):
+    by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16
+    if kernels == "triton" or (by_triton and _has_tensor_cores(device) and is_usable(device)):
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
