@@ -184,8 +184,8 @@ def test_against_svd(rows: int, cols: int, method: Any, coefficients: Any, spect
     assert wrong(torch.bfloat16) < (0.75 if coefficients == "deepseekv4" else bound[spectrum])
 
 
-# What a set's own function, in exact numbers, makes of singular values in [0, 1], and what rounding may add.
-LARGEST = {"simple": 1.203, "quintic": 1.146, "polar_express": 1.124, "cans": 1.121, "deepseekv4": 1.003}
+# What a set makes of singular values in [0, 1] in exact numbers, with its own steps or more; what rounding may add.
+LARGEST = {"simple": 1.203, "quintic": 1.246, "polar_express": 1.124, "cans": 1.121, "deepseekv4": 1.003}
 LARGEST |= {"aol": 1.146, "qdwh": 1.052, "deflated": 1.124}
 ROUNDING = {torch.bfloat16: 0.02, torch.float32: 0.001, torch.float64: 1e-6}
 
