@@ -105,7 +105,7 @@ class Muon(torch.optim.Optimizer):
         extra_scale_factor: Multiplies the scale.
         ns_coefficients: Newton–Schulz coefficient set, see `orthogonalize`.
         ns_steps: Newton–Schulz steps; None: as many as a sequence of one's own has polynomials, and of a published set
-            5, of "deepseekv4" 10.
+            5, of "deepseekv4" 10, of "aol" 4, of "deflated" 3, of "qdwh" 1.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
         adamw_betas: AdamW's decay rates of the moments.
         adamw_eps: AdamW's ε.

@@ -19,7 +19,7 @@ from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE
 from muonmesh.numerics.kernels import KernelName as KernelName
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
-from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_known, is_matrix_rule, rule_of
+from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 
 Algorithm = Literal[
@@ -395,7 +395,9 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
         raise type(error)(about(where, _ARGUMENT.sub("ns_", str(error)))) from None
     if "algorithm" in group:
         try:
-            rule_of(group).check()
+            rule = rule_of(group)
+            rule.check()
+            check_keeps(rule)
         except ValueError as error:
             raise ValueError(about(where, str(error))) from None
 

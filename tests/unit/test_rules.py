@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.rules import RULES, MuonRule, NorMuonRule, Rule, parts, register_rule, rule_of, together
 from muonmesh.step import muon as muon_step
 from muonmesh.step import stack
+from muonmesh.step.together import MuonStepTogether
+from muonmesh.testing import prove_rule
 from tests import reference
 from tests.problem import PARAMETERS
 
@@ -411,6 +413,46 @@ def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> No
 # ------------------------------------------------------------------ rules of one's own
 
 
+@pytest.mark.parametrize("kind", ["weight", "row", "Momentum", None, 1])
+def test_a_kind_of_state_that_does_not_exist_is_refused_before_anything_is_kept(kind: Any) -> None:
+    """Where the rule is registered; if `keeps` depends on a setting without a default, where a group names the rule."""
+
+    @dataclass(frozen=True)
+    class KeepsSomething(MuonRule):
+        by: Any = kind
+
+        def keeps(self) -> Any:
+            return {**MuonRule.keeps(self), "something": self.by}
+
+    @dataclass(frozen=True, kw_only=True)
+    class KeepsWhatItIsTold(MuonRule):
+        by: Any
+
+        def keeps(self) -> Any:
+            return {**MuonRule.keeps(self), "something": self.by}
+
+    told = (
+        r"KeepsSomething\.keeps: found 'something' kept as .*; needed one of 'momentum', 'rows', 'cols', 'matrix', 'w"
+    )
+    with pytest.raises(ValueError, match=told):
+        register_rule("keeps-something")(KeepsSomething)
+    assert "keeps-something" not in RULES
+    register_rule("keeps-what-it-is-told")(KeepsWhatItIsTold)
+    weight = nn.Parameter(random(6, 8).float())
+    with pytest.raises(ValueError, match=r"group .*KeepsWhatItIsTold\.keeps: found 'something' kept as"):
+        mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": kind}])
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": "rows"}])
+    weight.grad = random(6, 8, seed=1).float()
+    optimizer.step()
+    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+    assert optimizer.state[weight]["something"].shape == (6, 1)
+    optimizer.param_groups[0]["by"] = kind
+    with pytest.raises(ValueError, match=r"KeepsWhatItIsTold\.keeps"):
+        optimizer.step()
+    assert all(map(torch.equal, before, [weight.detach(), *optimizer.state[weight].values()]))
+    del RULES["keeps-what-it-is-told"]
+
+
 def test_a_rule_says_its_name_once() -> None:
     with pytest.raises(ValueError, match="a rule of muonmesh"):
         register_rule("muon")(MuonRule)
@@ -544,6 +586,142 @@ def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
         results.append([*(weight.detach() for weight in weights), *state])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@dataclass(frozen=True)
+class OwnKeeps(MuonRule):
+    def keeps(self) -> Any:
+        return {
+            "momentum_buffer": "momentum",
+            "total": "momentum",
+            "before": "weights",
+            "pace": "rows",
+            "norm": "matrix",
+        }
+
+
+@dataclass(frozen=True)
+class OwnFold(OwnKeeps):
+    def fold(self, gradient: Tensor, state: Any) -> None:
+        MuonRule.fold(self, gradient, state)
+        state["total"].add_(gradient)
+
+
+@dataclass(frozen=True)
+class OwnDirection(OwnKeeps):
+    def direction(self, gradient: Tensor, state: Any) -> Tensor:
+        return gradient.sign()
+
+
+@dataclass(frozen=True)
+class OwnBalance(OwnKeeps):
+    def balance(self, direction: Tensor) -> Tensor:
+        return direction.tril()
+
+
+@dataclass(frozen=True)
+class OwnWhole(OwnKeeps):
+    def whole(self, update: Tensor, state: Any) -> Tensor:
+        state["pace"].add_(1)
+        return update / state["pace"]
+
+
+@dataclass(frozen=True)
+class OwnDecay(OwnKeeps):
+    def decay(self, weights: Tensor, update: Tensor) -> None:
+        weights.sub_(weights.sign() * (self.lr * self.weight_decay))
+
+
+@dataclass(frozen=True)
+class OwnApply(OwnKeeps):
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> None:
+        state["before"].copy_(weights)
+        MuonRule.apply(self, weights, update, size, state)
+
+
+@dataclass(frozen=True)
+class OwnScale(OwnKeeps):
+    def scale(self, rows: int, cols: int) -> float:
+        return 3.0 / rows
+
+
+@dataclass(frozen=True)
+class Sums(OwnKeeps):
+    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+        return (torch.ones_like(update),)
+
+    def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None:
+        MuonRule.apply(self, weights, update, size / (sums[0] + state["norm"]).sqrt(), state)
+
+
+@dataclass(frozen=True)
+class OwnSummands(Sums):
+    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+        return (weights.double().square() * 99,)
+
+
+@dataclass(frozen=True)
+class OwnApplyWith(Sums):
+    def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None:
+        MuonRule.apply(self, weights, update, size * 2, state)
+
+
+@dataclass(frozen=True)
+class OwnKeep(Sums):
+    def keep(self, state: Any, sums: Any) -> None:
+        state["norm"].add_(sums[0])
+
+
+OWN_PARTS: dict[str, type[MuonRule]] = {
+    "fold": OwnFold,
+    "direction": OwnDirection,
+    "balance": OwnBalance,
+    "whole": OwnWhole,
+    "decay": OwnDecay,
+    "apply": OwnApply,
+    "scale": OwnScale,
+    "summands": OwnSummands,
+    "apply_with": OwnApplyWith,
+    "keep": OwnKeep,
+}
+"""A rule for each part that may be overridden and changes numbers, which overrides it and no other."""
+
+
+def test_every_part_that_changes_numbers_is_overridden_by_a_rule_here() -> None:
+    public = {name for kind in Rule.__mro__ for name, part in vars(kind).items() if callable(part) and name[0] != "_"}
+    others = {"keeps", "check", "unsuited", "count_of_sums", "step_size"}  # what they say is read, or only told
+    assert public - others == OWN_PARTS.keys()
+
+
+@pytest.mark.parametrize("part", OWN_PARTS)
+def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that ran the rule without the part, as it ran those with a `decay` of their own, is found."""
+    own = OWN_PARTS[part]
+    monkeypatch.setitem(RULES, "own", own)
+    prove_rule("own", examples=5)
+    made = MuonStepTogether.__init__
+
+    def ignoring(self: Any, plan: Any, holdings: Any, slots: Any, rules: Any, *args: Any, **kwargs: Any) -> None:
+        without = [rule and own.__mro__[1](**{f.name: getattr(rule, f.name) for f in fields(rule)}) for rule in rules]
+        made(self, plan, holdings, slots, without, *args, **kwargs)
+
+    monkeypatch.setattr(MuonStepTogether, "__init__", ignoring)
+    with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
+        prove_rule("own", examples=5)
+
+
+def test_a_decay_of_a_rule_s_own_is_obeyed_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient's direction nothing else moves the weights: lr 0.5 · decay 0.1 towards zero, once."""
+    monkeypatch.setitem(RULES, "own", OwnDecay)
+    weight = nn.Parameter(random(6, 9).float())
+    expected = weight.detach() - weight.detach().sign() * 0.05
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "own"}], lr=0.5, weight_decay=0.1, extra_scale_factor=1e-12)
+    optimizer._kept.together, optimizer._kept.waits = True, False
+    weight.grad = random(6, 9, seed=1).float()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +23,12 @@ from muonmesh.numerics import kernels, newton_schulz
 from muonmesh.numerics.kernels import beside, device, fused, triton, zeros
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.launch import Launch
+from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import together
 from muonmesh.step.together import MuonStepTogether
+from muonmesh.testing.device import NoEvent, NoStream, pretended_cuda
 from tests.interpreter import interpreting
 
 Interpreter = Callable[..., Any]
@@ -630,8 +636,56 @@ def test_select_takes_triton_for_bf16_on_devices() -> None:
 def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     is_installed = triton.is_installed.__wrapped__
+    is_usable = triton.is_usable.__wrapped__
+    monkeypatch.setattr(triton, "is_installed", is_installed)
     monkeypatch.setattr(kernels, "is_installed", is_installed)
+    monkeypatch.setattr(kernels, "is_usable", is_usable)
     cuda = torch.device("cuda")
     assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).gram is device.gram
     with pytest.raises(ValueError, match=r"found no package triton; .* Write pip install .muonmesh\[triton\]."):
         kernels.select("triton", device=cuda, dtype=BF16, rows=64, cols=64)
+
+
+def test_an_event_is_recorded_on_the_device_of_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the current device's stream, which is device 0's."""
+    asked: list[torch.device] = []
+    with pretended_cuda(), FakeTensorMode():
+
+        def stream(device: Any = None) -> NoStream:
+            asked.append(device)
+            return NoStream()
+
+        monkeypatch.setattr(torch.cuda, "current_stream", stream)
+        _, arrived = download(torch.empty(3, device="cuda:1"))
+        monkeypatch.undo()
+    assert isinstance(arrived, NoEvent)
+    assert asked == [torch.device("cuda:1")]
+
+
+BROKEN = """
+import warnings, torch
+import muonmesh as mm
+from torch import nn
+weights = [nn.Parameter(torch.full((n, 20), 0.5)) for n in (12, 30)]
+optimizer = mm.Muon(weights, lr=0.1)
+optimizer._kept.waits, optimizer._kept.together = False, True
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.eye(len(weight), 20)
+        optimizer.step()
+(told,) = [str(one.message) for one in told if "triton" in str(one.message)]
+assert "runs no kernel on cpu (ImportError: no libtriton here)" in told, told
+assert all(bool((weight != 0.5).any() and weight.isfinite().all()) for weight in weights)
+"""
+
+
+def test_a_triton_that_runs_no_kernel_is_told_of_once_and_left_out(tmp_path: Path) -> None:
+    """A real package that can be found and does not load; the interpreter's switch stands for a device."""
+    package = tmp_path / "triton"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('no libtriton here')")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", BROKEN], env=environment, check=True, timeout=120)

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from muonmesh.numerics.kernels.portions import MEASURED
+
 REPOSITORY = Path(__file__).parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -87,3 +89,12 @@ def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:
         assert compiled(4096, 4096) is compiled(512, 1024)  # matrices that are far apart have rows that are not
         assert compiled(511, 1023) is compiled(513, 2049) is compiled(511, 1024) is compiled(1, 16)
         assert compiled(512, 1024) is not compiled(511, 1023)
+
+
+@pytest.mark.parametrize("name", ["norms of parts", "powers of two"])
+def test_places_in_a_large_matrix_are_told_in_64_bits(script: ModuleType, name: str) -> None:
+    """A matrix of 2³¹ elements or more: where a part of it begins does not fit in 32."""
+    with script.compiling_for("sm_90"):
+        code = script.beside()[name](None).compile().asm["ttir"]
+    assert f"arith.constant {MEASURED} : i64" in code
+    assert not [line for line in code.splitlines() if "arith.muli" in line and f"%c{MEASURED}_i32" in line]

@@ -26,6 +26,7 @@ from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.schedule import learning_rate_factor
 from muonmesh.cli.settings import Optimizer, Settings, option
 from muonmesh.cli.stop import StopRequest
+from muonmesh.numerics.kernels.memory import download
 
 
 class Training:
@@ -286,12 +287,7 @@ class _Reading:
     """Numbers on their way to the host; :meth:`read` waits for them and for nothing that was issued later."""
 
     def __init__(self, values: Tensor) -> None:
-        on_gpu = values.is_cuda
-        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=on_gpu)
-        self._host.copy_(values, non_blocking=on_gpu)
-        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        if self._arrived is not None:
-            self._arrived.record()
+        self._host, self._arrived = download(values)
 
     def read(self) -> list[float]:
         if self._arrived is not None:

@@ -75,6 +75,14 @@ _POLAR_EXPRESS: tuple[Polynomial, ...] = (
 )
 _POLAR_EXPRESS_LIMIT: Polynomial = (1.875, -1.25, 0.375)
 
+_CANS: tuple[Polynomial, ...] = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+
 
 def _with_safety_factor(polynomial: Polynomial, factor: float) -> Polynomial:
     """Return p(x / factor): rounding may push a singular value above 1, where an unsafe p would diverge."""
@@ -90,24 +98,17 @@ COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
         (*(_with_safety_factor(polynomial, 1.01) for polynomial in _POLAR_EXPRESS), _POLAR_EXPRESS_LIMIT),
         "repeat_last",
     ),
-    # CANS, arXiv 2506.10935: Chebyshev-optimal polynomials found by Remez' algorithm.
-    "cans": CoefficientSet(
-        (
-            (8.4703, -25.1081, 18.6293),
-            (4.1828, -3.1087, 0.5806),
-            (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074),
-            (2.2737, -1.6447, 0.4162),
-        ),
-        "repeat_last",
-    ),
+    # CANS, arXiv 2506.10935: Chebyshev-optimal polynomials found by Remez' algorithm, each at x / 1.01. As published
+    # they end exactly at 1 and rise there, the first with a slope of 26: rounding a singular value of 1 up makes it any
+    # size whatever. The factor is that of The Polar Express (arXiv 2505.16932).
+    "cans": CoefficientSet(tuple(_with_safety_factor(polynomial, 1.01) for polynomial in _CANS), "repeat_last"),
     # DeepSeek-V4's hybrid: eight fast steps of Jordan's polynomial, then two that converge to 1; made for 10 steps.
     "deepseekv4": CoefficientSet((*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last", steps=10),
     # Turbo-Muon, arXiv 2512.04632 (github.com/thib-s/flash-newton-schulz): rows rescaled by AOL (arXiv 2208.03160)
     # in place of the first of YouJiacheng's steps. Emerging-Optimizers lists the polynomials of the authors' first
     # version, (4.0098, -7.0585, 2.4635) and so on, which they withdrew: the first is negative from 0.884 on and turns
     # a dominating singular direction around, with the rescaling too.
-    "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol"),
+    "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol", steps=4),
     # QDWH's step (Nakatsukasa, Bai and Gygi 2010, doi 10.1137/090774999) for singular values in [1e-3, 1], then the odd
     # polynomial of degree 9 that is nearest to 1 on what it leaves, [0.248, 1], at x / 1.04: benchmarks/remez.py.
     "qdwh": CoefficientSet(
@@ -198,7 +199,8 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
     Args:
         coefficients: A published name or a sequence of polynomials.
         steps: Number of iterations, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10, of "deflated" 3. The rational step of "qdwh" is not counted; 1 polynomial follows it.
+            "deepseekv4" 10, of "aol" 4, of "deflated" 3. The rational step of "qdwh" is not counted; 1 polynomial
+            follows it.
 
     Returns:
         `steps` tuples (a, b, ...), the odd polynomials a·x + b·x³ + ...

@@ -76,7 +76,7 @@ def orthogonalize(
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
         steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
-            "deepseekv4" 10, of "deflated" 3, of "qdwh" 1 after its rational step.
+            "deepseekv4" 10, of "aol" 4, of "deflated" 3, of "qdwh" 1 after its rational step.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
         kernels: Implementation of the matrix products.

@@ -12,7 +12,7 @@ from muonmesh.numerics.kernels.compiled import NoLibrary, compiled_products, lib
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.table import Exact, Matmuls
-from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, triton_products
+from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, is_usable, triton_products
 from muonmesh.numerics.kernels.widened import widened
 
 KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
@@ -69,8 +69,8 @@ def select(
     cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
     if kernels == "compiled":
         return compiled_products(at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once)
-    by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16 and is_installed()
-    if kernels == "triton" or (by_triton and _has_tensor_cores(device)):
+    by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16
+    if kernels == "triton" or (by_triton and _has_tensor_cores(device) and is_usable(device)):
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.rows import Rows, on_device
-from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted
+from muonmesh.numerics.kernels.triton import DTYPES, is_usable
 
 _Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
 _Piece: TypeAlias = tuple[int, int, Tensor, Tensor, Tensor]
@@ -36,8 +36,7 @@ _library.define(  # type: ignore[no-untyped-call]
 
 def can_fuse(device: torch.device, dtypes: Iterable[torch.dtype]) -> bool:
     """Whether `fold` and `apply` take tensors of these dtypes there; in fp64, for one, they do not compute."""
-    there = device.type == "cuda" or (device.type == "cpu" and is_interpreted())
-    return there and is_installed() and all(dtype in DTYPES for dtype in dtypes)
+    return all(dtype in DTYPES for dtype in dtypes) and is_usable(device)
 
 
 def fold(

@@ -39,7 +39,7 @@ def measure(
     """Of a part of a matrix: the exponent e of its largest entry, and the sum of squares of the entries times 2⁻ᵉ."""
     program = tl.program_id(0)
     x += (program // parts).to(tl.int64) * numel
-    first = program % parts * CHUNK
+    first = (program % parts).to(tl.int64) * CHUNK
     lanes = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
@@ -96,7 +96,7 @@ def rescale(x, power, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: tl.con
     if by != 1:
         x += matrix.to(tl.int64) * numel
         for start in range(0, CHUNK, BLOCK):
-            here = program % parts * CHUNK + start + tl.arange(0, BLOCK)
+            here = (program % parts).to(tl.int64) * CHUNK + start + tl.arange(0, BLOCK)
             places = _places(here, cols, gap, GAPS)
             values = tl.load(x + places, mask=here < numel, other=0.0).to(tl.float32) * by
             tl.store(x + places, values.to(x.dtype.element_ty), mask=here < numel)

@@ -42,9 +42,7 @@ def download(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         return tensor, None
     host = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
     host.copy_(tensor, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-    return host, arrived
+    return host, torch.cuda.current_stream(tensor.device).record_event()  # whichever device is the current one
 
 
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -166,7 +166,7 @@ _any = triton.jit(_multiply, do_not_specialize=_NUMBERS, do_not_specialize_on_al
 
 
 _FAR = 1 << 24
-"""Strides from which on an offset within a tile does not fit in 32 bits."""
+"""Sums of both strides from which on an offset within a tile may not fit in 32 bits."""
 
 
 def multiplication(
@@ -208,7 +208,7 @@ def multiplication(
     down, across = (triton.cdiv(length, tile.side) for length in (rows, cols))
     tiles = down * (down + 1) // 2 if symmetric else down * across
     strides = [stride for t in (out, a, b, c, d) for stride in ((0, 0, 0) if t is None else _strides(t))]
-    within = [stride for tensor in tensors for stride in tensor.stride()[1:]]
+    within = [sum(tensor.stride()[1:]) for tensor in tensors]
     (factor, factor_batch), (scale, scale_batch) = _number(factor, batch), _number(scale, batch)
     arguments = (
         *(out, a, b, c, factor, scale, d, diagonal, alpha, float(delta)),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import pinned
 from muonmesh.numerics.kernels.portions import LOOKED
-from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted
+from muonmesh.numerics.kernels.triton import DTYPES, is_usable
 
 _library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -20,10 +20,8 @@ _library.define(  # type: ignore[no-untyped-call]
 
 def can_mark(gradients: Sequence[Tensor]) -> bool:
     """Whether `mark_nonzero` takes these: contiguous, and of dtypes that Triton reads."""
-    first = gradients[0].device
-    there = first.type == "cuda" or (first.type == "cpu" and is_interpreted())
     known = {gradient.dtype for gradient in gradients} <= set(DTYPES)
-    return there and is_installed() and known and all(map(Tensor.is_contiguous, gradients))
+    return known and is_usable(gradients[0].device) and all(map(Tensor.is_contiguous, gradients))
 
 
 def mark_nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> None:

@@ -8,7 +8,15 @@ from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.muon_plus import MuonPlusRule
 from muonmesh.numerics.rules.muoneq import MuonEqRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
-from muonmesh.numerics.rules.registry import RULES, is_known, is_matrix_rule, never_negative, register_rule, rule_of
+from muonmesh.numerics.rules.registry import (
+    RULES,
+    check_keeps,
+    is_known,
+    is_matrix_rule,
+    never_negative,
+    register_rule,
+    rule_of,
+)
 from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, KeptAs, Rule
 from muonmesh.numerics.rules.scion_row_norm import ScionRowNormRule
 from muonmesh.numerics.rules.scion_sign import ScionSignRule
@@ -29,6 +37,7 @@ __all__ = [
     "Rule",
     "ScionRowNormRule",
     "ScionSignRule",
+    "check_keeps",
     "is_known",
     "is_matrix_rule",
     "never_negative",

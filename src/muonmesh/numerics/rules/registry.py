@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from muonmesh.errors import explain_error
 from muonmesh.numerics.rules.adamuon import AdaMuonRule
@@ -15,7 +17,7 @@ from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.muon_plus import MuonPlusRule
 from muonmesh.numerics.rules.muoneq import MuonEqRule
 from muonmesh.numerics.rules.normuon import NorMuonRule
-from muonmesh.numerics.rules.rule import Hyperparameters, Rule
+from muonmesh.numerics.rules.rule import Hyperparameters, KeptAs, Rule
 from muonmesh.numerics.rules.scion_row_norm import ScionRowNormRule
 from muonmesh.numerics.rules.scion_sign import ScionSignRule
 
@@ -50,7 +52,7 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
         algorithm: The name.
 
     Raises:
-        ValueError: the name is taken by a rule of muonmesh.
+        ValueError: the name is taken by a rule of muonmesh, or `Rule.keeps` names a kind that does not exist.
         TypeError: what is decorated is no dataclass derived from `Rule` or `ElementwiseRule`, or has only one of
             `Rule.summands` and `Rule.apply_with`.
     """
@@ -73,10 +75,36 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
                 f"register_rule({algorithm!r}): found {found} of {rule.__name__} without {other}; needed both: what "
                 f"summands returns is added up and given to apply_with. Write {other} too"
             )
+        with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too
+            check_keeps(_by_defaults(rule))
         RULES[algorithm] = rule
         return rule
 
     return register
+
+
+def _by_defaults(rule: type[AnyRule]) -> AnyRule:
+    """Return a rule that has the defaults of its fields, and nothing where there is none."""
+    found = object.__new__(rule)
+    for field in fields(rule):
+        if field.default is not MISSING:
+            object.__setattr__(found, field.name, field.default)
+        elif field.default_factory is not MISSING:
+            object.__setattr__(found, field.name, field.default_factory())
+    return found
+
+
+def check_keeps(rule: Hyperparameters) -> None:
+    """Check that all that a rule keeps has one number for something that there is.
+
+    Raises:
+        ValueError: `Rule.keeps` says something else.
+    """
+    for key, kind in rule.keeps().items() if isinstance(rule, Rule) else ():
+        if kind not in get_args(KeptAs):
+            where, found = f"{type(rule).__name__}.keeps", f"{key!r} kept as {kind!r}"
+            needed, write = f"one of {', '.join(map(repr, get_args(KeptAs)))}", f'Write {{{key!r}: "weights"}}, for one'
+            raise ValueError(explain_error(where, found, needed, f"{write} number for each weight"))
 
 
 def is_known(algorithm: str) -> bool:

@@ -129,9 +129,10 @@ class Factors:
 
     @cached_property
     def adds(self) -> bool:
-        """Whether weights are decayed in full and the update, times a number, is added: `Rule.apply` and no more."""
+        """Whether weights decay in full and the update, times a number, is added: `Rule.apply` and `decay`, no more."""
         kind = type(self.rule)
-        return kind.apply is Rule.apply and self.rule.decay_mode == "full" and not kind.asks_for_sums()
+        own = (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums()
+        return self.rule.decay_mode == "full" and not own
 
     @cached_property
     def fuses(self) -> bool:
