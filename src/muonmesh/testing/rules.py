@@ -20,7 +20,7 @@ from muonmesh.comm.storage import Storage, local_of, placements_of, this_rank, w
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.layout.region import row_major
-from muonmesh.numerics.rules import RULES, Rule, is_known
+from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
 from muonmesh.optimizer import Muon
 
 _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
@@ -51,7 +51,11 @@ _FAR = 1e-5
 
 
 def prove_rule(
-    rule: type[Rule] | str, *, examples: int = 40, seed: int = 0, settings: Mapping[str, Any] | None = None
+    rule: type[Rule | ElementwiseRule] | str,
+    *,
+    examples: int = 40,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Prove that a rule gives bit for bit the same weights and state however its parameters are held.
 
@@ -77,7 +81,7 @@ def prove_rule(
         is_known(rule)  # which imports it from a package that names it
     names = [name for name, known in RULES.items() if rule in (name, known)]
     found = RULES[names[0]] if names else None
-    if found is None or not issubclass(found, Rule):
+    if found is None:
         write = 'Write @muonmesh.register_rule("a name") in front of it'
         raise ValueError(explain_error("prove_rule", repr(rule), "a rule that groups can name", write))
     group = {"algorithm": names[0], **(settings or {})}
@@ -242,7 +246,7 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
     """Return which elementwise part of a rule gives an element other bits if its neighbours are elsewhere."""
     weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     settings = Muon([{**group, "params": [weight]}]).param_groups[0]
-    rule: Rule = RULES[group["algorithm"]].of(settings)
+    rule: Rule | ElementwiseRule = RULES[group["algorithm"]].of(settings)
     keeps = rule.keeps()
     numbers = torch.Generator().manual_seed(generator.randrange(10**6))
     for length, dtype in itertools.product((1, 2, 7, 16, 33, 64, 131, 1024), (torch.float32, torch.bfloat16)):
@@ -253,7 +257,7 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
             "update": _randn((length,), numbers),
         }
         inputs |= {key: _randn((length,), numbers).abs() for key in keeps}
-        if rule.count_of_sums() and (key := _written_by_summands(rule, inputs)):
+        if isinstance(rule, Rule) and rule.count_of_sums() and (key := _written_by_summands(rule, inputs)):
             return (
                 f"{type(rule).__name__}.summands: {key!r} has been written; needed all but the update read only, since "
                 "it is called more than once in a step. What is kept belongs into apply_with()"
@@ -282,8 +286,13 @@ def _written_by_summands(rule: Rule, inputs: Mapping[str, Tensor]) -> str:
     return next((key for key in ("weights", *state) if not torch.equal(given[key], inputs[key])), "")
 
 
-def _run_parts(rule: Rule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
+def _run_parts(rule: Rule | ElementwiseRule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
     """Return what each elementwise part of a rule makes of vectors."""
+    if isinstance(rule, ElementwiseRule):
+        weights, counts = inputs["weights"], [torch.zeros((), dtype=torch.float32, device="cpu")]
+        state = {key: [inputs[key]] for key in rule.keeps()}
+        rule.step([weights], [inputs["gradient"].to(weights.dtype)], state, counts, stop=None, measured=False)
+        return {"step": (weights, *(inputs[key] for key in rule.keeps()))}
     folded = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "momentum"}
     applied = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "weights"}
     weights, update = inputs["weights"], inputs["update"]
