@@ -15,7 +15,7 @@ from torch import nn
 from muonmesh.errors import explain_error, warn
 from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
-from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
+from muonmesh.groups.roles import GUESS, declarations, declared_by, ends, role
 from muonmesh.groups.sites import Role, Site, as_matrices, sites
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
@@ -297,7 +297,7 @@ def _settings(algorithm: str, given: Any) -> dict[str, Any]:
 
 def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> tuple[list[_Entry], dict[str, str]]:
     """All trainable parameters once each, in the order of their first names, and the frozen ones."""
-    outputs = output_layers(model)
+    known = ends(model)
     shared: dict[int, list[Site]] = {}
     frozen: dict[str, str] = {}
     all_sites = list(sites(model))
@@ -313,7 +313,7 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
     cut: set[str] = set()
     said = False
     for group in shared.values():
-        roles = [role(site, outputs) for site in group]
+        roles = [role(site, known) for site in group]
         if any(_says_matrices(overrides, site) for site in group):
             said = True
         else:
