@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,8 @@ from muonmesh.groups.fused import (
     fused_order,
     global_shape,
 )
+from muonmesh.groups.heads import named_parts
+from muonmesh.groups.reading import cut_by_code
 from muonmesh.groups.sites import Kind, Role, Site, as_matrices, class_of, unwrapped
 
 Ends = Mapping[int, tuple[Kind, str]]
@@ -38,6 +41,8 @@ GUESS = "; a guess, for no stack of blocks comes before it"
 
 _NORM = re.compile(r"Norm(Gated|\dd)?$")
 _ROUTER = re.compile(r"Router|Gating|TopKGate|MoEGate")
+# What the Trainer of transformers exempts from decay by name, and A of state spaces, whose mark wrappers may drop.
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
 _NOT_A_MATRIX = re.compile(
     r"(^|_)(pos|position|positional|embed|embeddings?|emb|tokens?|query|queries|latents?|probe|table|bias(es)?|d"
@@ -62,6 +67,7 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     it is no model.
     """
     found: dict[int, tuple[Kind, str]] = {}
+    inner: set[int] = set()  # the models inside a transformers model, whose outputs it reads
     for module in model.modules():
         for method in ("get_output_embeddings", "get_classifier"):
             if not callable(getattr(module, method, None)):
@@ -74,8 +80,10 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
             beside = [child for child in map(unwrapped, module.children()) if _outputs(child) in widths]
             for layer in (*named, *beside):
                 found.setdefault(id(layer), ("head", f"output layer: {method}() of {class_of(module)}"))
-        for layer, how in _label_layers(module):
+        for layer, how in _label_layers(module, outermost=id(module) not in inner):
             found.setdefault(id(unwrapped(layer)), ("head", f"output layer: {how} {class_of(module)}"))
+        if hasattr(module, "base_model_prefix"):
+            inner.update(map(id, module.modules()))
     body = _body(model)
     if not hasattr(body, "base_model_prefix") and (last := _last_layer(body)) is not None:
         layer, known = last
@@ -103,7 +111,7 @@ def _final(module: nn.Module) -> nn.Module:
     return module if not layers or hasattr(module, "base_layer") else layers[-1]
 
 
-def _label_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _label_layers(module: nn.Module, outermost: bool) -> Iterator[tuple[nn.Module, str]]:
     config, prefix = getattr(module, "config", None), getattr(module, "base_model_prefix", None)
     base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
     if config is None or prefix is None or base is module:
@@ -117,7 +125,7 @@ def _label_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for number, layer in enumerate(layers):
         if _outputs(layer) in sizes:
             yield layer, "onto the labels of"
-        elif inside and all(_inputs(later) != _outputs(layer) for later in layers[number + 1 :]):
+        elif inside and outermost and all(_inputs(later) != _outputs(layer) for later in layers[number + 1 :]):
             yield layer, "outside the base model, and no later layer there can read it, in"
 
 
@@ -308,6 +316,23 @@ def declarations(site: Site) -> Iterator[tuple[nn.Module, str]]:
         key = f"{name}.{key}"
 
 
+def without_decay(site: Site) -> str | None:
+    """Say who exempts a parameter from weight decay; None: nobody.
+
+    That is its own `_no_weight_decay` (Mamba), `no_weight_decay()` of a module around it (timm), or the names that the
+    Trainer of transformers exempts.
+    """
+    if getattr(site.parameter, "_no_weight_decay", False):
+        return "_no_weight_decay"
+    key = site.key
+    for name, module in site.owners:
+        exempt, parts = getattr(module, "no_weight_decay", None), getattr(module, "no_weight_decay_keywords", None)
+        if (callable(exempt) and key in exempt()) or (callable(parts) and any(part in key for part in parts())):
+            return f"no_weight_decay() of {class_of(module)}"
+        key = f"{name}.{key}"
+    return "its name" if _NO_DECAY.search(site.name.lower()) else None
+
+
 def _declared(site: Site, known: Ends) -> Role | None:
     found = next(declarations(site), None)
     if found is None:
@@ -329,8 +354,7 @@ def _classified(site: Site, known: Ends) -> Role | None:
 
 def _adapter(site: Site, known: Ends) -> Role | None:
     # peft holds a pair as two ModuleDicts (ParameterDicts for embeddings) of one layer, which names what it adds.
-    path = [*(name for name, _ in site.owners), ""]
-    names = {*path[:2], site.key}
+    names = {name for name, _ in site.owners[:2]} | {site.key}
     for pair in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
         if names & set(pair) and any(all(hasattr(m, part) for part in pair) for _, m in site.owners[:3]):
             # Orthogonal factors do not make an orthogonal product, which is what Muon is about.
@@ -339,7 +363,8 @@ def _adapter(site: Site, known: Ends) -> Role | None:
     inner = site.key
     for name, module in site.owners:
         if inner != "modules_to_save" and inner in (getattr(module, "adapter_layer_names", None) or ()):
-            kind = "matrices" if len(site.shape) > 1 else "vectors"
+            rows = isinstance(getattr(module, "base_layer", None), nn.Embedding)
+            kind = "vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices"
             reason = f"{inner} of the adapter {class_of(module)}: the matrix that acts is computed from it"
             return _adamw(kind, reason, _default(site.shape))
         inner = name
@@ -415,7 +440,7 @@ def _expert(site: Site, known: Ends) -> Role | None:
         return None
     if len(shape) == 3:
         matrices, reason = expert_order(module, site.key, shape)
-        return _muon(reason, matrices)
+        return replace(_muon(reason, matrices), guess="looks fused" in reason)
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
         return _adamw("vectors", "biases of experts, one each", "whole")
@@ -468,23 +493,25 @@ def _linear(site: Site, known: Ends) -> Role | None:
     if not transposed and shape != (out, into):
         return None
     matrices: Matrices = "whole"
-    reason = "linear"
+    reason, guess = "linear", False
     attribute, owner = (site.owners[0][0], site.owners[1][1]) if len(site.owners) > 1 else ("", module)
     if (order := fused_order(owner, attribute, out)) is not None:
         matrices, parts = order
         reason = f"linear, fused: {parts} ({class_of(owner)})"
-    elif LOOKS_FUSED.search(attribute) and out > into:
+    elif len(named_parts(attribute)) != 1 and (read := cut_by_code(owner, attribute, out)) is not None:
+        matrices, reason = read, f"linear, fused: as the code of {class_of(owner)} cuts its output"
+    elif guess := LOOKS_FUSED.search(attribute) is not None and out > into:
         reason = f"linear; {attribute!r} may be fused, but how {class_of(owner)} stores it is not known: one matrix"
     if transposed:
         matrices, reason = ("transposed", matrices), f"{reason}, stored in × out"
-    return _muon(reason, matrices)
+    return replace(_muon(reason, matrices), guess=guess)
 
 
 def _unknown(site: Site) -> Role:
     where, shape = class_of(site.module), site.shape
     if len(shape) == 2 and not _NOT_A_MATRIX.search(site.key):
         reason = f"a parameter of {where}, which is not known: taken as one matrix, out × in"
-        return _muon(reason, "whole")
+        return replace(_muon(reason, "whole"), guess=True)
     if len(shape) == 2:
         return _adamw("embeddings", f"a parameter of {where}; going by its name, a table and no matrix", "whole")
     if shape[0] == 1:
