@@ -138,7 +138,14 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     whole = any(
         hasattr(m, "base_model_prefix") or callable(getattr(m, "get_classifier", None)) for m in model.modules()
     )
+    everything = list(model.modules())
     made: set[int] = set()
+    in_blocks: set[int] = set()  # what blocks make is no data, unless nothing else in the model could read data
+    if any(isinstance(m, nn.Embedding) or (isinstance(m, _ConvNd) and m.in_channels <= 4) for m in everything):
+        blocks = [
+            c for m in everything if isinstance(m, _CONTAINERS) for c in m.children() if _is_block(unwrapped(c), m)
+        ]
+        in_blocks = {out for block in blocks for m in block.modules() if (out := _outputs(m)) is not None}
 
     def walk(module: nn.Module, blocked: bool) -> Iterator[tuple[nn.Module, str]]:
         nonlocal whole
@@ -152,7 +159,8 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             if out is not None and into is not None:
                 plain = not convolution or (child.groups == 1 and not isinstance(child, _ConvTransposeNd))
                 foreign = plain and not any(into == width or (width >= 16 and into % width == 0) for width in made)
-                if foreign and ((into <= 4 and (convolution or whole)) or (whole and not blocked)):
+                narrow = into <= 4 and (convolution or whole)
+                if foreign and (narrow or (whole and not blocked and into not in in_blocks)):
                     yield child, f"{'convolution' if convolution else 'linear map'} of {into} inputs, made by no layer"
                 made.add(out)
             elif isinstance(child, nn.Embedding | nn.EmbeddingBag):
