@@ -34,7 +34,11 @@ def placed(groups: ParamGroups) -> dict[str, tuple[str, Any]]:
 IMAGE = {"pixel_values": (1, 3, 64, 64)}
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
 VISION |= {"image_size": 64, "patch_size": 16}
-TOWERS = {"vision_config": {**VISION, "patch_size": 32}, "text_config": {**VISION, "hidden_size": 24}}
+TOWERS = {
+    "vision_config": {**VISION, "patch_size": 32},
+    "text_config": {**VISION, "hidden_size": 24},
+    "projection_dim": 24,
+}
 # The model, its settings, the shapes of what it reads, and the outputs that are its results.
 MODELS: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]], tuple[str, ...]]] = [
     ("YolosForObjectDetection", {**VISION, "image_size": [64, 64]}, IMAGE, ("logits", "pred_boxes")),
