@@ -139,6 +139,12 @@ def test_a_squeezed_channel_is_no_input() -> None:
     assert found["se.conv_expand.weight"] == ("muon", "flatten")
 
 
+def test_a_router_by_its_name() -> None:  # Gemma3n's, which mixes four streams
+    mixer = nn.ModuleDict({"modality_router": nn.Linear(8, 4), "mix": nn.Linear(8, 8)})
+    found = placed(split_params(nn.ModuleDict({"mixer": mixer, "head": nn.Linear(8, 5)})))
+    assert found["mixer.modality_router.weight"][0] == "adamw.matrices"
+
+
 # Weights that hold several matrices
 
 

@@ -462,6 +462,8 @@ def _router(site: Site, known: Ends) -> Role | None:
     named = next((m for m in around if any(_ROUTER.search(name) for name in class_names(m))), None)
     if named is not None:
         return _adamw("matrices", f"router of experts ({class_of(named)})", "whole")
+    if isinstance(site.module, nn.Linear) and re.search("(^|_)router$", site.owners[0][0]):
+        return _adamw("matrices", f"router, going by its name in {class_of(around[-1])}", "whole")
     if isinstance(site.module, nn.Linear) and any(site.module.out_features in _experts(m) for m in around):
         return _adamw("matrices", f"router: one output for each expert of {class_of(around[-1])}", "whole")
     return None
