@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -42,3 +44,31 @@ def test_adapters_train_and_are_saved_and_loaded(tmp_path: Path) -> None:
     resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     train(again, resumed, range(3, 6))
     assert different(weights(again), weights(model)) == []
+
+
+Q = ["q_proj"]
+ADAPTERS: list[tuple[peft.PeftConfig, str]] = [
+    (peft.OFTConfig(target_modules=Q, oft_block_size=4, r=0), "adamw.matrices"),
+    (peft.HRAConfig(target_modules=Q, r=4), "adamw.matrices"),
+    (peft.VBLoRAConfig(target_modules=Q, num_vectors=16, vector_length=4, r=2, topk=2), "adamw.matrices"),
+    (peft.LoHaConfig(target_modules=Q, r=4), "adamw.matrices"),
+    (peft.LoKrConfig(target_modules=Q, r=4), "adamw.matrices"),
+    (peft.TrainableTokensConfig(token_indices=[0, 1]), "adamw.embeddings"),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTERS, ids=lambda case: type(case[0]).__name__)
+def test_what_other_adapters_add_is_adamws(case: tuple[peft.PeftConfig, str]) -> None:
+    config, group = case
+    groups = mm.split_params(get_peft_model(llama(), config))
+    assert {g["name"] for g in groups} == {group}
+
+
+def test_saved_modules_are_what_they_copy() -> None:
+    config = LoraConfig(target_modules=Q, modules_to_save=["down_proj", "lm_head"], r=2)
+    groups = mm.split_params(get_peft_model(llama(), config))
+    found = {name: g["name"] for g in groups for name in g["param_names"] if "modules_to_save" in name}
+    assert {name.split(".modules")[0].split(".")[-1]: group for name, group in found.items()} == {
+        "down_proj": "muon",
+        "lm_head": "adamw.head",
+    }

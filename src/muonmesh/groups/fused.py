@@ -44,6 +44,11 @@ def _grouped_query(owner: Any, out: int) -> tuple[Any, ...]:
     return ("rows", heads * owner.head_dim, kv, kv)
 
 
+def _gated_query(owner: Any, out: int) -> tuple[Any, ...]:
+    gated = out == 2 * owner.config.num_attention_heads * owner.head_dim
+    return ("interleaved", 2, 0, owner.head_dim) if gated else ()
+
+
 def _falcon(owner: Any, out: int) -> tuple[Any, ...]:
     if owner.new_decoder_architecture and owner.num_heads != owner.num_kv_heads:
         return ()  # a group of queries, one key, one value, again and again: blocks of unequal size
@@ -80,18 +85,11 @@ FUSED = (
     # Four groups of heads for four TPU cores, each q, v, k.
     Fused("CodeGenAttention", "qkv_proj", lambda o, out: ("interleaved", 3, 0, out // 12), "q, v, k by quarters"),
     Fused("Phi(3|4Multimodal)Attention", "qkv_proj", _grouped_query, "q, k, v"),
-    Fused(
-        "(DecisionTransformer)?GPT2Attention|ImageGPTAttention|Attention",
-        "c_attn",
-        lambda o, out: ("rows", *[o.split_size] * (out // o.split_size)),
-        "q, k, v",
-    ),
     Fused("GPTBigCodeAttention", "c_attn", _bigcode, "q, k, v"),
-    Fused("BarkSelfAttention", "att_proj", _equal(3), "q, k, v"),
+    Fused("Qwen3(Next|_5).*Attention", "q_proj", _gated_query, "q, gate head by head"),
     Fused("DbrxAttention", "Wqkv", _grouped_query, "q, k, v"),
     Fused("(Mpt|ModernBert)Attention", "Wqkv", _equal(3), "q, k, v"),
     Fused("DisentangledSelfAttention", "in_proj", _per_head(3, "attention_head_size"), "q, k, v head by head"),
-    Fused("LayoutLMv2SelfAttention", "qkv_linear", _equal(3), "q, k, v"),
     Fused(
         "Exaone4_5_VisionAttention",
         "qkv",
@@ -99,8 +97,6 @@ FUSED = (
         "q, k, v",
     ),
     Fused(".*Attention", "qkv", _equal(3), "q, k, v"),
-    Fused("JetMoeAttention", "kv_proj", _equal(2), "k, v"),
-    Fused("(Evolla|GraniteSpeech).*Attention", "to_kv", _equal(2), "k, v"),
     Fused(
         ".*Attention",
         "kv_a_proj_with_mqa",
@@ -108,8 +104,6 @@ FUSED = (
         "latent, rotary key",
     ),
     Fused(".*Attention", "kv_b_proj", _latent_keys_values, "k, v head by head"),
-    Fused(".*", "gate_up_proj", _equal(2), "gate, up"),
-    Fused("ModernBert.*MLP", "Wi", _equal(2), "input, gate"),
     Fused(
         "(Mamba2|FalconH1|Bamba|NemotronHMamba2|Zamba2Mamba)Mixer|GraniteMoeHybridMambaLayer",
         "in_proj",
@@ -133,7 +127,7 @@ FUSED = (
 )
 
 # What a fused projection is often called; where no class is known, only the reason mentions it.
-LOOKS_FUSED = re.compile(r"qkv|query_key_value|kv_proj$|gate_up|c_attn|w13|in_proj", re.IGNORECASE)
+LOOKS_FUSED = re.compile(r"qkv|query_key_value|kv_proj$|^(kv|qk)$|gate_up|c_attn|w13|in_proj", re.IGNORECASE)
 
 
 WHOLE = "muonmesh_shape"

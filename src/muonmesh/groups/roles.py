@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,11 @@ from muonmesh.groups.fused import (
     fused_order,
     global_shape,
 )
+from muonmesh.groups.heads import named_parts
+from muonmesh.groups.reading import cut_by_code
 from muonmesh.groups.sites import Kind, Role, Site, as_matrices, class_of, unwrapped
+
+Ends = Mapping[int, tuple[Kind, str]]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -36,9 +41,9 @@ GUESS = "; a guess, for no stack of blocks comes before it"
 
 _NORM = re.compile(r"Norm(Gated|\dd)?$")
 _ROUTER = re.compile(r"Router|Gating|TopKGate|MoEGate")
-_PATCHES = re.compile(r"Patch|Unfold|Embed")
+# What the Trainer of transformers exempts from decay by name, and A of state spaces, whose mark wrappers may drop.
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
-_INPUT_CHANNELS = ("num_channels", "in_channels", "input_channels", "in_chans", "num_mel_bins", "audio_channels")
 _NOT_A_MATRIX = re.compile(
     r"(^|_)(pos|position|positional|embed|embeddings?|emb|tokens?|query|queries|latents?|probe|table|bias(es)?|d"
     r"|gate|scale|gamma|beta|a_log|dt|sinks?|prompt|prefix|codebook|codevectors|mask|cls|registers?|level)(_|$)",
@@ -46,39 +51,67 @@ _NOT_A_MATRIX = re.compile(
 )
 
 
-def output_layers(model: nn.Module) -> dict[int, str]:
-    """The modules that compute the model's output, by id, and how that is known.
+def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
+    """The modules where the model meets its data, by id: as what they are trained, and how that is known.
 
-    1. What a module names as such: `get_output_embeddings()` (transformers), `get_classifier()` (timm).
-    2. In a transformers model, outside its base model (directly in it, if it has none): a linear or convolution
-       onto the labels or the vocabulary.
+    Output layers:
+
+    1. What a module names as such: `get_output_embeddings()` (transformers), `get_classifier()` (timm), and layers
+       beside it that are as wide. Of a module of several layers it is the last.
+    2. In a transformers model, outside its base model: a layer onto the labels or the vocabulary, and one whose
+       output no later layer out there can read. Directly in the model, if it has no base model: onto the labels.
     3. In any other model: the last linear or convolution registered, if it is inside no block, that is reached
        through containers only. Where no stack of blocks comes before it, that is a guess, and the reason says so.
 
-    A pipeline stage is to get what the whole model gets, so a block that is alone in it is no model.
+    Input layers: see `_input_layers`. A pipeline stage is to get what the whole model gets, so a block that is alone in
+    it is no model.
     """
-    layers: dict[int, str] = {}
+    found: dict[int, tuple[Kind, str]] = {}
+    inner: set[int] = set()  # the models inside a transformers model, whose outputs it reads
     for module in model.modules():
         for method in ("get_output_embeddings", "get_classifier"):
             if not callable(getattr(module, method, None)):
                 continue
             try:
-                found = getattr(module, method)()
+                named = [_final(layer) for layer in _modules_of(getattr(module, method)())]
             except (AttributeError, NotImplementedError):  # a pipeline stage without the head; a backbone
                 continue
-            for layer in found if isinstance(found, list | nn.ModuleList) else [found]:
-                if isinstance(layer, nn.Module):
-                    layers.setdefault(id(unwrapped(layer)), f"{method}() of {class_of(module)}")
-        for layer in _label_layers(module):
-            layers.setdefault(id(unwrapped(layer)), f"onto the labels of {class_of(module)}")
+            widths = {_outputs(layer) for layer in named} - {None}
+            beside = [child for child in map(unwrapped, module.children()) if _outputs(child) in widths]
+            for layer in (*named, *beside):
+                found.setdefault(id(layer), ("head", f"output layer: {method}() of {class_of(module)}"))
+        for layer, how in _label_layers(module, outermost=id(module) not in inner):
+            found.setdefault(id(unwrapped(layer)), ("head", f"output layer: {how} {class_of(module)}"))
+        if hasattr(module, "base_model_prefix"):
+            inner.update(map(id, module.modules()))
     body = _body(model)
     if not hasattr(body, "base_model_prefix") and (last := _last_layer(body)) is not None:
         layer, known = last
-        layers.setdefault(id(layer), "the model's last layer, inside no block" + ("" if known else GUESS))
-    return layers
+        how = "output layer: the model's last layer, inside no block" + ("" if known else GUESS)
+        found.setdefault(id(layer), ("head", how))
+    for layer, how in _input_layers(model):
+        found.setdefault(id(layer), ("embeddings", f"input layer: {how}"))
+    return found
 
 
-def _label_layers(module: nn.Module) -> Iterator[nn.Module]:
+def _modules_of(value: Any) -> Iterator[nn.Module]:
+    """The modules in what a model returns as its output layers: one, or several in containers."""
+    if isinstance(value, nn.ModuleDict | Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | nn.ModuleList):
+        for part in value:
+            yield from _modules_of(part)
+    elif isinstance(value, nn.Module):
+        yield unwrapped(value)
+
+
+def _final(module: nn.Module) -> nn.Module:
+    """The last layer of a module that computes an output; an adapter's wrapper stands for the layer in it."""
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear | _ConvNd)]
+    return module if not layers or hasattr(module, "base_layer") else layers[-1]
+
+
+def _label_layers(module: nn.Module, outermost: bool) -> Iterator[tuple[nn.Module, str]]:
     config, prefix = getattr(module, "config", None), getattr(module, "base_model_prefix", None)
     base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
     if config is None or prefix is None or base is module:
@@ -87,15 +120,62 @@ def _label_layers(module: nn.Module) -> Iterator[nn.Module]:
     labels = getattr(config, "num_labels", None)
     sizes = {labels, labels + 1 if isinstance(labels, int) else None, getattr(config, "vocab_size", None)} - {None}
     inside = {id(m) for m in base.modules()} if isinstance(base, nn.Module) else set()
-    for layer in module.modules() if inside or cut_away else module.children():
-        if id(layer) not in inside and _outputs(layer) in sizes:
-            yield layer
+    outside = [m for m in (module.modules() if inside or cut_away else module.children()) if id(m) not in inside]
+    layers = [layer for layer in outside if _outputs(layer) is not None]
+    for number, layer in enumerate(layers):
+        if _outputs(layer) in sizes:
+            yield layer, "onto the labels of"
+        elif inside and outermost and all(_inputs(later) != _outputs(layer) for later in layers[number + 1 :]):
+            yield layer, "outside the base model, and no later layer there can read it, in"
+
+
+def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The layers that read data: no layer registered before them makes numbers of which theirs may consist.
+
+    That is a convolution of at most 4 channels anywhere. In models of transformers and timm, which are whole, it is any
+    layer inside no block, or of at most 4 inputs (coordinates). What a pipeline stage lacks could have made anything.
+    """
+    whole = any(
+        hasattr(m, "base_model_prefix") or callable(getattr(m, "get_classifier", None)) for m in model.modules()
+    )
+    everything = list(model.modules())
+    made: set[int] = set()
+    in_blocks: set[int] = set()  # what blocks make is no data, unless nothing else in the model could read data
+    if any(isinstance(m, nn.Embedding) or (isinstance(m, _ConvNd) and m.in_channels <= 4) for m in everything):
+        blocks = [
+            c for m in everything if isinstance(m, _CONTAINERS) for c in m.children() if _is_block(unwrapped(c), m)
+        ]
+        in_blocks = {out for block in blocks for m in block.modules() if (out := _outputs(m)) is not None}
+
+    def walk(module: nn.Module, blocked: bool) -> Iterator[tuple[nn.Module, str]]:
+        nonlocal whole
+        for child in module._modules.values():
+            if child is None:
+                whole = False
+                continue
+            child = unwrapped(child)
+            convolution = isinstance(child, _ConvNd)
+            out, into = _outputs(child), _inputs(child)
+            if out is not None and into is not None:
+                plain = not convolution or (child.groups == 1 and not isinstance(child, _ConvTransposeNd))
+                foreign = plain and not any(into == width or (width >= 16 and into % width == 0) for width in made)
+                narrow = into <= 4 and (convolution or whole)
+                if foreign and (narrow or (whole and not blocked and into not in in_blocks)):
+                    yield child, f"{'convolution' if convolution else 'linear map'} of {into} inputs, made by no layer"
+                made.add(out)
+            elif isinstance(child, nn.Embedding | nn.EmbeddingBag):
+                made.add(child.embedding_dim)
+            yield from walk(child, blocked or (isinstance(module, _CONTAINERS) and _is_block(child, module)))
+
+    yield from walk(nn.ModuleList([model]) if isinstance(model, _ConvNd) else model, False)
 
 
 def _outputs(layer: nn.Module) -> int | None:
-    if isinstance(layer, nn.Linear):
-        return layer.out_features
-    return layer.out_channels if isinstance(layer, _ConvNd) else None
+    return layer.out_channels if isinstance(layer, _ConvNd) else (_features(layer) or (None, None))[0]
+
+
+def _inputs(layer: nn.Module) -> int | None:
+    return layer.in_channels if isinstance(layer, _ConvNd) else (_features(layer) or (None, None))[1]
 
 
 def _body(model: nn.Module) -> nn.Module:
@@ -165,30 +245,25 @@ def _last_layer(body: nn.Module) -> tuple[nn.Module, bool] | None:
     if last is None or last is not layers[-1] or more:  # more: what a pipeline stage leaves of what comes later
         return None
     # What comes out as wide as it went in may be followed by itself: one block of a model, as far as can be known.
-    if not stacked_before and _outputs(last) == _inputs(layers[0]):
+    pixels = isinstance(layers[0], _ConvNd) and not isinstance(last, _ConvNd)
+    if not stacked_before and not pixels and _outputs(last) == _inputs(layers[0]):
         return None
     return last, stacked_before
 
 
-def _inputs(layer: nn.Module) -> int | None:
-    if isinstance(layer, nn.Linear):
-        return layer.in_features
-    return layer.in_channels if isinstance(layer, _ConvNd) else None
-
-
-def role(site: Site, outputs: Mapping[int, str]) -> Role:
-    """What the parameter at `site` is; `outputs` comes from `output_layers`.
+def role(site: Site, known: Ends) -> Role:
+    """What the parameter at `site` is; `known` comes from `ends`.
 
     Raises:
         ValueError: the parameter is no longer the module's own (flattened, uninitialised, traced), so that nothing says
             what it is.
     """
     _refuse_unknowable(site)
-    for rule in (_declared, _classified, _adapter, _output, _embedding, _vector, _parametrised, _torch_fused):
-        if (found := rule(site, outputs)) is not None:
+    for rule in (_declared, _classified, _adapter, _end, _embedding, _vector, _parametrised, _torch_fused):
+        if (found := rule(site, known)) is not None:
             return found
     for rule in (_expert, _router, _convolution, _linear):
-        if (found := rule(site, outputs)) is not None:
+        if (found := rule(site, known)) is not None:
             return found
     return _unknown(site)
 
@@ -249,7 +324,24 @@ def declarations(site: Site) -> Iterator[tuple[nn.Module, str]]:
         key = f"{name}.{key}"
 
 
-def _declared(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def without_decay(site: Site) -> str | None:
+    """Say who exempts a parameter from weight decay; None: nobody.
+
+    That is its own `_no_weight_decay` (Mamba), `no_weight_decay()` of a module around it (timm), or the names that the
+    Trainer of transformers exempts.
+    """
+    if getattr(site.parameter, "_no_weight_decay", False):
+        return "_no_weight_decay"
+    key = site.key
+    for name, module in site.owners:
+        exempt, parts = getattr(module, "no_weight_decay", None), getattr(module, "no_weight_decay_keywords", None)
+        if (callable(exempt) and key in exempt()) or (callable(parts) and any(part in key for part in parts())):
+            return f"no_weight_decay() of {class_of(module)}"
+        key = f"{name}.{key}"
+    return "its name" if _NO_DECAY.search(site.name.lower()) else None
+
+
+def _declared(site: Site, known: Ends) -> Role | None:
     found = next(declarations(site), None)
     if found is None:
         return None
@@ -264,32 +356,39 @@ def _declared(site: Site, outputs: Mapping[int, str]) -> Role | None:
     return _muon(reason, as_matrices(matrices))
 
 
-def _classified(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _classified(site: Site, known: Ends) -> Role | None:
     return classified(site)
 
 
-def _adapter(site: Site, outputs: Mapping[int, str]) -> Role | None:
-    # peft holds a pair as two ModuleDicts (ParameterDicts for embeddings) of one layer.
+def _adapter(site: Site, known: Ends) -> Role | None:
+    # peft holds a pair as two ModuleDicts (ParameterDicts for embeddings) of one layer, which names what it adds.
     names = {name for name, _ in site.owners[:2]} | {site.key}
     for pair in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
         if names & set(pair) and any(all(hasattr(m, part) for part in pair) for _, m in site.owners[:3]):
             # Orthogonal factors do not make an orthogonal product, which is what Muon is about.
             kind: Kind = "matrices" if len(site.shape) > 1 else "vectors"
             return _adamw(kind, "factor of a LoRA pair: Muon's update is meant for their product", _default(site.shape))
+    inner = site.key
+    for name, module in site.owners:
+        if inner != "modules_to_save" and inner in (getattr(module, "adapter_layer_names", None) or ()):
+            rows = isinstance(getattr(module, "base_layer", None), nn.Embedding)
+            kind = "vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices"
+            reason = f"{inner} of the adapter {class_of(module)}: the matrix that acts is computed from it"
+            return _adamw(kind, reason, _default(site.shape))
+        inner = name
     return None
 
 
-def _output(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _end(site: Site, known: Ends) -> Role | None:
     if len(site.shape) < 2:
         return None
-    how = next((outputs[id(m)] for _, m in site.owners if id(m) in outputs), None)
-    if how is None:
+    found = next((known[id(m)] for _, m in site.owners if id(m) in known), None)
+    if found is None or (found[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    matrices: Matrices | None = "flatten" if isinstance(site.module, _ConvNd) else _default(site.shape)
-    return _adamw("head", f"output layer: {how}", matrices)
+    return _adamw(*found, "flatten" if isinstance(site.module, _ConvNd) else _default(site.shape))
 
 
-def _embedding(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _embedding(site: Site, known: Ends) -> Role | None:
     module = site.module
     table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     if table or (_is_matrix(site.shape) and any("Embed" in n for n in class_names(module)) and not _features(module)):
@@ -301,7 +400,7 @@ def _is_matrix(shape: tuple[int, ...]) -> bool:
     return sum(size > 1 for size in shape) > 1
 
 
-def _vector(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _vector(site: Site, known: Ends) -> Role | None:
     module, shape = site.module, site.shape
     norm = isinstance(module, nn.LayerNorm | nn.GroupNorm | _NormBase) or any(
         _NORM.search(name) for name in class_names(module)
@@ -315,14 +414,14 @@ def _vector(site: Site, outputs: Mapping[int, str]) -> Role | None:
     return None
 
 
-def _parametrised(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _parametrised(site: Site, known: Ends) -> Role | None:
     if any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
         reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
         return _adamw("matrices", reason, "flatten" if len(site.shape) > 3 else _default(site.shape))
     return None
 
 
-def _torch_fused(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _torch_fused(site: Site, known: Ends) -> Role | None:
     module, (rows, *_) = site.module, site.shape
     if isinstance(module, nn.MultiheadAttention) and len(site.shape) == 2:
         if site.key == "in_proj_weight":
@@ -341,7 +440,7 @@ def _experts(module: nn.Module) -> set[int]:
     return {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
 
 
-def _expert(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _expert(site: Site, known: Ends) -> Role | None:
     module, shape = site.module, site.shape
     if isinstance(module, _ConvNd):
         return None
@@ -349,26 +448,28 @@ def _expert(site: Site, outputs: Mapping[int, str]) -> Role | None:
         return None
     if len(shape) == 3:
         matrices, reason = expert_order(module, site.key, shape)
-        return _muon(reason, matrices)
+        return replace(_muon(reason, matrices), guess="looks fused" in reason)
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
         return _adamw("vectors", "biases of experts, one each", "whole")
     return None
 
 
-def _router(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _router(site: Site, known: Ends) -> Role | None:
     if len(site.shape) != 2:
         return None
     around = [module for _, module in site.owners[:2]]
     named = next((m for m in around if any(_ROUTER.search(name) for name in class_names(m))), None)
     if named is not None:
         return _adamw("matrices", f"router of experts ({class_of(named)})", "whole")
+    if isinstance(site.module, nn.Linear) and re.search("(^|_)router$", site.owners[0][0]):
+        return _adamw("matrices", f"router, going by its name in {class_of(around[-1])}", "whole")
     if isinstance(site.module, nn.Linear) and any(site.module.out_features in _experts(m) for m in around):
         return _adamw("matrices", f"router: one output for each expert of {class_of(around[-1])}", "whole")
     return None
 
 
-def _convolution(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _convolution(site: Site, known: Ends) -> Role | None:
     module = site.module
     if not isinstance(module, _ConvNd):
         return None
@@ -377,17 +478,7 @@ def _convolution(site: Site, outputs: Mapping[int, str]) -> Role | None:
         return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", "flatten")
     if isinstance(module, _ConvTransposeNd):
         return _adamw("matrices", "transposed convolution, stored in × out × kernel", "flatten")
-    if module.in_channels <= 4 or module.in_channels in _configured(site, _INPUT_CHANNELS):
-        return _adamw("embeddings", f"input layer: convolution of {module.in_channels} input channels", "flatten")
     return _muon("convolution", "flatten")
-
-
-def _configured(site: Site, names: tuple[str, ...]) -> set[int]:
-    """The values of these settings in the nearest `config` around `site`."""
-    for _, module in site.owners:
-        if (config := getattr(module, "config", None)) is not None:
-            return {value for name in names if isinstance(value := getattr(config, name, None), int)}
-    return set()
 
 
 def _features(module: nn.Module) -> tuple[int, int] | None:
@@ -403,7 +494,7 @@ def _features(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _linear(site: Site, outputs: Mapping[int, str]) -> Role | None:
+def _linear(site: Site, known: Ends) -> Role | None:
     module, shape, features = site.module, site.shape, _features(site.module)
     if features is None or site.key != "weight" or len(shape) != 2:
         return None
@@ -411,33 +502,26 @@ def _linear(site: Site, outputs: Mapping[int, str]) -> Role | None:
     transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
     if not transposed and shape != (out, into):
         return None
-    if into in _patches(site) and any(_PATCHES.search(name) for _, m in site.owners[:2] for name in class_names(m)):
-        return _adamw("embeddings", "input layer: linear map of pixel patches", "whole")
     matrices: Matrices = "whole"
-    reason = "linear"
+    reason, guess = "linear", False
     attribute, owner = (site.owners[0][0], site.owners[1][1]) if len(site.owners) > 1 else ("", module)
     if (order := fused_order(owner, attribute, out)) is not None:
         matrices, parts = order
         reason = f"linear, fused: {parts} ({class_of(owner)})"
-    elif LOOKS_FUSED.search(attribute) and out > into:
+    elif len(named_parts(attribute)) != 1 and (read := cut_by_code(owner, attribute, out)) is not None:
+        matrices, reason = read, f"linear, fused: as the code of {class_of(owner)} cuts its output"
+    elif guess := LOOKS_FUSED.search(attribute) is not None and out > into:
         reason = f"linear; {attribute!r} may be fused, but how {class_of(owner)} stores it is not known: one matrix"
     if transposed:
         matrices, reason = ("transposed", matrices), f"{reason}, stored in × out"
-    return _muon(reason, matrices)
-
-
-def _patches(site: Site) -> set[int]:
-    """Sizes of one flattened image or video patch under the nearest `config`."""
-    sizes = _configured(site, ("patch_size",))
-    channels, times = _configured(site, ("num_channels", "in_channels")), _configured(site, ("temporal_patch_size",))
-    return {c * p * p * t for c in channels for p in sizes for t in {1} | times}
+    return replace(_muon(reason, matrices), guess=guess)
 
 
 def _unknown(site: Site) -> Role:
     where, shape = class_of(site.module), site.shape
     if len(shape) == 2 and not _NOT_A_MATRIX.search(site.key):
         reason = f"a parameter of {where}, which is not known: taken as one matrix, out × in"
-        return _muon(reason, "whole")
+        return replace(_muon(reason, "whole"), guess=True)
     if len(shape) == 2:
         return _adamw("embeddings", f"a parameter of {where}; going by its name, a table and no matrix", "whole")
     if shape[0] == 1:

@@ -45,12 +45,17 @@ class Site:
 
 @dataclass(frozen=True)
 class Role:
-    """Who updates a parameter and why. `matrices` is what Muon makes of it, or would; None: no matrix known."""
+    """Who updates a parameter and why.
+
+    `matrices` is what Muon makes of it, or would; None: no matrix known. `guess`: nothing but the shape says that it is
+    one matrix.
+    """
 
     algorithm: Algorithm
     kind: Kind
     reason: str
     matrices: Matrices | None
+    guess: bool = False
 
 
 def sites(model: nn.Module) -> Iterator[Site]:

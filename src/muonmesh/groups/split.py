@@ -6,7 +6,7 @@ import difflib
 import re
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 from muonmesh.errors import explain_error, warn
 from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
-from muonmesh.groups.roles import GUESS, declarations, declared_by, output_layers, role
+from muonmesh.groups.roles import GUESS, declarations, declared_by, ends, role, without_decay
 from muonmesh.groups.sites import Role, Site, as_matrices, sites, unwrapped
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
@@ -202,7 +202,8 @@ def split_params(
             weight was flattened by a wrapper, so its shape says nothing; a projection does not consist of whole heads.
 
     Warns:
-        UserWarning: among several ranks, where a head is a guess that a pipeline stage would get wrong.
+        UserWarning: where a weight is Muon's by a guess (on rank 0), with the override that decides it; among several
+            ranks, where a head is a guess that a pipeline stage would get wrong.
 
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).
@@ -246,10 +247,26 @@ def split_params(
 
 
 def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
-    """Warn where a pipeline stage would get other groups than the whole model; one process holds no stage."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    for entry in entries:
+    """Warn of what is Muon's by a guess, on rank 0, and where a pipeline stage would get other groups."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    guessed = {
+        _starred(entry.name): entry
+        for entry in reversed(entries)
+        if entry.role.guess and not entry.overridden_by and entry.settings.get("algorithm", "muon") == "muon"
+    }
+    if guessed and (ranks == 1 or dist.get_rank() == 0):
+        of, entry = ", ".join(reversed(guessed)), list(guessed.values())[-1]
+        rows = global_shape(entry.parameter)[-2]
+        key = r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in entry.name.split("."))
+        one = f'{{"algorithm": "muon", "matrices": ("rows", {rows // 2}, {rows - rows // 2})}}'
+        write = (
+            f'overrides={{r"{key}": {one}}} if it is two matrices one below the other, {{r"{key}": "muon"}} if it is '
+        )
+        write += f'one, {{r"{key}": "adamw"}} if it is none'
+        needed = "to know whether each is one matrix, several or none"
+        found = f"weights that Muon trains as one matrix by a guess: {of}"
+        warn(explain_error(type(model).__name__, found, needed, f"Write {write}"))
+    for entry in entries if ranks > 1 else ():  # one process holds no stage
         if entry.role.reason.endswith(GUESS) and not entry.overridden_by:
             found = f"the last layer of a {type(model).__name__} without a stack of blocks before it, taken as the head"
             write = (
@@ -296,7 +313,7 @@ def _settings(algorithm: str, given: Any) -> dict[str, Any]:
 
 def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> tuple[list[_Entry], dict[str, str]]:
     """All trainable parameters once each, in the order of their first names, and the frozen ones."""
-    outputs = output_layers(model)
+    known = ends(model)
     shared: dict[int, list[Site]] = {}
     frozen: dict[str, str] = {}
     all_sites = list(sites(model))
@@ -312,7 +329,7 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
     cut: set[str] = set()
     said = False
     for group in shared.values():
-        roles = [role(site, outputs) for site in group]
+        roles = [role(site, known) for site in group]
         if any(_says_matrices(overrides, site) for site in group):
             said = True
         else:
@@ -321,7 +338,12 @@ def _entries(model: nn.Module, heads: Collection[HeadPart], overrides: Any) -> t
             cut.update(part for _, some in found for part in some)
         roles.sort(key=lambda r: _PRECEDENCE.index(r.kind))
         differing = list(dict.fromkeys(r.matrices for r in roles)) if roles[0].algorithm == "muon" else []
-        entries.append(_Entry(group[0].parameter, [site.name for site in group], roles[0], differing[1:]))
+        entry = _Entry(group[0].parameter, [site.name for site in group], roles[0], differing[1:])
+        exempt = next(filter(None, map(without_decay, group)), None) if roles[0].kind != "vectors" else None
+        if exempt is not None and (roles[0].algorithm == "adamw" or exempt != "its name"):
+            entry.settings["weight_decay"] = 0.0
+            entry.role = replace(roles[0], reason=f"{roles[0].reason}; no weight decay, by {exempt}")
+        entries.append(entry)
     if not said:  # what is said may be the heads of a module that is not known
         refuse_none(model, [part for part in heads if part not in cut])
     return entries, frozen

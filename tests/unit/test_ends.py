@@ -1,0 +1,297 @@
+"""Where a model meets its data, and what is cut into several matrices: as autograd's graph of a forward shows it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from muonmesh.groups import ParamGroups, split_params
+from tests.dataflow import Flow, flow
+
+
+def small(name: str, **settings: Any) -> nn.Module:
+    kind = getattr(transformers, name)
+    config = kind.config_class(**settings)
+    with torch.device("meta"):
+        built: nn.Module = kind(config)
+    return built.eval()
+
+
+def placed(groups: ParamGroups) -> dict[str, tuple[str, Any]]:
+    return {
+        name: (group["name"].partition("[")[0], group["matrices"][i] if "matrices" in group else None)
+        for group in groups
+        for i, name in enumerate(group["param_names"])
+    }
+
+
+IMAGE = {"pixel_values": (1, 3, 64, 64)}
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+VISION |= {"image_size": 64, "patch_size": 16}
+TOWERS = {
+    "vision_config": {**VISION, "patch_size": 32},
+    "text_config": {**VISION, "hidden_size": 24},
+    "projection_dim": 24,
+}
+# The model, its settings, the shapes of what it reads, and the outputs that are its results.
+MODELS: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]], tuple[str, ...]]] = [
+    ("YolosForObjectDetection", {**VISION, "image_size": [64, 64]}, IMAGE, ("logits", "pred_boxes")),
+    ("OwlViTForObjectDetection", TOWERS, {"input_ids": (2, 8), **IMAGE}, ("pred_boxes",)),
+    (
+        "ViTMAEForPreTraining",
+        {**VISION, "decoder_hidden_size": 24, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2},
+        IMAGE,
+        ("logits",),
+    ),
+    (
+        "PatchTSTForPretraining",
+        {"d_model": 32, "num_hidden_layers": 1, "num_input_channels": 2, "ffn_dim": 48},
+        {"past_values": (2, 32, 2)},
+        ("prediction_output",),
+    ),
+    (
+        "Speech2TextForConditionalGeneration",
+        {"encoder_layers": 1, "decoder_layers": 1, "d_model": 48, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+        {"input_features": (1, 40, 80), "decoder_input_ids": (1, 4)},
+        ("logits",),
+    ),
+    (
+        "WhisperForConditionalGeneration",
+        {"encoder_layers": 1, "decoder_layers": 1, "d_model": 48, "max_source_positions": 20},
+        {"input_features": (1, 80, 40), "decoder_input_ids": (1, 4)},
+        ("logits",),
+    ),
+    (
+        "ResNetForImageClassification",
+        {"num_labels": 3, "embedding_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "layer_type": "basic"},
+        IMAGE,
+        ("logits",),
+    ),
+    ("ViTForImageClassification", VISION, IMAGE, ("logits",)),
+]
+
+
+def ran(model: nn.Module, shapes: dict[str, tuple[int, ...]], results: tuple[str, ...]) -> Flow:
+    with torch.device("meta"):
+        given = {
+            name: torch.ones(shape, dtype=torch.long if name.endswith("ids") else torch.float32)
+            for name, shape in shapes.items()
+        }
+        found = model(**given)
+    return flow(model, [found[name] for name in results])
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case[0])
+def test_first_and_last_layers_are_adamws_and_no_others(case: tuple[Any, ...]) -> None:
+    name, settings, shapes, results = case
+    model = small(name, **settings)
+    found = placed(split_params(model))
+    seen = ran(model, shapes, results)
+    assert seen.first or seen.last
+    assert {n for n in seen.first | seen.last if n in found and found[n][0] == "muon"} == set()
+    known = set(seen.last) | {n for n in found if name.startswith("OwlViT")}  # its boxes alone are followed
+    assert {n for n, (group, _) in found.items() if group == "adamw.head"} <= known
+    vectors = {n for n in seen.first if n in found and found[n][0] == "adamw.vectors"}
+    assert {n for n in seen.first if n in found and found[n][0] != "adamw.embeddings"} <= vectors | set(seen.last)
+
+
+def heads(model: nn.Module) -> set[str]:
+    return {name for name, (group, _) in placed(split_params(model)).items() if group == "adamw.head"}
+
+
+class Distilled(nn.Module):
+    """As timm's LeViT and VOLO: a tuple of heads, each a norm and a layer, and an auxiliary one that nothing names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 2)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))])
+        self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
+        self.head_dist = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 5))
+        self.aux_head = nn.Linear(8, 5)
+
+    def get_classifier(self) -> tuple[nn.Module, nn.Module]:
+        return self.head, self.head_dist
+
+
+def test_heads_in_a_tuple_and_beside_it() -> None:
+    model = Distilled()
+    assert heads(model) == {"head.3.weight", "head_dist.1.weight", "aux_head.weight"}
+    assert placed(split_params(model))["head.1.weight"] == ("muon", "whole")
+
+
+def test_the_head_of_a_convolutional_net_with_as_many_classes_as_colours() -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 3)]
+    assert heads(nn.Sequential(*layers)) == {"3.weight"}
+
+
+def test_a_squeezed_channel_is_no_input() -> None:
+    squeeze = nn.ModuleDict({"conv_reduce": nn.Conv2d(16, 4, 1), "conv_expand": nn.Conv2d(4, 16, 1)})
+    parts = {"stem": nn.Conv2d(3, 16, 3), "se": squeeze, "mix": nn.Conv2d(16, 16, 3), "head": nn.Linear(16, 5)}
+    found = placed(split_params(nn.ModuleDict(parts)))
+    assert found["stem.weight"][0] == "adamw.embeddings"
+    assert found["se.conv_expand.weight"] == ("muon", "flatten")
+
+
+def test_a_router_by_its_name() -> None:  # Gemma3n's, which mixes four streams
+    mixer = nn.ModuleDict({"modality_router": nn.Linear(8, 4), "mix": nn.Linear(8, 8)})
+    found = placed(split_params(nn.ModuleDict({"mixer": mixer, "head": nn.Linear(8, 5)})))
+    assert found["mixer.modality_router.weight"][0] == "adamw.matrices"
+
+
+# Weights that hold several matrices
+
+
+class CausalSelfAttention(nn.Module):  # nanoGPT's
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_embd = 8
+        self.c_attn = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class VisionAttention(nn.Module):  # timm's
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 4
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, 8)
+
+
+class HeadByHead(nn.Module):  # timm's MaxxVit and EfficientFormer
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.key_dim = 2, 4
+        self.qkv = nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, self.num_heads, -1)
+        qkv = self.qkv(x).reshape(B, N, self.num_heads, self.key_dim * 4).transpose(1, 2)
+        q, k, v = qkv.split([self.key_dim, self.key_dim, self.key_dim * 2], dim=3)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, 16)
+
+
+class Unreadable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.roll(self.qkv(x), 3).chunk(3, -1)[0]
+
+
+CUT: list[tuple[type[nn.Module], str, Any, int, list[int]]] = [
+    (CausalSelfAttention, "c_attn", ("rows", 8, 8, 8), 2, [0, 1]),
+    (VisionAttention, "qkv", ("rows", 8, 8, 8), 2, [0, 1]),
+    (HeadByHead, "qkv", ("interleaved", (4, 4, 8), 0), 2, [0, 1]),
+]
+
+
+@pytest.mark.parametrize("case", CUT, ids=lambda case: case[0].__name__)
+def test_a_fused_weight_is_cut_as_its_code_cuts_it(case: tuple[Any, ...]) -> None:
+    kind, attribute, spec, value, others = case
+    torch.manual_seed(0)
+    module = kind()
+    assert (
+        placed(split_params(nn.ModuleDict({"a": module, "head": nn.Linear(8, 5)})))[f"a.{attribute}.weight"][1] == spec
+    )
+    from tests.reference import split
+
+    layer, x = getattr(module, attribute), torch.randn(2, 3, 8)
+    nn.init.zeros_(layer.bias)
+    kept, pieces = layer.weight.detach().clone(), split(torch.arange(layer.weight.numel()).view(-1, 8), spec)
+    results = []
+    for piece in pieces:
+        with torch.no_grad():
+            layer.weight.copy_(kept).view(-1)[piece.flatten()] = 0
+            results.append(module(x))
+    assert not results[value].any()  # without values attention gives zero
+    assert torch.allclose(results[others[0]], results[others[1]])  # without q what it gives without k
+    assert results[others[0]].any()
+
+
+def test_what_is_only_suspected_warns_with_the_line_to_paste() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Unreadable(), Unreadable()]), "head": nn.Linear(8, 5)})
+    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight; needed") as caught:
+        found = placed(split_params(model))
+    assert found["blocks.0.qkv.weight"] == ("muon", "whole")
+    assert len(caught) == 1
+    pasted = eval(re.search(r"overrides=(\{.*?\}\})", str(caught[0].message))[1])  # type: ignore[index]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = placed(split_params(model, overrides=pasted))
+    assert found["blocks.1.qkv.weight"] == ("muon", ("rows", 12, 12))
+
+
+def test_query_and_gate_of_qwen3_next() -> None:
+    settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings |= {
+        "head_dim": 8,
+        "vocab_size": 50,
+        "intermediate_size": 40,
+        "layer_types": ["full_attention"],
+        "mlp_only_layers": [0],
+    }
+    for name in ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"):
+        model = small(name, **settings)
+        found = placed(split_params(model))
+        assert found["model.layers.0.self_attn.q_proj.weight"] == ("muon", ("interleaved", 2, 0, 8))
+        seen = ran(model, {"input_ids": (1, 4)}, ("logits",))
+        assert "model.layers.0.self_attn.q_proj.weight" in seen.cut
+        assert {n for n in seen.cut if n in found and found[n] == ("muon", "whole")} == set()
+
+
+# Weight decay
+
+
+def undecayed(model: nn.Module) -> set[str]:
+    groups = split_params(model, adamw={"weight_decay": 0.1})
+    return {name for group in groups if group.get("weight_decay") == 0 for name in group["param_names"]}
+
+
+def test_no_decay_where_the_trainer_has_none() -> None:
+    size = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    swin = {"embed_dim": 32, "depths": [1], "num_heads": [2], "image_size": 64}
+    for model in (small("T5ForConditionalGeneration", **size), small("SwinForImageClassification", **swin)):
+        decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+        named = {name for group in split_params(model) for name in group["param_names"]}
+        assert named - decayed <= undecayed(model)
+        assert any("relative" in name for name in named - decayed)
+
+
+def test_no_decay_where_a_model_or_a_parameter_says_so() -> None:
+    class Timm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pos_embed = nn.Parameter(torch.zeros(1, 5, 8))
+            self.table_of_all = nn.Parameter(torch.zeros(5, 8))
+            self.state = nn.Parameter(torch.zeros(8, 4))
+            self.state._no_weight_decay = True  # type: ignore[attr-defined]
+            self.mix = nn.Linear(8, 8)
+
+        def no_weight_decay(self) -> set[str]:
+            return {"pos_embed"}
+
+        def no_weight_decay_keywords(self) -> set[str]:
+            return {"table"}
+
+    model = nn.ModuleDict({"backbone": Timm(), "head": nn.Linear(8, 5)})
+    biases = {"backbone.mix.bias", "head.bias"}
+    assert undecayed(model) == biases | {f"backbone.{n}" for n in ("pos_embed", "table_of_all", "state")}
+    told = split_params(model, overrides={"backbone.pos_embed": {"weight_decay": 0.3}})
+    assert next(g for g in told if "backbone.pos_embed" in g["param_names"])["weight_decay"] == 0.3
