@@ -537,7 +537,7 @@ def pipeline() -> tuple[list[str], bool]:
         model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
     optimizer.step()
     exchange = optimizer._kept.planned.exchange
-    (owners,) = exchange._strategies
+    owners = exchange._owners
     buffers = {role: buffer.data_ptr() for role, buffer in owners.schedule.memory.items()}
     events: list[str] = []
     run = exchange.run

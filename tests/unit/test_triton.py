@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.numerics import kernels, newton_schulz
-from muonmesh.numerics.kernels import beside, device, fused, triton, zeros
+from muonmesh.numerics.kernels import beside, device, fused, toolchain, triton, zeros
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.memory import download
@@ -635,9 +635,9 @@ def test_select_takes_triton_for_bf16_on_devices() -> None:
 
 def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    is_installed = triton.is_installed.__wrapped__
-    is_usable = triton.is_usable.__wrapped__
-    monkeypatch.setattr(triton, "is_installed", is_installed)
+    is_installed = toolchain.is_installed.__wrapped__
+    is_usable = toolchain.is_usable.__wrapped__
+    monkeypatch.setattr(toolchain, "is_installed", is_installed)
     monkeypatch.setattr(kernels, "is_installed", is_installed)
     monkeypatch.setattr(kernels, "is_usable", is_usable)
     cuda = torch.device("cuda")

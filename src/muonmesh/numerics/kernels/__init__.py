@@ -12,7 +12,8 @@ from muonmesh.numerics.kernels.compiled import NoLibrary, compiled_products, lib
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.table import Exact, Matmuls
-from muonmesh.numerics.kernels.triton import DTYPES, is_installed, is_interpreted, is_usable, triton_products
+from muonmesh.numerics.kernels.toolchain import DTYPES, is_installed, is_interpreted, is_usable
+from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.kernels.widened import widened
 
 KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]

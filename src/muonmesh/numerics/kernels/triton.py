@@ -6,18 +6,11 @@ fake tensors, sees one launch where there is one, and Triton itself is imported 
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import warnings
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels import beside
 from muonmesh.numerics.kernels.table import Matmuls
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -133,40 +126,3 @@ def triton_products(*, at_once: int) -> Matmuls:
         join=join,
         normalize=beside.normalize,
     )
-
-
-def is_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, as TRITON_INTERPRET=1 asks for before Triton is imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def is_usable(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device: one is tried, once. If it does not run, a warning says why.
-
-    Triton can be imported without a compiler, a driver or headers that it needs for its first kernel. On a CUDA device
-    that is not there, as in a dry run, nothing can be tried; what is installed counts as usable.
-    """
-    if not is_installed() or device.type not in ("cuda", "cpu") or (device.type == "cpu" and not is_interpreted()):
-        return False
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return True
-    from muonmesh.numerics.kernels.zeros import mark_nonzero
-
-    try:
-        one = torch.ones(1, dtype=torch.float32, device=device)
-        mark_nonzero([one], [0], torch.zeros(1, dtype=torch.int32, device=device))
-    except Exception as error:  # compilers, drivers and loaders each raise their own
-        warnings.warn(
-            f"triton: found a package that runs no kernel on {device} ({type(error).__name__}: {error}); needed one "
-            "that does, so torch's operations are used, which take longer. Repair its toolchain, or uninstall triton",
-            stacklevel=2,
-        )
-        return False
-    return True
-
-
-@cache
-def is_installed() -> bool:
-    """Whether Triton can be imported; it is not imported here."""
-    return importlib.util.find_spec("triton") is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import pinned
 from muonmesh.numerics.kernels.portions import LOOKED
-from muonmesh.numerics.kernels.triton import DTYPES, is_usable
+from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 
 _library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
