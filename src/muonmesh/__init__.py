@@ -14,33 +14,26 @@ if TYPE_CHECKING:
     from muonmesh.integrations.qk_clip import QKClip
     from muonmesh.layout import FlatParameter, FlatShards
     from muonmesh.migration import PackageName, convert_settings
-    from muonmesh.numerics.coefficients import CoefficientName
+    from muonmesh.numerics.coefficients import CoefficientName, CoefficientSet, register_coefficients
     from muonmesh.numerics.kernels import KernelName
     from muonmesh.numerics.newton_schulz import Method, orthogonalize
     from muonmesh.numerics.rules import (
-        AdaMuonRule,
+        Algorithm,
         DecayMode,
         ElementwiseRule,
-        HyperballRule,
-        MuonEqRule,
-        MuonPlusRule,
         MuonRule,
-        NorMuonRule,
         Rule,
-        ScionRowNormRule,
-        ScionSignRule,
         register_rule,
     )
     from muonmesh.numerics.scale import ScaleMode, update_scale
     from muonmesh.optimizer import Muon
     from muonmesh.report.explain import Explanation
-    from muonmesh.settings import Algorithm
 
 __all__ = [
-    "AdaMuonRule",
     "Algorithm",
     "ClipPolicy",
     "CoefficientName",
+    "CoefficientSet",
     "DecayMode",
     "ElementwiseRule",
     "Explanation",
@@ -49,28 +42,23 @@ __all__ = [
     "GradNorms",
     "GradientSource",
     "HeadPart",
-    "HyperballRule",
     "KernelName",
     "LayoutError",
     "Method",
     "Muon",
-    "MuonEqRule",
     "MuonMeshError",
-    "MuonPlusRule",
     "MuonRule",
-    "NorMuonRule",
     "PackageName",
     "ParamGroups",
     "PlanError",
     "QKClip",
     "Rule",
     "ScaleMode",
-    "ScionRowNormRule",
-    "ScionSignRule",
     "StateError",
     "convert_settings",
     "from_model",
     "orthogonalize",
+    "register_coefficients",
     "register_rule",
     "split_params",
     "update_scale",
@@ -87,15 +75,13 @@ _HOMES = {
     "integrations.qk_clip": "QKClip",
     "layout": "FlatParameter FlatShards",
     "migration": "PackageName convert_settings",
-    "numerics.coefficients": "CoefficientName",
+    "numerics.coefficients": "CoefficientName CoefficientSet register_coefficients",
     "numerics.kernels": "KernelName",
     "numerics.newton_schulz": "Method orthogonalize",
-    "numerics.rules": "AdaMuonRule DecayMode ElementwiseRule HyperballRule MuonEqRule MuonPlusRule MuonRule "
-    "NorMuonRule Rule ScionRowNormRule ScionSignRule register_rule",
+    "numerics.rules": "Algorithm DecayMode ElementwiseRule MuonRule Rule register_rule",
     "numerics.scale": "ScaleMode update_scale",
     "optimizer": "Muon",
     "report.explain": "Explanation",
-    "settings": "Algorithm",
 }
 
 

@@ -22,19 +22,6 @@ from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
 
-Algorithm = Literal[
-    "muon",
-    "normuon",
-    "adamuon",
-    "hyperball",
-    "muoneq",
-    "muon_plus",
-    "scion_sign",
-    "scion_row_norm",
-    "adamw",
-]
-"""What comes with muonmesh; `muonmesh.register_rule` adds others."""
-
 StateDtype = torch.dtype | Literal["int8"]
 """What momentum is kept in; "int8" has a scale for each block of 256 elements."""
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientName, coefficient_schedule
+import muonmesh as mm
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientName, CoefficientSet, coefficient_schedule
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 # As other implementations print it: the paper's polynomials at x / 1.01, to four decimals; the last is the limit.
@@ -144,3 +146,32 @@ def test_a_sequence_of_one_s_own_may_mix_lengths_and_repeats_its_last() -> None:
 def test_what_is_refused(coefficients: Any, steps: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         coefficient_schedule(coefficients, steps)
+
+
+def test_a_set_of_one_s_own_is_known_by_its_name() -> None:
+    mine = CoefficientSet(((3.0, -3.2, 1.2), (1.875, -1.25, 0.375)), "repeat_last", steps=4)
+    mm.register_coefficients("test-mine", mine)
+    x = torch.randn(9, 14, generator=torch.Generator().manual_seed(0))
+    expected = mm.orthogonalize(x, coefficients=[*mine.polynomials, *[mine.polynomials[-1]] * 2])
+    assert torch.equal(mm.orthogonalize(x, coefficients="test-mine"), expected)
+    assert mm.orthogonalize(x, coefficients="test-mine", steps=1).norm() != expected.norm()
+    optimizer = mm.Muon([torch.nn.Parameter(x.clone())], ns_coefficients="test-mine")
+    assert optimizer.param_groups[0]["ns_coefficients"] == "test-mine"
+    with pytest.raises(ValueError, match=r"found 'cans', a published set; .* Write register_coefficients\(\"my-cans\""):
+        mm.register_coefficients("cans", mine)
+    with pytest.raises(ValueError, match=r"the polynomial \(1.0,\)"):
+        mm.register_coefficients("test-short", CoefficientSet(((1.0,),), "cycle"))
+
+
+def test_ranks_compare_a_set_of_one_s_own_by_its_polynomials(workers) -> None:
+    told = workers(2).run_expecting_errors(registered_otherwise)
+    assert [outcome.error for outcome in told] == [mm.PlanError] * 2
+    assert all("test-ranks" in outcome.message for outcome in told)
+
+
+def registered_otherwise() -> None:
+    last = 0.375 + 0.001 * dist.get_rank()
+    mm.register_coefficients("test-ranks", CoefficientSet(((1.875, -1.25, last),), "repeat_last"))
+    weight = torch.nn.Parameter(torch.ones(6, 8))
+    weight.grad = torch.eye(6, 8)
+    mm.Muon([weight], ns_coefficients="test-ranks", process_group="world").step()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.exact import total_of
-from muonmesh.numerics.rules import RULES, MuonRule, NorMuonRule, Rule, parts, register_rule, rule_of, together
+from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule, rule_of, together
+from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.step import muon as muon_step
 from muonmesh.step import stack
 from muonmesh.step.together import MuonStepTogether

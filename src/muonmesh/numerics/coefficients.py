@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice, repeat
 from math import isfinite
 from typing import Literal, TypeAlias, get_args
@@ -18,13 +18,14 @@ CoefficientName: TypeAlias = Literal[
 Polynomial: TypeAlias = tuple[float, ...]
 """(a, b, c, ...) is the odd polynomial a·x + b·x³ + c·x⁵ + ..."""
 
-Coefficients: TypeAlias = CoefficientName | Sequence[Sequence[float]]
-"""A published set by name, or one odd polynomial a step; the last polynomial of such a sequence is repeated."""
+Coefficients: TypeAlias = CoefficientName | str | Sequence[Sequence[float]]
+"""A set by name, published or registered by `register_coefficients`, or one odd polynomial a step; the last polynomial
+of such a sequence is repeated."""
 
 
 @dataclass(frozen=True)
 class CoefficientSet:
-    """A published set: its polynomials, what follows the last one, and what the input needs before the first.
+    """A set by name: its polynomials, what follows the last one, and what the input needs before the first.
 
     Attributes:
         polynomials: One odd polynomial a step.
@@ -37,6 +38,8 @@ class CoefficientSet:
             then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a nearer bound of the largest one, instead of by its norm. It takes
             `DEFLATED_FROM_ROWS` rows; smaller matrices are given the set "polar_express".
         steps: How many steps are taken where nobody says.
+        gram_steps: With how many steps the Gram form is as accurate in bf16 as the steps one by one [tested]. Others
+            amplify what is near 1 in every step, and the rounding with it.
     """
 
     polynomials: tuple[Polynomial, ...]
@@ -45,6 +48,7 @@ class CoefficientSet:
     rational: tuple[float, float, float] | None = None
     deflated: int = 0
     steps: int = 5
+    gram_steps: range = range(0)
 
     @property
     def begins_with_polynomials(self) -> bool:
@@ -89,26 +93,29 @@ def _with_safety_factor(polynomial: Polynomial, factor: float) -> Polynomial:
     return tuple(value / factor ** (2 * k + 1) for k, value in enumerate(polynomial))
 
 
-COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
+COEFFICIENT_SETS: dict[str, CoefficientSet] = {
     # K. Jordan, kellerjordan.github.io/posts/muon: steep at 0, never converges; 0.68 to 1.13 by design.
     "simple": CoefficientSet((_JORDAN,), "cycle"),
-    "quintic": CoefficientSet(_YOU, "cycle"),
+    "quintic": CoefficientSet(_YOU, "cycle", gram_steps=range(3, 6)),
     # arXiv 2505.16932: every polynomial but the limit is taken at x / 1.01, as the paper's listing does.
     "polar_express": CoefficientSet(
         (*(_with_safety_factor(polynomial, 1.01) for polynomial in _POLAR_EXPRESS), _POLAR_EXPRESS_LIMIT),
         "repeat_last",
+        gram_steps=range(3, 11),
     ),
     # CANS, arXiv 2506.10935: Chebyshev-optimal polynomials found by Remez' algorithm, each at x / 1.01. As published
     # they end exactly at 1 and rise there, the first with a slope of 26: rounding a singular value of 1 up makes it any
     # size whatever. The factor is that of The Polar Express (arXiv 2505.16932).
     "cans": CoefficientSet(tuple(_with_safety_factor(polynomial, 1.01) for polynomial in _CANS), "repeat_last"),
     # DeepSeek-V4's hybrid: eight fast steps of Jordan's polynomial, then two that converge to 1; made for 10 steps.
-    "deepseekv4": CoefficientSet((*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last", steps=10),
+    "deepseekv4": CoefficientSet(
+        (*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last", steps=10, gram_steps=range(10, 11)
+    ),
     # Turbo-Muon, arXiv 2512.04632 (github.com/thib-s/flash-newton-schulz): rows rescaled by AOL (arXiv 2208.03160)
     # in place of the first of YouJiacheng's steps. Emerging-Optimizers lists the polynomials of the authors' first
     # version, (4.0098, -7.0585, 2.4635) and so on, which they withdrew: the first is negative from 0.884 on and turns
     # a dominating singular direction around, with the rescaling too.
-    "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol", steps=4),
+    "aol": CoefficientSet(_YOU[1:], "repeat_last", preconditioner="aol", gram_steps=range(3, 6), steps=4),
     # QDWH's step (Nakatsukasa, Bai and Gygi 2010, doi 10.1137/090774999) for singular values in [1e-3, 1], then the odd
     # polynomial of degree 9 that is nearest to 1 on what it leaves, [0.248, 1], at x / 1.04: benchmarks/remez.py.
     "qdwh": CoefficientSet(
@@ -132,6 +139,7 @@ COEFFICIENT_SETS: dict[CoefficientName, CoefficientSet] = {
         "repeat_last",
         deflated=64,
         steps=3,
+        gram_steps=range(3, 4),
     ),
 }
 
@@ -148,9 +156,27 @@ def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[
 
     They are what was asked for, but a matrix of few rows is not deflated: it takes two steps of "polar_express" more.
     """
-    if coefficients != "deflated" or rows >= DEFLATED_FROM_ROWS:
+    if rows >= DEFLATED_FROM_ROWS or not (isinstance(coefficients, str) and coefficient_set(coefficients).deflated):
         return coefficients, steps
     return "polar_express", len(coefficient_schedule(coefficients, steps)) + 2
+
+
+def register_coefficients(name: str, chosen: CoefficientSet) -> None:
+    """Make a set known by a name, which ``ns_coefficients`` and `orthogonalize` then take.
+
+    Every process that steps such groups, or loads their state, registers it first; ranks compare the polynomials.
+
+    Args:
+        name: The name. One of your own may be registered again.
+        chosen: The set.
+
+    Raises:
+        ValueError: the name is that of a published set, or a polynomial is no polynomial.
+    """
+    if name in get_args(CoefficientName):
+        write = f'Write register_coefficients("my-{name}", ...)'
+        raise ValueError(explain_error("name", f"{name!r}, a published set", "a name of its own", write))
+    COEFFICIENT_SETS[name] = replace(chosen, polynomials=coefficient_set(chosen.polynomials).polynomials)
 
 
 def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
@@ -169,7 +195,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     """
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
-            known = ", ".join(repr(name) for name in get_args(CoefficientName))
+            known = ", ".join(map(repr, COEFFICIENT_SETS))
             raise ValueError(
                 explain_error(
                     "coefficients",

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from muonmesh.errors import explain_error
 from muonmesh.numerics.coefficients import (
-    CoefficientName,
     Coefficients,
     CoefficientSet,
     Polynomial,
@@ -41,14 +40,6 @@ _ALIGNMENT = 64
 
 # Where Gram is faster [measured]: from so many rows on, if there are so many times as many columns.
 _GRAM_FROM = ((384, 2), (256, 4))
-# Where it is as accurate [tested]. The others amplify what is near 1 in every step, and the rounding with it.
-_GRAM_STEPS: dict[CoefficientName, range] = {
-    "quintic": range(3, 6),
-    "polar_express": range(3, 11),
-    "deepseekv4": range(10, 11),
-    "aol": range(3, 6),
-    "deflated": range(3, 4),
-}
 
 
 @plain_modes()
@@ -198,7 +189,7 @@ def resolve_method(
     gram_is_better = (
         method == "auto"
         and isinstance(coefficients, str)
-        and len(schedule) in _GRAM_STEPS.get(coefficients, ())
+        and len(schedule) in coefficient_set(coefficients).gram_steps
         and dtype == torch.bfloat16
         and any(short >= rows_from and long >= aspect * short for rows_from, aspect in _GRAM_FROM)
     )

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.routes import pieces
-from muonmesh.numerics.coefficients import coefficient_schedule, degrees_of, for_rows
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, coefficient_set, degrees_of, for_rows
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import resolve_method, takes_all_at_once
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
@@ -321,7 +321,10 @@ def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -
         )
         for shape in shapes
     }
-    settings = f"{group['ns_coefficients']}, {steps} steps, {group['ns_method']}, {precision.compute}"
+    named = group["ns_coefficients"]
+    if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
+        named = f"{named} {coefficient_set(named)}"
+    settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
     if precision.kernels != "auto":  # they round otherwise
         settings = f"{settings}, kernels {precision.kernels}"
     each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)

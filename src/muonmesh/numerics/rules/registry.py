@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from muonmesh.errors import explain_error
-from muonmesh.numerics.rules.adamuon import AdaMuonRule
-from muonmesh.numerics.rules.adamw import AdamWRule
 from muonmesh.numerics.rules.elementwise import ElementwiseRule
-from muonmesh.numerics.rules.hyperball import HyperballRule
-from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.numerics.rules.muon_plus import MuonPlusRule
-from muonmesh.numerics.rules.muoneq import MuonEqRule
-from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.numerics.rules.rule import Hyperparameters, KeptAs, Rule
-from muonmesh.numerics.rules.scion_row_norm import ScionRowNormRule
-from muonmesh.numerics.rules.scion_sign import ScionSignRule
 
-RULES: dict[str, type[Hyperparameters]] = {
-    "muon": MuonRule,
-    "adamw": AdamWRule,
-    "normuon": NorMuonRule,
-    "adamuon": AdaMuonRule,
-    "hyperball": HyperballRule,
-    "muoneq": MuonEqRule,
-    "muon_plus": MuonPlusRule,
-    "scion_sign": ScionSignRule,
-    "scion_row_norm": ScionRowNormRule,
-}
+Algorithm: TypeAlias = Literal[
+    "muon",
+    "adamw",
+    "normuon",
+    "adamuon",
+    "hyperball",
+    "muoneq",
+    "muon_plus",
+    "scion_sign",
+    "scion_row_norm",
+]
+"""What comes with muonmesh, each rule in the file of its name; `muonmesh.register_rule` adds others."""
+
+
+def _rule_in_file_of(name: str) -> type[Hyperparameters]:
+    """Return the one rule that the file of this name defines."""
+    module = importlib.import_module(f"muonmesh.numerics.rules.{name}")
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    (rule,) = (kind for kind in kinds if issubclass(kind, Hyperparameters))
+    return rule
+
+
+RULES: dict[str, type[Hyperparameters]] = {name: _rule_in_file_of(name) for name in get_args(Algorithm)}
 """The rule of each ``algorithm`` of a group."""
 
 _OWN = frozenset(RULES)
