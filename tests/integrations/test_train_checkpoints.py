@@ -167,9 +167,12 @@ def nan_in_a_file(place: Path) -> None:
     metadata = pickle.loads((place / ".metadata").read_bytes())
     info = next(info for info in metadata.storage_data.values() if info.relative_path == file.name)
     piece = bytes(content[info.offset : info.offset + info.length])
-    numbers = torch.load(io.BytesIO(piece), weights_only=True).numpy().tobytes()
-    begin = info.offset + piece.index(numbers)
-    content[begin : begin + 64] = torch.full((16,), float("nan")).numpy().tobytes()
+    tensor = torch.load(io.BytesIO(piece), weights_only=True)
+    tensor.view(-1)[:16] = float("nan")
+    written = io.BytesIO()
+    torch.save(tensor, written)
+    assert len(written.getvalue()) == info.length
+    content[info.offset : info.offset + info.length] = written.getvalue()
     file.write_bytes(bytes(content))
 
 

@@ -112,17 +112,18 @@ def test_every_page_with_snippets_is_run() -> None:
 class Net(nn.Module):
     """A model of matrices, a router, an embedding and vectors, whose forward takes what Hugging Face's take."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: str = "router") -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.first = first
         self.embedding = nn.Embedding(32, 16)
         self.attn = nn.ModuleDict({"wqkv": nn.Linear(16, 48)})
-        self.mlp = nn.ModuleDict({"router": nn.Linear(48, 4), "out": nn.Linear(48, 16)})
+        self.mlp = nn.ModuleDict({first: nn.Linear(48, 4), "out": nn.Linear(48, 16)})
         self.lm_head = nn.Linear(16, 32)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> types.SimpleNamespace:
         hidden = self.attn["wqkv"](self.embedding(input_ids))
-        weight = self.mlp["router"](hidden).softmax(-1).amax(-1, keepdim=True)
+        weight = self.mlp[self.first](hidden).softmax(-1).amax(-1, keepdim=True)
         logits = self.lm_head(self.mlp["out"](hidden) * weight)
         return types.SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
@@ -180,7 +181,7 @@ def test_the_page_about_performance() -> None:
 
 def test_the_page_about_migrating() -> None:
     """Each recipe makes an optimizer with the settings that the page speaks of; `test_migration` shows its steps."""
-    written = run("docs/migrating.md", {"model": Net()}, {}, {}, {}, {}, {}, {}, {}, {})
+    written = run("docs/migrating.md", {"model": Net(first="up")}, {}, {}, {}, {}, {}, {}, {}, {})
 
     def found(names: dict[str, Any]) -> tuple[Any, ...]:
         group = names["optimizer"].param_groups[0]

@@ -386,7 +386,7 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
         peers = sorted(layout.ranks[layout.ranks.index(this_rank()) % mesh.size() :: mesh.size()])
         found = (g for g in (group, *_root_of(mesh).get_all_groups()) if g is not None and _ranks_in(g) == peers)
         if (other := next(found, None)) is not None:
-            grid = torch.tensor(layout.ranks, device="cpu").view(layout.mesh)
+            grid = torch.tensor(layout.ranks, dtype=torch.int64, device="cpu").view(layout.mesh)
             groups, names = [other, *mesh.get_all_groups()], tuple(map(str, range(grid.ndim)))
             mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=names)
             placements, outside = [TorchReplicate(), *placements], 0

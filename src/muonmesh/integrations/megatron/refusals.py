@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel
-
 from muonmesh.errors import explain_error
 
 _CONFIG = {
@@ -42,6 +40,8 @@ def refuse_state(settings: Mapping[str, Any]) -> None:
 
 def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
     """Raise ValueError if Megatron is configured for what would be ignored or wrong here."""
+    from megatron.core.distributed import DistributedDataParallel
+
     if config.optimizer != "adam":
         needed = "'adam', which says where Megatron keeps the rates and moments of AdamW's half"
         write = "Set optimizer='adam' (--optimizer adam); Muon's settings go into muon={...}"
