@@ -505,12 +505,32 @@ class Sphere(mm.MuonRule):
         state["steps"].add_(1)
 
 
+@register_rule("test-sign-sgd")
+@dataclass(frozen=True)
+class SignSGD(mm.ElementwiseRule):
+    """Signs, which keep nothing (Bernstein et al., arXiv 1802.04434)."""
+
+    def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+        return gradient.sign()
+
+
+@register_rule("test-elements-by-their-norm")
+@dataclass(frozen=True)
+class ElementsByTheirNorm(mm.ElementwiseRule):
+    """A rule for single elements that looks at all elements of a shard."""
+
+    def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+        return gradient / gradient.norm().clamp(min=1e-8)
+
+
 def on_the_page() -> None:
     """The rule that docs/rules.md shows."""
-    for _ in run_page("docs/rules.md", {"model": nn.Linear(4, 4)}, {}, {}, {}):
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 4), "linear": nn.Linear(4, 4)})
+    for _ in run_page("docs/rules.md", {"model": model}, {}, {}, {}, {}):
         pass
     prove_rule("even-rows", examples=FEW, seed=1, settings={"row_beta": 0.5})
     prove_rule("as-large-as-the-weights", examples=FEW, seed=2)
+    prove_rule("lion", examples=FEW, seed=3)
 
 
 def test_the_rule_of_the_page_is_proved(workers) -> None:
@@ -592,6 +612,8 @@ class CountsTwice(Sphere):
 
 CAUTIOUS = {"decay_mode": "cautious", "weight_decay": 3.0}
 PROVED: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "test-sign-sgd": {"decay_mode": "cautious"},
     "muon": {},
     "normuon": {**CAUTIOUS, "normuon_side": "longer"},
     "adamuon": CAUTIOUS,
@@ -626,6 +648,7 @@ def test_a_rule_is_proved_on_generated_layouts(workers, ranks: int, rule: str, e
         ("test-centres-weights", r"CentresWeights\.apply: .* belongs into whole"),
         ("test-normalises-summands", r"NormalisesSummands\.summands: .* belongs into whole"),
         ("test-counts-twice", r"CountsTwice\.summands: .* written"),
+        ("test-elements-by-their-norm", r"ElementsByTheirNorm\.step: .* element by element"),
     ],
 )
 def test_a_rule_that_sees_sharding_is_found(workers, rule: str, told: str) -> None:

@@ -797,3 +797,64 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     assert all(map(torch.equal, *results))
     asks = RULES[rule].asks_for_sums()  # for what needs a sum over the matrix before anything is written
     assert (len(taken) == 0) == asks
+
+
+# ---------------------------------------------------------------- rules for single elements
+
+
+@register_rule("test-lion")
+@dataclass(frozen=True)
+class Lion(mm.ElementwiseRule):
+    lion_betas: tuple[float, float] = (0.9, 0.99)
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+        update = torch.lerp(state["exp_avg"], gradient, 1 - self.lion_betas[0]).sign()
+        state["exp_avg"].lerp_(gradient, 1 - self.lion_betas[1])
+        return update
+
+
+@pytest.mark.parametrize("decay_mode", ["full", "cautious"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_elementwise_rule_is_its_formula(dtype: torch.dtype, decay_mode: str) -> None:
+    """Lion's, in fp64: state, decay in both modes, counts, and what metrics tell of the step."""
+    numbers = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(7, generator=numbers).to(dtype))
+    group = {"params": [weight], "algorithm": "test-lion", "weight_decay": 0.5, "decay_mode": decay_mode}
+    optimizer = mm.Muon([group], lr=0.01)
+    expected, momentum = weight.detach().double().clone(), torch.zeros(7, dtype=torch.float64)
+    for _ in range(4):
+        gradient = torch.randn(7, generator=numbers)
+        weight.grad = gradient.to(dtype)
+        optimizer.metrics()
+        optimizer.step()
+        update = (0.9 * momentum + 0.1 * gradient.double()).sign()
+        momentum = 0.99 * momentum + 0.01 * gradient.double()
+        decays = (update * expected >= 0) if decay_mode == "cautious" else torch.ones(7, dtype=torch.bool)
+        expected = torch.where(decays, expected * (1 - 0.01 * 0.5), expected) - 0.01 * update
+    state = optimizer.state[weight]
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(state["exp_avg"].double(), momentum, rtol=1e-6, atol=1e-7)
+    assert state["exp_avg"].dtype == dtype
+    assert state["step"] == 4
+    assert optimizer.metrics()["group0/update_rms"] == pytest.approx(0.01, rel=1e-6)
+
+
+def test_an_elementwise_rule_keeps_masters_and_loads_what_it_saved() -> None:
+    weight = nn.Parameter(torch.full((3, 5), 0.7, dtype=torch.bfloat16))
+    made = [mm.Muon([{"params": [weight], "algorithm": "test-lion"}], lr=1e-4, master_dtype=torch.float32)]
+    weight.grad = torch.ones_like(weight)
+    made[0].step()
+    twin = nn.Parameter(weight.detach().clone())
+    made.append(mm.Muon([{"params": [twin], "algorithm": "test-lion"}], lr=1e-4, master_dtype=torch.float32))
+    made[1].load_state_dict(made[0].state_dict())
+    for optimizer, held in zip(made, (weight, twin), strict=True):
+        held.grad = torch.full_like(held, -1.0)
+        optimizer.step()
+        assert optimizer.state[held]["master"].dtype == optimizer.state[held]["exp_avg"].dtype == torch.float32
+    assert torch.equal(made[0].state[weight]["master"], made[1].state[twin]["master"])
+    assert torch.equal(made[0].state[weight]["exp_avg"], made[1].state[twin]["exp_avg"])
+    with pytest.raises(mm.StateError, match="found algorithm 'test-lion' in the state; needed 'adamw'"):
+        mm.Muon([{"params": [twin], "algorithm": "adamw"}]).load_state_dict(made[1].state_dict())
