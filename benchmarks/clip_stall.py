@@ -265,7 +265,7 @@ COLOURS = {"AdamW": "#30638e", "torch.optim.Muon": "#3d9970", "muonmesh": "#d149
 DASHES = {"none": "-", "torch": ":", "adamw_only": "--", "per_matrix": "-."}
 
 
-def draw(path: Path, stalled: Sequence[Row], spiked: Sequence[Row]) -> None:
+def draw(path: Path, idle: Sequence[Row], spiked: Sequence[Row]) -> None:
     """Draw the losses of both experiments, and the updates of the first."""
     import matplotlib
 
@@ -274,10 +274,10 @@ def draw(path: Path, stalled: Sequence[Row], spiked: Sequence[Row]) -> None:
 
     figure, panels = pyplot.subplots(1, 3, figsize=(12, 4.4), dpi=100, layout="constrained")
     shown = (
-        ("Norm growing from 1e7 to 1e11: loss", [(row, row["losses"]) for row in stalled]),
+        ("Norm growing from 1e7 to 1e11: loss", [(row, row["losses"]) for row in idle]),
         (
             "Matrices' update over the unclipped one",
-            [(row, row["muon"]["all"]) for row in stalled if row["clipping"] != "none"],
+            [(row, row["muon"]["all"]) for row in idle if row["clipping"] != "none"],
         ),
         ("One batch of 1e4 times the usual norm: loss", [(row, row["losses"]) for row in spiked]),
     )

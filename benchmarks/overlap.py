@@ -118,7 +118,7 @@ class Rank:
     @property
     def exchange(self) -> Exchange:
         """The optimizer's, once it has stepped."""
-        planned = self.optimizer._kept.planned
+        planned = self.optimizer._runtime.planned
         assert planned is not None
         assert planned.exchange is not None
         return planned.exchange

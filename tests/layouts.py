@@ -210,7 +210,7 @@ def flat(
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
         result, held, shapes = {}, {}, {}
-        homes = {member.name: member.homes for member in optimizer.members}
+        state_layouts = {member.name: member.state_layouts for member in optimizer.members}
         for buffer, tensor in tensors.items():
             first = 0  # of the entry's matrices among the buffer's
             for entry in contents[buffer]:
@@ -221,7 +221,7 @@ def flat(
                         value = value.view(-1)[first : first + count]
                         result[f"{entry.name}.{key}"] = value.clone().view(() if count == 1 else (count,))
                     elif value.ndim:
-                        home = homes[entry.name].get(key)  # rows and columns lie in buffers of their own
+                        home = state_layouts[entry.name].get(key)  # rows and columns lie in buffers of their own
                         layout = entry.layout if home is None else home.storage.layout
                         held[f"{entry.name}.{key}"] = elements(value, layout)
                         shapes[f"{entry.name}.{key}"] = layout.shape

@@ -62,15 +62,15 @@ from muonmesh.settings import (
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise import step_elementwise
 from muonmesh.step.flags import Flags
-from muonmesh.step.kept import Clip, Kept
+from muonmesh.step.idle import IdleParameters
 from muonmesh.step.members import Member, group_for, keep_gradients_of_views
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
+from muonmesh.step.runtime import Clip, Runtime
+from muonmesh.step.settings_digest import SettingsDigest
 from muonmesh.step.slots import Collected, collect
-from muonmesh.step.stalled import Stalled
-from muonmesh.step.terms import Terms
 from muonmesh.step.together import MuonStepTogether
 from muonmesh.step.unsuited import unsuited_of
 from muonmesh.step.update_squares import UpdateSquares
@@ -140,7 +140,7 @@ class Muon(torch.optim.Optimizer):
     # GradScaler then calls `step` whether or not this rank overflowed, so that all ranks skip together.
     _step_supports_amp_scaling = True
 
-    _kept: Kept
+    _runtime: Runtime
 
     def __init__(
         self,
@@ -210,45 +210,45 @@ class Muon(torch.optim.Optimizer):
             refuse_partitioner(frame.f_locals.get("self"))
             precision = Precision.of(compute_dtype, state_dtype, master_dtype, kernels, state_device)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
-            self._kept = Kept(precision, process_group, dict(layouts or {}), shard_state, float(bucket_cap_mb))
-            self._kept.source = PARAMETER_GRAD if gradients is None else gradients
+            self._runtime = Runtime(precision, process_group, dict(layouts or {}), shard_state, float(bucket_cap_mb))
+            self._runtime.source = PARAMETER_GRAD if gradients is None else gradients
             if isinstance(params, ParamGroups):
-                self._kept.stalled = Stalled(params.model, params.frozen)
+                self._runtime.idle = IdleParameters(params.model, params.frozen)
             super().__init__(params, defaults)
         except Exception as error:
             if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
                 note_failure(error)
             raise
         withdraw_failure()
-        self._kept.complete = True
+        self._runtime.complete = True
 
     @property
     def process_group(self) -> ProcessGroup:
         """Who holds plain matrices; may be set before the first step."""
-        return self._kept.process_group
+        return self._runtime.process_group
 
     @process_group.setter
     def process_group(self, group: ProcessGroup) -> None:
-        self._kept.process_group = group
+        self._runtime.process_group = group
 
     @property
     def layouts(self) -> Mapping[str, Declared]:
         """Where plain local shards live, by name; may be set before the first step."""
-        return self._kept.layouts
+        return self._runtime.layouts
 
     @layouts.setter
     def layouts(self, layouts: Mapping[str, Declared]) -> None:
-        self._kept.layouts = layouts
+        self._runtime.layouts = layouts
 
     @property
     def gradients(self) -> GradientSource:
         """Where gradients, names and sharing groups come from; all ranks may set another one before the same step."""
-        return self._kept.source
+        return self._runtime.source
 
     @gradients.setter
     def gradients(self, source: GradientSource) -> None:
         check_source(source)
-        self._kept.source = source
+        self._runtime.source = source
 
     # ---------------------------------------------------------------- groups
 
@@ -263,7 +263,7 @@ class Muon(torch.optim.Optimizer):
                 explain_error("param_group", f"{type(param_group)}", "a dict", 'Write {"params": [...], ...}')
             )
         group = dict(param_group)
-        if self._kept.complete and "algorithm" not in group and "use_muon" not in group:
+        if self._runtime.complete and "algorithm" not in group and "use_muon" not in group:
             found = 'no "algorithm" in a group that is added later'
             needed = '"muon" or "adamw", since an embedding is a matrix too and its module is not known here'
             write = 'Write add_param_group({..., "algorithm": "adamw"}), or add the groups that '
@@ -284,10 +284,10 @@ class Muon(torch.optim.Optimizer):
         if not any(isinstance(entry, tuple) for entry in pairs):
             group.setdefault("param_names", [f"{group['name']}.{i}" for i in range(len(seen))])
         names = [e[0] for e in pairs] if any(isinstance(e, tuple) for e in pairs) else group["param_names"]
-        keep_gradients_of_views(list(zip(names, seen, strict=False)), self._kept.layouts)
+        keep_gradients_of_views(list(zip(names, seen, strict=False)), self._runtime.layouts)
         super().add_param_group(group)
         try:
-            check_members(self.param_groups[-1], self.param_groups, self._kept)
+            check_members(self.param_groups[-1], self.param_groups, self._runtime)
         except Exception:
             self.param_groups.pop()
             raise
@@ -295,12 +295,14 @@ class Muon(torch.optim.Optimizer):
     @property
     def members(self) -> list[Member]:
         """All parameters of this rank with where they live; no communication."""
-        return plan(self.param_groups, self._kept).members
+        return plan(self.param_groups, self._runtime).members
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        if self._kept.interrupted is not None:
-            found = f"a step that was interrupted while it wrote ({self._kept.interrupted}), so some weights and their "
+        if self._runtime.interrupted is not None:
+            found = (
+                f"a step that was interrupted while it wrote ({self._runtime.interrupted}), so some weights and their "
+            )
             found += "state are a step ahead of others"
             write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
             write += "torch.distributed.checkpoint)"
@@ -310,12 +312,12 @@ class Muon(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what clipping decided about them."""
-        self._kept.clip = Clip()
+        self._runtime.clip = Clip()
         super().zero_grad(set_to_none)
-        if self._kept.source is not PARAMETER_GRAD:
+        if self._runtime.source is not PARAMETER_GRAD:
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    self._kept.source.write(parameter, None)
+                    self._runtime.source.write(parameter, None)
 
     # Whole matrices, flags and collectives are no graph; compiled elementwise operations would round otherwise.
     @_disable_dynamo
@@ -352,26 +354,26 @@ class Muon(torch.optim.Optimizer):
 
     @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
-        kept, groups = self._kept, self.param_groups
-        if kept.connected is None:
+        runtime, groups = self._runtime, self.param_groups
+        if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
         self.refuse_if_interrupted()
-        clip, kept.clip = kept.clip, Clip()
-        while kept.late:  # what the device has found out since the last step, for which the host did not wait
-            kept.late.pop(0).hear()
+        clip, runtime.clip = runtime.clip, Clip()
+        while runtime.late:  # what the device has found out since the last step, for which the host did not wait
+            runtime.late.pop(0).hear()
         agreed = self._prepare(check_groups(groups), clip)
         if agreed is None:
             return
         planned, exchange, slots, flags = agreed
         self._tell_scaler(scaler, flags)
-        kept.stalled.count(slots.missing, some=slots.some)
-        kept.stopped = flags.skip if flags.stop is None else flags.stop
+        runtime.idle.count(slots.missing, some=slots.some)
+        runtime.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return
-        if kept.update_squares is not None:
-            kept.update_squares = UpdateSquares()
-        offload = kept.offload_of(planned)
-        half = MuonStepTogether if kept.works_together(planned) else MuonStep
+        if runtime.update_squares is not None:
+            runtime.update_squares = UpdateSquares()
+        offload = runtime.offload_of(planned)
+        half = MuonStepTogether if runtime.works_together(planned) else MuonStep
         rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         work = half(
             planned.plan,
@@ -379,22 +381,22 @@ class Muon(torch.optim.Optimizer):
             slots.muon,
             rules,
             flags,
-            kept.precision,
+            runtime.precision,
             device=planned.device,
             step_elementwise=lambda: step_elementwise(
-                groups, slots.adamw, kept.precision, flags, kept.update_squares, offload
+                groups, slots.adamw, runtime.precision, flags, runtime.update_squares, offload
             ),
-            update_squares=kept.update_squares,
-            blocks=planned.blocks if kept.precision.int8 else None,
+            update_squares=runtime.update_squares,
+            blocks=planned.blocks if runtime.precision.int8 else None,
             offload=offload,
         )
-        kept.interrupted = f"step {exchange.steps} of this plan"
+        runtime.interrupted = f"step {exchange.steps} of this plan"
         exchange.run(work)
         work.finish()
-        kept.brought_back = None if offload is None else offload.last
+        runtime.brought_back = None if offload is None else offload.last
         keep_running_norms(clip, self.state, flags.stop)
-        kept.interrupted = None
-        kept.tell(unsuited_of(planned, rules, work.unsuited, kept.unsuited_told))
+        runtime.interrupted = None
+        runtime.tell(unsuited_of(planned, rules, work.unsuited, runtime.unsuited_told))
 
     def finish(self) -> None:
         """Wait until state that is kept on the host (``state_device="cpu"``) has been copied back after a step.
@@ -402,54 +404,54 @@ class Muon(torch.optim.Optimizer):
         ``state_dict()`` and all other methods that read state do that by themselves. Call this before you read
         ``optimizer.state`` yourself. It starts no collective, so a single rank may call it.
         """
-        if self._kept.brought_back is not None:
-            self._kept.brought_back.synchronize()
+        if self._runtime.brought_back is not None:
+            self._runtime.brought_back.synchronize()
 
     def _prepare(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
 
         None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
         """
-        kept = self._kept
-        if (before := outdated(self.param_groups, kept, settings.error)) is not None:
+        runtime = self._runtime
+        if (before := outdated(self.param_groups, runtime, settings.error)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
-            waits = kept.host_waits(before[0]) or settings.at_rest
+            waits = runtime.host_waits(before[0]) or settings.at_rest
             late = stand_aside(*before, settings.error, waits=waits)
             if late is not None:
-                kept.late.append(late)
+                runtime.late.append(late)
                 return None
-            forget(kept)
+            forget(runtime)
         agreed = self._agree(settings, clip)
         if agreed[-1].replan:  # another rank's parameters have changed, so all plan again
-            forget(kept)
+            forget(runtime)
             agreed = self._agree(settings, clip)
         return agreed
 
     def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
         """Read the gradients under the plan, and hear what all ranks have found."""
-        kept = self._kept
-        planned, exchange = connect(self.param_groups, kept, compared=True)
+        runtime = self._runtime
+        planned, exchange = connect(self.param_groups, runtime, compared=True)
         exchange.counts = Counts()
         slots = collect(
-            planned, self.param_groups, self.state, kept.source, getattr(self, "grad_scale", None), kept.precision
+            planned, self.param_groups, self.state, runtime.source, getattr(self, "grad_scale", None), runtime.precision
         )
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
-        look = kept.loaded or kept.compared is not planned
+        look = runtime.loaded or runtime.compared is not planned
         replicas = fingerprints(planned, self.state) if look else None
         flags, late = preflight(
             planned,
             exchange,
             slots,
-            Terms(planned, self.param_groups, kept.precision, loaded=kept.loaded, replicas=replicas),
+            SettingsDigest(planned, self.param_groups, runtime.precision, loaded=runtime.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error or kept.stalled.error(slots.missing, some=slots.some),
+            error=clip.error or runtime.idle.error(slots.missing, some=slots.some),
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
-            waits=kept.host_waits(planned),
+            waits=runtime.host_waits(planned),
         )
-        kept.late[:0] = [] if late is None else [late]
-        kept.compared, kept.loaded = planned, False
+        runtime.late[:0] = [] if late is None else [late]
+        runtime.compared, runtime.loaded = planned, False
         return planned, exchange, slots, flags
 
     def _tell_scaler(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
@@ -511,31 +513,33 @@ class Muon(torch.optim.Optimizer):
             PlanError: on the other ranks then.
         """
         check_process_group(process_group, ("world", "local"))
-        kept, groups, ranks = self._kept, self.param_groups, group_for(process_group)
+        runtime, groups, ranks = self._runtime, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         error = check_groups(groups).error
-        if (before := outdated(groups, kept, error)) is not None:
-            waits = kept.host_waits(before[0])
-            told = stand_aside_from_sums(*before, error, limits, source=kept.source, process_group=ranks, waits=waits)
+        if (before := outdated(groups, runtime, error)) is not None:
+            waits = runtime.host_waits(before[0])
+            told = stand_aside_from_sums(
+                *before, error, limits, source=runtime.source, process_group=ranks, waits=waits
+            )
             if told is not None:
                 return told
-            forget(kept)
+            forget(runtime)
         while True:
-            planned, exchange = connect(groups, kept, compared=True)
-            waits = kept.host_waits(planned)
+            planned, exchange = connect(groups, runtime, compared=True)
+            waits = runtime.host_waits(planned)
             try:
-                found, kept.clip = clip_gradients(
+                found, runtime.clip = clip_gradients(
                     planned,
                     groups,
                     self.state,
                     exchange,
                     limits,
-                    source=kept.source,
+                    source=runtime.source,
                     process_group=ranks,
                     waits=waits,
                 )
             except PlanAgain:
-                forget(kept)
+                forget(runtime)
                 continue
             return found
 
@@ -550,12 +554,12 @@ class Muon(torch.optim.Optimizer):
                 nothing has been loaded.
         """
         self.finish()
-        kept, expected = self._kept, dict[Tensor, Expected]()
+        runtime, expected = self._runtime, dict[Tensor, Expected]()
         if state_dict.get("state"):  # hosts load an empty state before they replace the parameters
-            planned = plan(self.param_groups, kept)
+            planned = plan(self.param_groups, runtime)
             expected = {m.tensor: Expected.of(m, planned) for m in planned.members}
-        restore_state(self, state_dict, kept.precision, expected, super().load_state_dict)
-        kept.interrupted, kept.loaded = None, bool(expected)
+        restore_state(self, state_dict, runtime.precision, expected, super().load_state_dict)
+        runtime.interrupted, runtime.loaded = None, bool(expected)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
@@ -564,13 +568,13 @@ class Muon(torch.optim.Optimizer):
             StateError: a step was interrupted while it wrote, or torch's checkpoints ask for flat shards.
         """
         # Its caller is looked at, so it is not decorated.
-        refuse_flat(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._kept.layouts)
+        refuse_flat(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._runtime.layouts)
         with plain_modes():
             self.finish()
             self.refuse_if_interrupted()
             found = super().state_dict()
-            if self._kept.precision.int8:
-                found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._kept))
+            if self._runtime.precision.int8:
+                found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._runtime))
             found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
             return found
 
@@ -583,14 +587,14 @@ class Muon(torch.optim.Optimizer):
             LayoutError, ValueError, TypeError: no plan can be made.
         """
         self.finish()
-        planned = plan(self.param_groups, self._kept)
-        if self._kept.precision.int8:
+        planned = plan(self.param_groups, self._runtime)
+        if self._runtime.precision.int8:
             widen_state(self.state, planned)
-        return records_of(planned, self.param_groups, self.state, self._kept.precision)
+        return records_of(planned, self.param_groups, self.state, self._runtime.precision)
 
     def checkpoint_restored(self) -> None:
         """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
-        self._kept.interrupted, self._kept.loaded, self._kept.clip = None, True, Clip()
+        self._runtime.interrupted, self._runtime.loaded, self._runtime.clip = None, True, Clip()
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return what a checkpoint calls otherwise than the model does: nothing, its names hold on all ranks."""
@@ -603,20 +607,20 @@ class Muon(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""
         self.finish()
-        kept = self._kept
-        lost = isinstance(kept.process_group, dist.ProcessGroup)
-        fresh = Kept(
-            kept.precision,
-            LOST_GROUP if lost else kept.process_group,
-            LOST_LAYOUTS if kept.layouts else {},
-            kept.shard_state,
-            kept.bucket_cap_mb,
-            complete=kept.complete,
-            warned=kept.warned,
-            interrupted=kept.interrupted,
-            source=kept.source,
+        runtime = self._runtime
+        lost = isinstance(runtime.process_group, dist.ProcessGroup)
+        fresh = Runtime(
+            runtime.precision,
+            LOST_GROUP if lost else runtime.process_group,
+            LOST_LAYOUTS if runtime.layouts else {},
+            runtime.shard_state,
+            runtime.bucket_cap_mb,
+            complete=runtime.complete,
+            warned=runtime.warned,
+            interrupted=runtime.interrupted,
+            source=runtime.source,
         )
-        return {**super().__getstate__(), "_kept": fresh}
+        return {**super().__getstate__(), "_runtime": fresh}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
         """A copy with parameters and state of its own, and the same ProcessGroup."""
@@ -640,12 +644,12 @@ class Muon(torch.optim.Optimizer):
 
         The same on all ranks that share parameters, so schedules that wait for it stay alike.
         """
-        return bool(self._kept.stopped)
+        return bool(self._runtime.stopped)
 
     @property
     def stopped(self) -> bool | Tensor:
         """As `skipped`, without waiting: a 0-d bool tensor where only the device knows."""
-        return self._kept.stopped
+        return self._runtime.stopped
 
     @property
     def communication_seconds(self) -> float:
@@ -655,7 +659,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def counts(self) -> Counts:
         """What the last step did on this rank; `explain` says what it should be."""
-        planned = self._kept.planned
+        planned = self._runtime.planned
         exchange = planned.exchange if planned is not None else None
         return exchange.counts if exchange is not None else Counts()
 
@@ -668,8 +672,8 @@ class Muon(torch.optim.Optimizer):
         self.finish()
         if (error := check_groups(self.param_groups).error) is not None:
             raise error
-        planned = plan(self.param_groups, self._kept)
-        return explain(self.param_groups, planned, self._kept.precision)
+        planned = plan(self.param_groups, self._runtime)
+        return explain(self.param_groups, planned, self._runtime.precision)
 
     @plain_modes()
     def metrics(self) -> dict[str, float]:
@@ -683,14 +687,14 @@ class Muon(torch.optim.Optimizer):
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
         stores something itself; they are NaN if another rank could not follow, and the next step ends in an error.
         """
-        kept, groups = self._kept, self.param_groups
+        runtime, groups = self._runtime, self.param_groups
         while True:
             error = check_groups(groups).error
-            before = outdated(groups, kept, error)
-            planned, exchange = before or connect(groups, kept, compared=True)
-            here = None if before is not None else (groups, self.state, kept.source, kept.update_squares)
-            found = measure(planned, exchange, here, error, waits=kept.host_waits(planned))
+            before = outdated(groups, runtime, error)
+            planned, exchange = before or connect(groups, runtime, compared=True)
+            here = None if before is not None else (groups, self.state, runtime.source, runtime.update_squares)
+            found = measure(planned, exchange, here, error, waits=runtime.host_waits(planned))
             if found is not None:
-                kept.update_squares = kept.update_squares or UpdateSquares()
+                runtime.update_squares = runtime.update_squares or UpdateSquares()
                 return found
-            forget(kept)
+            forget(runtime)

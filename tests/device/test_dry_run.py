@@ -73,7 +73,7 @@ def test_products_cost_what_the_plan_says(gpt2: DryRun) -> None:
     """The same FLOPs, counted by the operations that run and by the cost model that balances ranks."""
     optimizer = mm.Muon([nn.Parameter(torch.empty(shape)) for shape in GPT2])
     optimizer.explain()
-    planned = optimizer._kept.planned
+    planned = optimizer._runtime.planned
     assert planned is not None
     assert gpt2.flops == pytest.approx(sum(a.flops for a in planned.plan.assignments), rel=0.1)
 
@@ -308,17 +308,17 @@ def test_state_on_the_host_stays_there_when_it_is_compared_measured_and_loaded()
     devices = set[str]()
 
     def step(optimizer: mm.Muon) -> None:
-        optimizer._kept.loaded = True
+        optimizer._runtime.loaded = True
         optimizer.clip_grad_norm_(1.0, policy="per_matrix")
         optimizer.step()
         optimizer.metrics()
-        planned = optimizer._kept.planned
+        planned = optimizer._runtime.planned
         assert planned is not None
         for member in planned.members:  # fake numbers pass no check of `load_state_dict`, so what it does after that
             for key, value in optimizer.state[member.tensor].items():
                 if key not in ("step", *RUNNING):
                     expected = Expected.of(member, planned)
-                    loaded = _restored(key, value, member.tensor, expected, optimizer._kept.precision)
+                    loaded = _restored(key, value, member.tensor, expected, optimizer._runtime.precision)
                     devices.add(f"{member.tensor.device.type}: {loaded.device.type}")
 
     made = lambda model: mm.from_model(model, state_device="cpu", process_group="world")  # noqa: E731

@@ -40,7 +40,7 @@ def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
     host.backward(shape, chunks, optimizer, 0)
     optimizer.step()
     muon = optimizer.optimizer
-    kept = muon._kept
+    kept = muon._runtime
     slots = collect(kept.planned, muon.param_groups, muon.state, kept.source, None, kept.precision)
     found = {slot.name: local_of(slot.gradient) for slot in slots.here if slot.gradient is not None}
     read = {name: gradient for name, gradient in found.items() if gradient.numel()}

@@ -71,7 +71,7 @@ def optimizer_of(
             group.update(RULES[rule])
     optimizer = mm.Muon(groups, **settings)
     if in_copies:
-        optimizer._kept.offload = True
+        optimizer._runtime.offload = True
     return optimizer
 
 
@@ -136,7 +136,9 @@ def of_fsdp1(seed: int, **settings: Any) -> Case:
         held, shapes, counts = {}, {}, {}
         for member in optimizer.members:
             for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
-                layout = member.homes[key].storage.layout if key in member.homes else declared[member.name]
+                layout = (
+                    member.state_layouts[key].storage.layout if key in member.state_layouts else declared[member.name]
+                )
                 name = f"{member.name}.{key}" if key else member.name
                 if key in ("step", *RUNNING):
                     counts[name] = value.clone()

@@ -30,7 +30,7 @@ def step_zeroed(layout: str, wait: bool) -> list[str]:
     for held, waits in ((layout, wait), ("local", True)):
         model, group = problem.hold(held, problem.initial())
         optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-        optimizer._kept.waits = waits
+        optimizer._runtime.waits = waits
         for step in range(4):
             for name, gradient in problem.zeroed(step).items():
                 parameter = model.get_parameter(name)
@@ -71,7 +71,7 @@ def missing_on_one_shard(host: str) -> tuple[bool, bool]:
     weight, twin = (nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)])) for _ in range(2))
     optimizers = [mm.Muon([p], lr=0.1, compute_dtype=torch.float32) for p in (weight, twin)]
     for optimizer in optimizers:
-        optimizer._kept.waits, optimizer._kept.together = HOSTS[host]
+        optimizer._runtime.waits, optimizer._runtime.together = HOSTS[host]
     for step in range(3):
         gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         if step != 1:
@@ -127,7 +127,7 @@ def mistake(kind: str) -> None:
     model, group = problem.hold("ddp" if kind in ("missing", "sparse") else "fsdp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
     if kind.startswith("late "):
-        optimizer._kept.waits = False
+        optimizer._runtime.waits = False
         kind = kind.removeprefix("late ")
     for step in range(2):
         for name, gradient in problem.gradients(step).items():
@@ -145,7 +145,7 @@ def mistake(kind: str) -> None:
             parameter.grad = distribute_tensor(torch.ones(64, 96), mesh(), [Shard(1)], src_data_rank=None)
     try:
         optimizer.step()
-        if optimizer._kept.waits is False:
+        if optimizer._runtime.waits is False:
             optimizer.step()  # the flags of the last step have arrived
     finally:
         after = problem.result(model, optimizer)
@@ -536,7 +536,7 @@ def pipeline() -> tuple[list[str], bool]:
     for name, gradient in problem.gradients(0).items():
         model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
     optimizer.step()
-    exchange = optimizer._kept.planned.exchange
+    exchange = optimizer._runtime.planned.exchange
     owners = exchange._owners
     buffers = {role: buffer.data_ptr() for role, buffer in owners.schedule.memory.items()}
     events: list[str] = []

@@ -363,7 +363,7 @@ def owning_nothing(waits: bool | None) -> tuple[bool, int, list[bool]]:
     mesh = mesh_of((4,))
     weight = nn.Parameter(distribute_tensor(torch.ones(2, 6), mesh, [Shard(0)], src_data_rank=None))
     optimizer = mm.Muon([weight], lr=0.1, compute_dtype=torch.float32)
-    optimizer._kept.waits = waits
+    optimizer._runtime.waits = waits
     moved = []
     skipped = False
     for scale in (1.0, math.inf, 1.0):
@@ -724,7 +724,7 @@ def bad_gradient(how: str, waits: bool | None) -> None:
         {"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"},
     ]
     optimizer = mm.Muon(groups, lr=0.1, process_group="world")
-    optimizer._kept.waits = waits
+    optimizer._runtime.waits = waits
     weight.grad, bias.grad = torch.full((4, 6), 9.0), torch.full((5,), 9.0)
     arguments: dict[str, Any] = {}
     if dist.get_rank() == 1:

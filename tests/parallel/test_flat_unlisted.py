@@ -82,7 +82,7 @@ def trained(rule: str, settings: dict[str, Any]) -> tuple[list[float], dict[str,
     case = Case(rule, **settings)
     str(case.optimizer.explain())  # plans before any rank is met
     norms = case.advance(0, 3, "all" if not settings or "others" in settings else "per_matrix")
-    planned = case.optimizer._kept.planned
+    planned = case.optimizer._runtime.planned
     assert planned is not None
     return norms, case.weights(), {assignment.owner for assignment in planned.plan.assignments}
 

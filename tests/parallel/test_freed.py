@@ -40,7 +40,7 @@ def left_behind(layout: str, settings: dict[str, Any]) -> list[str]:
             optimizer.zero_grad()
         optimizer.explain()
         optimizer.state_dict()
-        kept = optimizer._kept
+        kept = optimizer._runtime
         planned = kept.planned
         assert planned is not None
         watched = {

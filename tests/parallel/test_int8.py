@@ -42,7 +42,7 @@ def made(dim: int | None, state_dtype: Any, *, device: bool = False) -> tuple[Ba
     where = "local" if dim is None else None
     optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float32, state_dtype=state_dtype, process_group=where)
     if device:
-        optimizer._kept.waits, optimizer._kept.together = False, True
+        optimizer._runtime.waits, optimizer._runtime.together = False, True
     return model, optimizer
 
 

@@ -81,7 +81,7 @@ DIFFERENT: dict[str, Any] = {
 def different_setting(key: str, value: Any, waits: bool) -> bool:
     """Set a hyperparameter otherwise on rank 1 only, after a step; return whether anything was written."""
     model, optimizer = build()
-    optimizer._kept.waits = waits
+    optimizer._runtime.waits = waits
     give(model, 0)
     optimizer.step()
     if dist.get_rank() == 1:
@@ -152,7 +152,7 @@ def test_the_same_settings_in_other_words_are_the_same(workers) -> None:
 
 def different_clip(key: str, waits: bool) -> None:
     model, optimizer = build()
-    optimizer._kept.waits = waits
+    optimizer._runtime.waits = waits
     arguments: dict[str, Any] = {"max_norm": 1.0, "policy": "all", "skip_above": 50.0}
     if dist.get_rank() == 1:
         arguments[key] = {"max_norm": 2.0, "policy": "separate", "skip_above": 60.0}[key]
@@ -180,7 +180,7 @@ def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
     # Under DDP only the first rank would count in the sums that AdaMuon asks for.
     model, optimizer = build("fsdp" if how == "swap" or algorithm == "adamuon" else "ddp")
     optimizer.param_groups[0]["algorithm"] = algorithm
-    optimizer._kept.waits = waits
+    optimizer._runtime.waits = waits
     give(model, 0)
     optimizer.step()
     if dist.get_rank() == 1:
@@ -246,7 +246,7 @@ def changed_everywhere(waits: bool) -> list[str]:
     results = []
     for group in ("world", "local"):
         model, optimizer = build(process_group=group)
-        optimizer._kept.waits = waits
+        optimizer._runtime.waits = waits
         for step in range(4):
             if step == 2:
                 model.late = nn.Parameter(torch.ones(6, 4))
@@ -358,7 +358,7 @@ def dies_in_the_step(file: str) -> None:
     optimizer.step()
     give(model, 1)
     if dist.get_rank() == 1:
-        exchange = optimizer._kept.planned.exchange
+        exchange = optimizer._runtime.planned.exchange
         exchange.run = lambda work: os._exit(9)
     told = {}
     try:
@@ -512,7 +512,7 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
     if order == "after":
         replace_parameters(model, by)
     optimizer = mm.from_model(model, process_group="world", **settings)
-    optimizer._kept.waits = waits
+    optimizer._runtime.waits = waits
     if order == "before":
         replace_parameters(model, by)
     other = mm.from_model(alone, process_group="local", **settings)

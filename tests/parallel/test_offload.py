@@ -19,7 +19,7 @@ FP32 = {"param_dtype": torch.float32}
 
 
 def in_copies(optimizer: mm.Muon) -> None:
-    optimizer._kept.offload = True
+    optimizer._runtime.offload = True
 
 
 def in_copies_on_a_device(optimizer: mm.Muon) -> None:
@@ -28,7 +28,7 @@ def in_copies_on_a_device(optimizer: mm.Muon) -> None:
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._kept.waits, optimizer._kept.together = False, True
+    optimizer._runtime.waits, optimizer._runtime.together = False, True
 
 
 def differing(layout: str, device: bool, param_dtype: torch.dtype, settings: dict[str, Any]) -> list[str]:

@@ -102,7 +102,7 @@ def differing(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[s
         for key, value in found.items():
             if key in RUNNING or key == "step":  # neither sharded nor of a rule
                 continue
-            layout = (member.homes[key].storage if key in member.homes else member.storage).layout
+            layout = (member.state_layouts[key].storage if key in member.state_layouts else member.storage).layout
             assert layout is not None
             whole, local = expected[key].reshape(layout.shape), local_of(value)
             for block in layout.blocks(dist.get_rank()):
@@ -307,7 +307,7 @@ def zeroed(layout: str, waits: bool, rule: str) -> list[str]:
         model, group = problem.hold(held, problem.initial())
         settings = {**problem.SETTINGS, **FP32, "process_group": group}
         optimizer = mm.Muon(ruled(problem.groups(model), rule), **settings)
-        optimizer._kept.waits = waits if held == layout else True
+        optimizer._runtime.waits = waits if held == layout else True
         for step in range(STEPS):
             for number, (name, gradient) in enumerate(problem.gradients(step).items()):
                 parameter = model.get_parameter(name)

@@ -67,7 +67,7 @@ def test_bit_for_bit_with_compiled_products(workers, products: None, layout: str
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._kept.waits, optimizer._kept.together = False, True
+    optimizer._runtime.waits, optimizer._runtime.together = False, True
 
 
 def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tuple[list[str], float]:

@@ -80,8 +80,8 @@ def in_sets(kind: str) -> tuple[bool, tuple[int, ...], int]:
         optimizer.step()
     expected = alone(weights, gradients)
     same = [torch.equal(problem.whole(p).view(expected[i].shape), expected[i]) for i, p in parameters.items()]
-    assert optimizer._kept.planned is not None
-    return all(same), optimizer._kept.planned.plan.ranks, optimizer.counts.orthogonalized
+    assert optimizer._runtime.planned is not None
+    return all(same), optimizer._runtime.planned.plan.ranks, optimizer.counts.orthogonalized
 
 
 @pytest.mark.parametrize("kind", SETS)

@@ -118,7 +118,7 @@ def test_main_grad_is_read_where_it_lies() -> None:
     in_main_grad(held)
     optimizer = mm.Muon(groups(held), gradients=MainGrad(), **SETTINGS)
     optimizer.step()
-    kept = optimizer._kept
+    kept = optimizer._runtime
     assert kept.planned is not None
     slots = collect(kept.planned, optimizer.param_groups, optimizer.state, kept.source, None, kept.precision)
     read = {slot.name: slot.gradient for slot in slots.here}

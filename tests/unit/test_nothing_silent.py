@@ -365,7 +365,7 @@ def test_an_empty_state_does_not_plan_and_keeps_no_parameter_alive() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
     optimizer = mm.from_model(model, lr=0.1)
     optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer._kept.planned is None
+    assert optimizer._runtime.planned is None
     held = weakref.ref(optimizer.param_groups[0]["params"][0])
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(6, 6)) for _ in range(2)]
     del model

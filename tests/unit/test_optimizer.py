@@ -386,8 +386,8 @@ def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
     pair = (model, optimizer)
     twin, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
     assert other.process_group == "local"
-    assert other._kept.precision == optimizer._kept.precision
-    assert other._kept.bucket_cap_mb == 3.0
+    assert other._runtime.precision == optimizer._runtime.precision
+    assert other._runtime.bucket_cap_mb == 3.0
     assert train(model, optimizer, 3, first=2) == train(twin, other, 3, first=2)
 
 

@@ -144,7 +144,7 @@ def test_a_rank_plans_the_largest_model_within_its_memory(bench: ModuleType) -> 
     tracemalloc.start()
     try:
         plan = make_plan(bench.read(case, weights), bucket_elements=bench.BUCKET_ELEMENTS)
-        _kept = bench.moves(plan, bench.busiest(plan))
+        _runtime = bench.moves(plan, bench.busiest(plan))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

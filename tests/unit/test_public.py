@@ -148,13 +148,13 @@ def test_from_model_hands_every_argument_on() -> None:
     optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), **given)
     kept = {
         **optimizer.defaults,
-        **vars(optimizer._kept),
+        **vars(optimizer._runtime),
         "gradients": optimizer.gradients,
-        "compute_dtype": optimizer._kept.precision.compute,
-        "kernels": optimizer._kept.precision.kernels,
-        "state_dtype": optimizer._kept.precision.state,
-        "state_device": "cpu" if optimizer._kept.precision.on_host else None,
-        "master_dtype": optimizer._kept.precision.master,
+        "compute_dtype": optimizer._runtime.precision.compute,
+        "kernels": optimizer._runtime.precision.kernels,
+        "state_dtype": optimizer._runtime.precision.state,
+        "state_device": "cpu" if optimizer._runtime.precision.on_host else None,
+        "master_dtype": optimizer._runtime.precision.master,
     }
     assert {name: kept[name] for name in given} == given
 
@@ -221,7 +221,7 @@ def test_without_steps_a_set_runs_what_it_is_made_for(coefficients: Any, steps: 
             optimizer.step()
     assert torch.equal(*weights)
     assert [o.explain().flops for o in optimizers] == [optimizers[0].explain().flops] * 2
-    first, second = (o._kept.planned.plan.parameters[0].settings for o in optimizers)
+    first, second = (o._runtime.planned.plan.parameters[0].settings for o in optimizers)
     assert first == second  # ranks that say the same in other words agree
 
 

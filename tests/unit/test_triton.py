@@ -346,7 +346,7 @@ def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
     weights.append(nn.Parameter(torch.randn(8, 24).to(dtype).t()))
     groups = [{"params": weights, "matrices": matrices}]
     optimizer = mm.Muon(groups, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
-    optimizer._kept.waits, optimizer._kept.together = False, True
+    optimizer._runtime.waits, optimizer._runtime.together = False, True
     taken = 0
     take = MuonStepTogether._wholes
 
@@ -406,7 +406,7 @@ def stepped_in_rooms() -> tuple[float, int]:
         torch.manual_seed(0)
         weights = [nn.Parameter(torch.randn(shape)) for shape in ((24, 80), (70, 20))]
         optimizer = mm.Muon(weights, lr=0.1, compute_dtype=FP32)
-        optimizer._kept.waits, optimizer._kept.together = False, True
+        optimizer._runtime.waits, optimizer._runtime.together = False, True
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(together, "_LARGE", large)
             for module in (together, newton_schulz):
@@ -668,7 +668,7 @@ import muonmesh as mm
 from torch import nn
 weights = [nn.Parameter(torch.full((n, 20), 0.5)) for n in (12, 30)]
 optimizer = mm.Muon(weights, lr=0.1)
-optimizer._kept.waits, optimizer._kept.together = False, True
+optimizer._runtime.waits, optimizer._runtime.together = False, True
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     for _ in range(2):

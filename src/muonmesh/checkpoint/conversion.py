@@ -118,8 +118,8 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 storage = storage_of(name, parameter, None, needed=False)
                 kept = ("momentum_buffer",) if is_matrix_rule(group["algorithm"]) else _MOMENTS
-                homes = dict.fromkeys(kept, storage)
-                recipients[name] = _recipient(name, parameter, group["algorithm"], homes)
+                state_layouts = dict.fromkeys(kept, storage)
+                recipients[name] = _recipient(name, parameter, group["algorithm"], state_layouts)
         return split, recipients
     members = getattr(model, "members", None)
     if members is None:
@@ -128,24 +128,27 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
     groups = model.param_groups
     for member in members:
         algorithm = groups[member.group]["algorithm"]
-        homes = {key: home.storage for key, home in member.homes.items()}
+        state_layouts = {key: home.storage for key, home in member.state_layouts.items()}
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
             found = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
             needed = "a whole parameter or a DTensor"
             write = "Convert for the whole model, and load that with set_optimizer_state_dict"
             raise StateError(explain_error(member.name, found, needed, write))
-        recipients[member.name] = _recipient(member.name, member.tensor, algorithm, homes)
+        recipients[member.name] = _recipient(member.name, member.tensor, algorithm, state_layouts)
     return groups, recipients
 
 
-def _recipient(name: str, parameter: Tensor, algorithm: str, homes: Mapping[str, Storage]) -> Recipient:
+def _recipient(name: str, parameter: Tensor, algorithm: str, state_layouts: Mapping[str, Storage]) -> Recipient:
     if algorithm == "adamw":
-        return Recipient(name, parameter, algorithm, homes)
-    if [*homes] != ["momentum_buffer"]:
-        found, needed = f"rule {algorithm!r}, which keeps {', '.join(homes)}", "momentum alone, which all packages keep"
+        return Recipient(name, parameter, algorithm, state_layouts)
+    if [*state_layouts] != ["momentum_buffer"]:
+        found, needed = (
+            f"rule {algorithm!r}, which keeps {', '.join(state_layouts)}",
+            "momentum alone, which all packages keep",
+        )
         write = 'Write rule="muon", or train on with new state'
         raise StateError(explain_error(name, found, needed, write))
-    return Recipient(name, parameter, "muon", homes)
+    return Recipient(name, parameter, "muon", state_layouts)
 
 
 # ---------------------------------------------------------------- theirs

@@ -238,7 +238,7 @@ def records_of(
         shape = tuple(member.storage.shape)
         master = precision.master if precision.master not in (None, local.dtype) else None
         parts = []
-        for key, home in member.homes.items():
+        for key, home in member.state_layouts.items():
             same = home.storage is member.storage
             parts.append(
                 Part(

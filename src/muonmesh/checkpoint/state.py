@@ -18,11 +18,11 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import never_negative, step_count
 from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.blocks import SCALE
-from muonmesh.step.homes import Home
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.planning import Planned
 from muonmesh.step.slots import COUNT, RUNNING, running_shape
+from muonmesh.step.state_layout import StateLayout
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
@@ -39,18 +39,18 @@ class Expected(NamedTuple):
 
     Attributes:
         storage: Where the parameter lives.
-        homes: Where each thing lives that its rule keeps, by key.
+        state_layouts: Where each thing lives that its rule keeps, by key.
         matrices: How many matrices its tensor holds; 0 for AdamW's.
     """
 
     storage: Storage
-    homes: Mapping[str, Home]
+    state_layouts: Mapping[str, StateLayout]
     matrices: int
 
     @property
     def needed(self) -> tuple[str, ...]:
         """The keys that its state must have."""
-        return (*self.homes,) if self.matrices else (COUNT, *self.homes)
+        return (*self.state_layouts,) if self.matrices else (COUNT, *self.state_layouts)
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Expected(NamedTuple):
     @staticmethod
     def of(member: Member, planned: Planned) -> Expected:
         """Read it off a plan."""
-        return Expected(member.storage, member.homes, len(planned.matrices_of.get(member.tensor, ())))
+        return Expected(member.storage, member.state_layouts, len(planned.matrices_of.get(member.tensor, ())))
 
 
 class SavedGroup(OrderedDict[str, Any]):
@@ -105,10 +105,10 @@ def saved_state(
         member = members.get(id(entry))
         if member is None:
             continue
-        coded = [key for key in member.homes if key in entry and local_of(entry[key]).dtype == torch.int8]
+        coded = [key for key in member.state_layouts if key in entry and local_of(entry[key]).dtype == torch.int8]
         wide = {key: planned.blocks.wide(member.name, member.tensor, key, entry) for key in coded}
         kept = {key: value for key, value in entry.items() if key.removesuffix(SCALE) not in coded}
-        found[number] = {**kept, **{key: member.homes[key].storage.wrap(value) for key, value in wide.items()}}
+        found[number] = {**kept, **{key: member.state_layouts[key].storage.wrap(value) for key, value in wide.items()}}
     return found
 
 
@@ -121,10 +121,10 @@ def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None
     """
     for member in planned.members:
         entry = held.get(member.tensor, {})
-        for key in member.homes:
+        for key in member.state_layouts:
             if key in entry and local_of(entry[key]).dtype == torch.int8:
                 wide = planned.blocks.wide(member.name, member.tensor, key, entry)
-                entry[key] = member.homes[key].storage.wrap(wide)
+                entry[key] = member.state_layouts[key].storage.wrap(wide)
                 entry.pop(key + SCALE, None)
 
 
@@ -226,7 +226,7 @@ def _pairs(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> list[
 
 
 def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, precision: Precision) -> Tensor:
-    device, home = parameter.device, expected.homes.get(key)
+    device, home = parameter.device, expected.state_layouts.get(key)
     if key == COUNT:
         return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
     if key in RUNNING:
@@ -332,7 +332,7 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
         if key not in (COUNT, *RUNNING):
-            storage = expected.homes[key].storage if key in expected.homes else expected.storage
+            storage = expected.state_layouts[key].storage if key in expected.state_layouts else expected.storage
             if not _fits(value, storage, parameter):
                 raise StateError(
                     explain_error(

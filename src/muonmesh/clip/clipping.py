@@ -30,8 +30,8 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.errors import LayoutError, PlanError, explain_error
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.step.kept import Clip
 from muonmesh.step.planning import Planned
+from muonmesh.step.runtime import Clip
 
 
 class PlanAgain(Exception):

@@ -11,8 +11,8 @@ from torch import Tensor
 from muonmesh.clip.factors import is_one
 from muonmesh.comm.gradients import GradientSource, multiply, own_gradient
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.step.kept import Clip
 from muonmesh.step.planning import Planned
+from muonmesh.step.runtime import Clip
 from muonmesh.step.slots import RUNNING, view_in_storage
 
 DECAY = 0.95

@@ -8,26 +8,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.carried import CarriedExchange
+from muonmesh.comm.companions import CompanionExchange
 from muonmesh.comm.owner import OwnerExchange
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.wire import Counts, Wire
 from muonmesh.comm.work import Work
 from muonmesh.layout import Plan
-from muonmesh.layout.carried import Carried
+from muonmesh.layout.companion_plan import CompanionPlan
 
 
 class Exchange:
     """Runs a Plan over a process group, by one `Wire`, and keeps the memory in which matrices travel.
 
     Matrices are moved by the `OwnerExchange`. What rules keep by row, column or matrix travels before them and after
-    them, by the `CarriedExchange`. Flags, sums and counts are the same for both.
+    them, by the `CompanionExchange`. Flags, sums and counts are the same for both.
 
     Args:
         plan: The same on every rank of the group.
         group: Process group of exactly ``plan.ranks``; None when that is one rank.
         dtype: Dtype of the wire and of the orthogonalisation.
-        carried_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
+        companion_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the buffers live.
         blocks: How many blocks of momentum in int8 the ranks agree on.
     """
@@ -38,7 +38,7 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
-        carried_dtype: torch.dtype = torch.float32,
+        companion_dtype: torch.dtype = torch.float32,
         device: torch.device,
         blocks: int = 0,
     ) -> None:
@@ -51,11 +51,11 @@ class Exchange:
         self._wire = Wire(plan.ranks, group)
         self._blocks, self._device = blocks, device
         self._owners = OwnerExchange(plan, self._wire, rank=rank, peers=peers, dtype=dtype, device=device)
-        beside = Carried.beside(plan)
-        self._carried: CarriedExchange | None = None
+        beside = CompanionPlan.beside(plan)
+        self._carried: CompanionExchange | None = None
         if beside is not None:
-            self._carried = CarriedExchange(
-                beside, self._wire, rank=rank, peers=peers, dtype=carried_dtype, device=device
+            self._carried = CompanionExchange(
+                beside, self._wire, rank=rank, peers=peers, dtype=companion_dtype, device=device
             )
 
     @property

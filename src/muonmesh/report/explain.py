@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.balance import imbalance
-from muonmesh.layout.carried import Carried
+from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.memory import memory_of
 from muonmesh.report.traffic import moved, traffic
@@ -161,7 +161,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
             numbers.setdefault(id(member.tensor), []).append(number)
     travelling = traffic(plan, rank)
     sent, received, collectives = travelling.sent, travelling.received, travelling.collectives
-    beside = Carried.beside(plan)
+    beside = CompanionPlan.beside(plan)
     carried = 0, 0
     if beside is not None:
         there, back = (beside.plan.routes(0, rank, gather=gather) for gather in (True, False))

@@ -43,7 +43,7 @@ def memory_of(planned: Planned, precision: Precision) -> dict[str, Memory]:
         shaped, few = each * master.itemsize if master is not None else 0, 0
         # The count of steps, or the running norms.
         few += _FP32 * 2 * len(planned.matrices_of[member.tensor]) if member.tensor in planned.matrices_of else _FP32
-        for home in member.homes.values():
+        for home in member.state_layouts.values():
             size = _elements(member, home.storage) * home.kept_dtype(precision).itemsize
             shaped, few = (shaped + size, few) if home.companion is None else (shaped, few + size)
             if home.kept_dtype(precision) != home.saved_dtype(precision) and member.tensor not in coded:

@@ -121,7 +121,7 @@ def _add(
     known = set[tuple[int, str]]()
     for member in planned.members:
         held = state.get(member.tensor, {})
-        key = next(iter(member.homes), "")  # what a rule names first is its momentum
+        key = next(iter(member.state_layouts), "")  # what a rule names first is its momentum
         momentum = held.get(key)
         if momentum is not None and local_of(momentum).dtype == torch.int8:
             momentum = planned.blocks.wide(member.name, member.tensor, key, held)
@@ -133,7 +133,7 @@ def _add(
                 figure == 1 and local_of(value).device != totals.device
             ):  # kept on the host: in turn with its copies back
                 value = local_of(value).to(totals.device, non_blocking=True)
-            storage = member.homes[key].storage if figure == 1 else member.storage
+            storage = member.state_layouts[key].storage if figure == 1 else member.storage
             for part in storage.parts(local_of(value.detach())):
                 cells.append(places[member.group] * len(_FIGURES) + figure)
                 parts.append(part)

@@ -18,7 +18,7 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Piece, Plan
-from muonmesh.layout.runs import BLOCK, Run, grid_of, runs_of, shares_blocks
+from muonmesh.layout.line_segments import BLOCK, LineSegment, grid_of, line_segments_of, shares_blocks
 from muonmesh.numerics import blockwise
 
 SCALE = "_scale"
@@ -39,7 +39,7 @@ class _Grid(NamedTuple):
     blocks: int
     start: int
 
-    def of(self, scales: Tensor, run: Run) -> Tensor:
+    def of(self, scales: Tensor, run: LineSegment) -> Tensor:
         """Return the scales of the blocks of a run, a view."""
         grid = scales[self.start : self.start + self.lines * self.blocks].view(self.lines, self.blocks)
         line, block = run.line - self.line, run.blocks.start - self.block
@@ -112,9 +112,9 @@ class Blocks:
         """Return how many scales a tensor has on this rank."""
         return self._here[1][tensor]
 
-    def runs(self, number: int, piece: Piece) -> tuple[Run, ...]:
+    def runs(self, number: int, piece: Piece) -> tuple[LineSegment, ...]:
         """Return the runs of a piece of a matrix."""
-        return runs_of(self.plan.assignments[number].matrix, piece)
+        return line_segments_of(self.plan.assignments[number].matrix, piece)
 
     def wide(self, name: str, tensor: Tensor, key: str, state: Mapping[str, Any]) -> Tensor:
         """Return what is kept of a tensor under a key in fp32, in the shape of what this rank stores of it.
@@ -223,10 +223,10 @@ class Momentum:
                 scales.copy_(shared.of(agreed, run).view(torch.float32))
             self._codes(run).copy_(blockwise.encode(place, scales, self.blocks.codes, first=run.first, size=BLOCK))
 
-    def _codes(self, run: Run) -> Tensor:
+    def _codes(self, run: LineSegment) -> Tensor:
         return self.codes.as_strided((run.lines, run.width), run.strides, self.codes.storage_offset() + run.start)
 
-    def _runs(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[Run, Tensor]]:
+    def _runs(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[LineSegment, Tensor]]:
         """Yield the runs of a piece with their elements of a contiguous tensor of its shape, (lines, width)."""
         for run in self.blocks.runs(number, piece):
             start = values.storage_offset() + run.place

@@ -22,105 +22,105 @@ from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import check_dtype, check_group, check_structure
-from muonmesh.step.kept import Kept
 from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor, unknown_matrix
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.rounding import rounding_of
+from muonmesh.step.runtime import Runtime
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's param groups."""
 
 
-def plan(groups: Groups, kept: Kept) -> Planned:
+def plan(groups: Groups, runtime: Runtime) -> Planned:
     """Return the plan, made anew if the groups are others than it was made for. No communication.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
     """
-    planned, _, error = _read(groups, kept)
+    planned, _, error = _read(groups, runtime)
     if error is not None:
         raise error
     assert planned is not None
     return planned
 
 
-def connect(groups: Groups, kept: Kept, *, compared: bool = False) -> tuple[Planned, Exchange]:
+def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tuple[Planned, Exchange]:
     """Return the plan with its exchange; where there is none yet, meet the ranks that share parameters.
 
     A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
 
     Args:
         groups: As they are now.
-        kept: What the optimizer keeps.
+        runtime: Of the optimizer.
         compared: Whether `outdated` has just found that the plan of the step before, if there is one, still holds.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
         PlanError: another rank cannot make one, has made another, or does not come.
     """
-    if compared and (before := kept.connected) is not None and before.exchange is not None:
-        replicas_of(kept.process_group)  # raises if it was lost
-        kept.planned = before
+    if compared and (before := runtime.connected) is not None and before.exchange is not None:
+        replicas_of(runtime.process_group)  # raises if it was lost
+        runtime.planned = before
         return before, before.exchange
-    planned, sets, error = _read(groups, kept)
+    planned, sets, error = _read(groups, runtime)
     if planned is not None and planned.exchange is not None:
         return planned, planned.exchange
     ranks = connected(sets)
-    if kept.process_group != "local":
+    if runtime.process_group != "local":
         meet(ranks)
     candidates = mesh_groups([m.storage for m in planned.members]) if planned is not None else []
     tensors = [member.tensor for member in planned.members] if planned is not None else []
-    given = dict.fromkeys([kept.holders, *map(kept.source.group, tensors)])
+    given = dict.fromkeys([runtime.holders, *map(runtime.source.group, tensors)])
     candidates[:0] = [group for group in given if isinstance(group, dist.ProcessGroup)]
     group = group_of(ranks, candidates)
-    copies, wrong = find_copies(group, None if planned is None else claims_of(planned, ranks, kept.source))
+    copies, wrong = find_copies(group, None if planned is None else claims_of(planned, ranks, runtime.source))
     error = error or wrong
     if copies and error is None:
-        planned, _, error = _read(groups, kept, copies)
+        planned, _, error = _read(groups, runtime, copies)
     error = error or unknown_matrix([] if planned is None else planned.members)
     views = agree_on_plan(group, planned.plan if planned is not None else None, error)
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
-        planned = kept.planned = widened(planned, views, ranks, kept.precision, kept.bucket_cap_mb)
+        planned = runtime.planned = widened(planned, views, ranks, runtime.precision, runtime.bucket_cap_mb)
         insist(group, planned.plan)
     planned.exchange = Exchange(
         planned.plan,
         group=group,
-        dtype=kept.precision.compute,
-        carried_dtype=kept.precision.carried,
+        dtype=runtime.precision.compute,
+        companion_dtype=runtime.precision.carried,
         device=planned.device,
-        blocks=planned.blocks.count if kept.precision.int8 else 0,
+        blocks=planned.blocks.count if runtime.precision.int8 else 0,
     )
-    kept.connected = planned
-    if not kept.warned:
-        kept.warned = True
-        kept.tell(rounding_of(planned, groups, kept.precision))
+    runtime.connected = planned
+    if not runtime.warned:
+        runtime.warned = True
+        runtime.tell(rounding_of(planned, groups, runtime.precision))
     return planned, planned.exchange
 
 
-def outdated(groups: Groups, kept: Kept, error: Exception | None) -> tuple[Planned, Exchange] | None:
+def outdated(groups: Groups, runtime: Runtime, error: Exception | None) -> tuple[Planned, Exchange] | None:
     """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
 
     Args:
         groups: As they are now.
-        kept: What the optimizer keeps.
+        runtime: Of the optimizer.
         error: What is wrong with the groups, so that they cannot be compared with what they were.
     """
-    before = kept.connected
+    before = runtime.connected
     if before is None or before.exchange is None:
         return None
-    same = error is None and before.signature == _signature(groups, kept)
+    same = error is None and before.signature == _signature(groups, runtime)
     return None if same else (before, before.exchange)
 
 
-def forget(kept: Kept) -> None:
+def forget(runtime: Runtime) -> None:
     """Forget the plan, as all ranks do together that share it."""
-    kept.planned = kept.connected = None
+    runtime.planned = runtime.connected = None
 
 
-def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
+def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> None:
     """Check a group and its parameters as far as one rank can; make their names canonical.
 
     Raises:
@@ -131,7 +131,7 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
     check_group(where, group)
     tensors = group["params"]
     names = [
-        canonical_name(kept.source.name(tensor) or name)
+        canonical_name(runtime.source.name(tensor) or name)
         for name, tensor in zip(group["param_names"], tensors, strict=True)
     ]
     if names != group["param_names"]:
@@ -143,13 +143,13 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
             needed = "a name of its own for each, by which ranks and checkpoints know it"
             raise ValueError(explain_error(name, "two parameters of this name", needed, write))
         taken.add(name)
-        shared: object = kept.source.group(tensor)
+        shared: object = runtime.source.group(tensor)
         if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks
             found = f"{shared!r} from group() of {type(kept.source).__name__}, as gradients="
             needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
             raise ValueError(explain_error(name, found, needed, write))
-        check_dtype(name, tensor.dtype, kept.precision.master, group)
-        if name not in kept.layouts:
+        check_dtype(name, tensor.dtype, runtime.precision.master, group)
+        if name not in runtime.layouts:
             refuse_flattened(name, tensor)
     if not is_matrix_rule(group["algorithm"]):
         return
@@ -157,57 +157,57 @@ def check_members(group: dict[str, Any], groups: Groups, kept: Kept) -> None:
     if specs is None:
         specs = group["matrices"] = [None] * len(tensors)
     for name, tensor, spec in zip(names, tensors, specs, strict=True):
-        if name in kept.layouts:
+        if name in runtime.layouts:
             continue  # shards: the shape that counts is known with the ranks, at the first step
         split_matrices(name, tuple(tensor.shape), spec)
 
 
 def _read(
-    groups: Groups, kept: Kept, copies: Copies | None = None
+    groups: Groups, runtime: Runtime, copies: Copies | None = None
 ) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
     """Return the plan, the sets of ranks that share a parameter, and what is wrong with them, if anything.
 
     The plan is made anew if the groups have changed, or if ranks have just found copies.
     """
-    replicas_of(kept.process_group)  # raises if it was lost
+    replicas_of(runtime.process_group)  # raises if it was lost
     try:
-        if copies is None and kept.planned is not None and kept.planned.signature == _signature(groups, kept):
-            return kept.planned, kept.planned.sets, None
+        if copies is None and runtime.planned is not None and runtime.planned.signature == _signature(groups, runtime):
+            return runtime.planned, runtime.planned.sets, None
         for group in groups:
-            check_members(group, groups, kept)
-        kept.found_group = _group_found(groups, kept)
-        signature = _signature(groups, kept)  # with the names as they are now
+            check_members(group, groups, runtime)
+        runtime.found_group = _group_found(groups, runtime)
+        signature = _signature(groups, runtime)  # with the names as they are now
     except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
-        before = kept.connected
+        before = runtime.connected
         if before is not None:
             return None, before.sets, wrong
-        return None, likely_sets(groups, kept.holders, kept.layouts, kept.source), wrong
+        return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
     members, sets, error = members_of(
-        groups, kept.holders, kept.layouts, kept.source, copies or {}, shard_state=kept.shard_state
+        groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.shard_state
     )
     if error is not None:
         return None, sets, error
     try:
-        kept.planned = plan_members(groups, members, signature, kept.precision, kept.bucket_cap_mb)
+        runtime.planned = plan_members(groups, members, signature, runtime.precision, runtime.bucket_cap_mb)
     except (LayoutError, ValueError) as found:
         return None, sets, found
     listed = {name for group in groups for name in group["param_names"]}
-    kept.planned.beyond = sets_without_tensor({n: entry for n, entry in kept.layouts.items() if n not in listed})
-    return kept.planned, kept.planned.sets, None
+    runtime.planned.beyond = sets_without_tensor({n: entry for n, entry in runtime.layouts.items() if n not in listed})
+    return runtime.planned, runtime.planned.sets, None
 
 
-def _group_found(groups: Groups, kept: Kept) -> dist.ProcessGroup | None:
+def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
     """Return who holds plain tensors by what wrappers say, if that was left to them; declared ones need no wrapper."""
-    if kept.process_group != "auto" or world_size() == 1:
+    if runtime.process_group != "auto" or world_size() == 1:
         return None
     named = {
         name: tensor
         for group in groups
         for name, tensor in zip(group["param_names"], group["params"], strict=True)
-        if name not in kept.layouts and kept.source.group(tensor) is None
+        if name not in runtime.layouts and runtime.source.group(tensor) is None
     }
     return group_that_averages(named)
 
 
-def _signature(groups: Groups, kept: Kept) -> object:
-    return signature_of(groups, kept.process_group, kept.layouts, kept.source)
+def _signature(groups: Groups, runtime: Runtime) -> object:
+    return signature_of(groups, runtime.process_group, runtime.layouts, runtime.source)

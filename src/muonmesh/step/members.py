@@ -26,7 +26,7 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards, MeshLayout
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
-from muonmesh.step.homes import Home, Stored, homes_of
+from muonmesh.step.state_layout import StateLayout, Stored, state_layouts_of
 
 Holders = Literal["known", "open", "unknown"]
 """See `Member.holders`."""
@@ -43,7 +43,7 @@ class Member:
         spec: How it splits into matrices.
         storage: Where it lives.
         momentum_storage: Where its momentum lives: there too, or shared among the replicas.
-        homes: Where each thing lives that its rule keeps of it, by key.
+        state_layouts: Where each thing lives that its rule keeps of it, by key.
         holders: Whether it is known which ranks hold it. "open": those of its storage do, and others may hold copies.
             "unknown": nothing says it of a plain tensor; its storage is that of this rank alone, or has no layout.
     """
@@ -54,7 +54,7 @@ class Member:
     spec: Any
     storage: Storage
     momentum_storage: Storage
-    homes: Mapping[str, Home] = field(default_factory=dict)
+    state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
     holders: Holders = "known"
 
     @property
@@ -217,22 +217,22 @@ def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]
     return [(name, declared, spec)]
 
 
-def with_homes(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
-    """Return the members with the homes of what their rules keep."""
+def with_state_layouts(groups: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> list[Member]:
+    """Return the members with where all lives that their rules keep."""
     sharing: dict[int, list[int]] = {}
     found = list(members)
     for number, member in enumerate(members):
         if is_matrix_rule(groups[member.group]["algorithm"]):
             sharing.setdefault(id(member.tensor), []).append(number)
         else:
-            home = Home("weights", member.storage, dtype=member.tensor.dtype)
+            home = StateLayout("weights", member.storage, dtype=member.tensor.dtype)
             keeps = rule_of(groups[member.group]).keeps()
-            found[number] = replace(member, homes=dict.fromkeys(keeps, home))
+            found[number] = replace(member, state_layouts=dict.fromkeys(keeps, home))
     for numbers in sharing.values():
         keeps = rule_of(groups[members[numbers[0]].group]).keeps()
         together = {n: Stored(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}
-        for number, homes in homes_of(keeps, together).items():
-            found[number] = replace(members[number], homes=homes)
+        for number, state_layouts in state_layouts_of(keeps, together).items():
+            found[number] = replace(members[number], state_layouts=state_layouts)
     return found
 
 

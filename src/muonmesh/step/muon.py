@@ -21,12 +21,12 @@ from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import Rule, parts
 from muonmesh.settings import Precision
+from muonmesh.step.adjacent import adjacent_matrices
 from muonmesh.step.blocks import Blocks, Momentum
+from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flags import Flags
-from muonmesh.step.loans import Loans
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Holdings
-from muonmesh.step.runs import runs_of
 from muonmesh.step.slots import Slot, create_state, view_in_storage
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.update_squares import UpdateSquares
@@ -102,7 +102,7 @@ class MuonStep:
         offload: Offload | None = None,
     ) -> None:
         self._plan = plan
-        self._loans = None if offload is None else Loans(offload, plan, holdings, slots)
+        self._copies = None if offload is None else DeviceCopies(offload, plan, holdings, slots)
         self._prepared: list[int] = []
         self._blocks = blocks
         self._agreed: Tensor | None = None
@@ -126,7 +126,7 @@ class MuonStep:
 
     def fetch(self, assignments: Sequence[int]) -> None:
         """Begin to bring the state of these matrices' parameters, where it lies on the host."""
-        if self._loans is not None:
+        if self._copies is not None:
             self._collect(assignments)
 
     def prepare(self, assignments: Sequence[int]) -> None:
@@ -145,12 +145,12 @@ class MuonStep:
         fresh = {n: slot for n in wanted if (slot := self._slots[n]) is not None and n not in self._ready}
         for number, slot in fresh.items():
             self._create(number, slot)
-        if self._loans is not None:
-            self._loans.take(fresh.values())
+        if self._copies is not None:
+            self._copies.take(fresh.values())
         for number, slot in fresh.items():
             rule = self._rules[slot.group]
             assert rule is not None
-            here: Mapping[str, Tensor] = {} if self._loans is None else self._loans.values(slot)
+            here: Mapping[str, Tensor] = {} if self._copies is None else self._copies.values(slot)
             gradient, master = slot.gradient, here.get("master", slot.state.get("master"))
             momenta: Mapping[str, Tensor | Momentum] | None = None
             if slot.created:
@@ -180,8 +180,8 @@ class MuonStep:
         """`_collect`, and let what is computed from now on wait for state that is on its way."""
         numbers = list(assignments)
         self._collect(numbers)
-        if self._loans is not None:
-            self._loans.arrive(slot for slot in map(self._slot, numbers) if slot is not None)
+        if self._copies is not None:
+            self._copies.arrive(slot for slot in map(self._slot, numbers) if slot is not None)
             self._prepared += numbers
 
     def _slot(self, assignment: int) -> Slot | None:
@@ -189,16 +189,16 @@ class MuonStep:
 
     def _have_read(self) -> None:
         """Give the momentum back of what was prepared, where it lies on the host."""
-        if self._loans is not None:
-            for number in self._loans.have_read(self._prepared):
+        if self._copies is not None:
+            for number in self._copies.have_read(self._prepared):
                 if number in self._ready:  # of a flat buffer it may be a parameter of which nothing is here
                     self._ready[number] = self._ready[number]._replace(momenta={})
             self._prepared = []
 
     def _have_written(self, ends: Ends) -> None:
         """Give the other state back of what is written, likewise."""
-        if self._loans is not None:
-            for number in self._loans.have_written(ends):
+        if self._copies is not None:
+            for number in self._copies.have_written(ends):
                 if number in self._ready:
                     self._ready[number] = self._ready[number]._replace(beside={}, master=None)
 
@@ -209,7 +209,7 @@ class MuonStep:
             local = local_of(slot.state[key])
             found = Momentum.of(blocks, slot.name, slot.tensor, key, local, slot.state)
             if found.codes is not local:
-                slot.state[key] = slot.homes[key].storage.wrap(found.codes)
+                slot.state[key] = slot.state_layouts[key].storage.wrap(found.codes)
             self._coded[place] = found
         return self._coded[place]
 
@@ -307,7 +307,7 @@ class MuonStep:
 
     def _stack(self, batch: Sequence[Local]) -> Stack | None:
         """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
-        first, asked = batch[0], (self._blocks, self._loans, self._update_squares) != (None, None, None)
+        first, asked = batch[0], (self._blocks, self._copies, self._update_squares) != (None, None, None)
         planned = self._plan.assignments[first.assignment]
         if asked or len(batch) == 1 or planned.matrix.numel > SMALL or first.stored == "in pieces":
             return None
@@ -316,7 +316,7 @@ class MuonStep:
         rows, cols = planned.matrix.shape
         shape = (cols, rows) if first.stored == "transposed" else (rows, cols)
         group, found = self._ready[planned.parameter].slot.group, None
-        for run in runs_of(self._plan, batch):
+        for run in adjacent_matrices(self._plan, batch):
             ready = self._ready[run.parameter]
             if ready.gradient is None or ready.momenta is None or ready.slot.group != group or not ready.slot.created:
                 return None
@@ -404,7 +404,7 @@ class MuonStep:
         return max(1, -(-count // (threads * turns)))
 
     def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).
+        """AdjacentMatrices (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).
 
         In fp32 and fp64 the bits of a product depend on how many threads share it. There the tasks are run one after
         the other, each on all threads, so that they do not depend on how many tasks there are.
@@ -547,8 +547,8 @@ class MuonStep:
                 continue
             if not slot.is_complete(self._precision):
                 create_state(slot, self._precision)
-        if self._loans is not None:
-            self._loans.finish()
+        if self._copies is not None:
+            self._copies.finish()
 
 
 def _by_storage(some: Sequence[Local]) -> list[list[Local]]:

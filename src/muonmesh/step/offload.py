@@ -29,7 +29,7 @@ def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision, *, wait:
 
 
 @dataclass
-class Loan:
+class DeviceCopy:
     """State of one parameter that is on the device for a while.
 
     Attributes:
@@ -68,42 +68,42 @@ class Offload:
         if device.type == "cuda":
             self._streams = keep(("offload", device), lambda: (_stream(device), _stream(device)))
 
-    def bring(self, hosts: Mapping[str, Tensor]) -> Loan:
+    def bring(self, hosts: Mapping[str, Tensor]) -> DeviceCopy:
         """Begin to copy local tensors of one parameter to the device."""
-        loan = Loan(hosts, {key: torch.empty_like(host, device=self._device) for key, host in hosts.items()})
+        copy = DeviceCopy(hosts, {key: torch.empty_like(host, device=self._device) for key, host in hosts.items()})
         if self._streams is None:
             for key, host in hosts.items():
-                loan.values[key].copy_(host)
-            return loan
+                copy.values[key].copy_(host)
+            return copy
         here, _ = self._streams
         here.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(here):
             for key, host in hosts.items():
-                loan.values[key].copy_(host, non_blocking=True)
-        loan.arrived = here.record_event()
-        return loan
+                copy.values[key].copy_(host, non_blocking=True)
+        copy.arrived = here.record_event()
+        return copy
 
-    def arrive(self, loan: Loan) -> None:
-        """Let what is computed from now on wait for a loan."""
-        if loan.arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(loan.arrived)
-            loan.arrived = None
+    def arrive(self, copy: DeviceCopy) -> None:
+        """Let what is computed from now on wait for a copy."""
+        if copy.arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(copy.arrived)
+            copy.arrived = None
 
-    def give_back(self, loan: Loan, keys: Collection[str]) -> None:
+    def give_back(self, copy: DeviceCopy, keys: Collection[str]) -> None:
         """Copy to the host what has been computed, which nobody on the device reads any more."""
-        gone = {key: loan.values.pop(key) for key in keys if key in loan.values}
+        gone = {key: copy.values.pop(key) for key in keys if key in copy.values}
         if not gone:
             return
-        self.arrive(loan)
+        self.arrive(copy)
         if self._streams is None:
             for key, value in gone.items():
-                loan.hosts[key].copy_(value)
+                copy.hosts[key].copy_(value)
             return
         _, back = self._streams
         back.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(back):
             for key, value in gone.items():
-                loan.hosts[key].copy_(value, non_blocking=True)
+                copy.hosts[key].copy_(value, non_blocking=True)
         self.last = back.record_event()
         self._leaving.append((self.last, list(gone.values())))
 
@@ -130,16 +130,16 @@ class Offload:
         """
         hosts = [{key: local_of(state[key]) for key in keys if key in state} for state in states]
         cuts = _cuts([max((host.numel() for host in some.values()), default=0) for some in hosts], self.elements)
-        loans = [self.bring(some) for some in hosts[cuts[0]]] if cuts else []
+        copies = [self.bring(some) for some in hosts[cuts[0]]] if cuts else []
         for number, cut in enumerate(cuts):
             self.turn()
             after = [self.bring(some) for some in hosts[cuts[number + 1]]] if number + 1 < len(cuts) else []
-            for loan in loans:
-                self.arrive(loan)
-            yield cut, [{**state, **loan.values} for state, loan in zip(states[cut], loans, strict=True)]
-            for loan in loans:
-                self.give_back(loan, keys)
-            loans = after
+            for copy in copies:
+                self.arrive(copy)
+            yield cut, [{**state, **copy.values} for state, copy in zip(states[cut], copies, strict=True)]
+            for copy in copies:
+                self.give_back(copy, keys)
+            copies = after
 
 
 def _cuts(numels: Sequence[int], most: int) -> list[slice]:

@@ -40,8 +40,8 @@ from muonmesh.numerics.newton_schulz import resolve_method, takes_all_at_once
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
 from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.blocks import Blocks
-from muonmesh.step.census import Census
-from muonmesh.step.members import Member, with_homes
+from muonmesh.step.flag_vector import FlagVector
+from muonmesh.step.members import Member, with_state_layouts
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -85,9 +85,9 @@ class Planned:
     _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
     @cached_property
-    def census(self) -> Census:
+    def flag_vector(self) -> FlagVector:
         """Where the flags of each parameter stand."""
-        return Census.of(self.plan, self.rank)
+        return FlagVector.of(self.plan, self.rank)
 
     @property
     def sets(self) -> list[tuple[int, ...]]:
@@ -222,7 +222,7 @@ def plan_members(
     Raises:
         LayoutError: a parameter is held in a way that cannot be mapped to whole matrices.
     """
-    members = with_homes(groups, members)
+    members = with_state_layouts(groups, members)
     muon = tuple(member for member in members if is_matrix_rule(groups[member.group]["algorithm"]))
     devices = {member.tensor.device for member in muon}
     if len(devices) > 1:
@@ -334,7 +334,7 @@ def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -
         each = tuple(2 * matrix.numel for matrix in matrices)
     if rule.changes_matrices():
         settings = f"{settings}, {group['algorithm']}"
-    companions = tuple(home.companion for home in member.homes.values() if home.companion is not None)
+    companions = tuple(home.companion for home in member.state_layouts.values() if home.companion is not None)
     return Parameter(
         member.name,
         member.momentum_storage.layout,

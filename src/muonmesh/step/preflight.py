@@ -15,13 +15,13 @@ from muonmesh.comm.work import Idle
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.settings import SettingsFound
-from muonmesh.step.census import DIGEST, Answers
+from muonmesh.step.flag_vector import DIGEST, ReducedFlags
 from muonmesh.step.flags import Flags
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.nonzero import nonzero_on_device, nonzero_on_host
 from muonmesh.step.planning import Planned
+from muonmesh.step.settings_digest import SettingsDigest
 from muonmesh.step.slots import Collected, Slot
-from muonmesh.step.terms import Terms
 
 
 def changed_groups() -> PlanError:
@@ -37,7 +37,7 @@ def changed_groups() -> PlanError:
 
 
 def _late(
-    answers: Answers,
+    answers: ReducedFlags,
     exchange: Exchange,
     error: Exception | None,
     planned: Planned,
@@ -47,7 +47,7 @@ def _late(
     """Return flags on their way to a host that does not wait for them; what they say is raised on every rank."""
 
     def say(flags: Tensor) -> None:
-        found = Answers(answers.census, flags)
+        found = ReducedFlags(answers.flag_vector, flags)
         if bool(found.somebody("replan")):
             raise changed_groups()
         late = settings.late() if error is None and bool(found.somebody("error")) else error
@@ -60,7 +60,7 @@ def preflight(
     planned: Planned,
     exchange: Exchange,
     collected: Collected,
-    terms: Terms,
+    terms: SettingsDigest,
     *,
     settings: SettingsFound,
     error: Exception | None,
@@ -68,7 +68,7 @@ def preflight(
     overflow: Tensor | None,
     waits: bool,
 ) -> tuple[Flags, LateAnswer | None]:
-    """Reduce one vector of small flags over all ranks, see `Census`; raise on every rank if any found an error.
+    """Reduce one vector of small flags over all ranks, see `FlagVector`; raise on every rank if any found an error.
 
     Partial gradients of replicated parameters are reduced: on a host that waits after the ranks have agreed on who
     takes part, else before, by the ranks that have one.
@@ -95,7 +95,7 @@ def preflight(
     """
     plan, device, muon = planned.plan, planned.device, collected.muon
     slots = [*muon, *collected.elementwise]
-    census = planned.census
+    flag_vector = planned.flag_vector
     at_rest, error = settings.at_rest, settings.error or collected.error or error
     waits = waits or at_rest
     if not waits:
@@ -122,8 +122,8 @@ def preflight(
         "error": failed,
         "stays": True,
     }
-    flags = exchange.reduce_flags(census.vector(nonzero, slots, terms.digests(), tail))
-    answers = Answers(census, flags)
+    flags = exchange.reduce_flags(flag_vector.vector(nonzero, slots, terms.digests(), tail))
+    answers = ReducedFlags(flag_vector, flags)
     overflowed = answers.somebody("overflow")
     if not waits:
         stop = answers.stops() | answers.somebody("replan") | answers.somebody("skip") | overflowed
@@ -145,7 +145,7 @@ def preflight(
         if slot is not None:
             slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
     seen = answers.of("present").tolist()
-    present = [any(seen[first : first + count]) for first, count in census.presence[: len(muon)]]
+    present = [any(seen[first : first + count]) for first, count in flag_vector.presence[: len(muon)]]
     only_creates_state = at_rest and not bool(answers.somebody("moves")) and not any(nonzeros)
     skips = bool(answers.somebody("skip") | overflowed)
     return Flags(nonzeros, present, overflowed, skips, only_creates_state), None
@@ -168,14 +168,14 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
         Exception: ``error``.
         PlanError: another rank found an error; or not all ranks have changed, and the others do not wait.
     """
-    census = planned.census
-    nobody: list[Slot | None] = [None] * len(census.presence)
-    nonzero = torch.zeros(census.matrices, dtype=torch.uint8, device=planned.device)
-    digests = torch.zeros(DIGEST * len(census.shared), dtype=torch.uint8, device="cpu")
-    vector = census.vector(nonzero, nobody, digests, {"replan": error is None, "error": error is not None})
+    flag_vector = planned.flag_vector
+    nobody: list[Slot | None] = [None] * len(flag_vector.presence)
+    nonzero = torch.zeros(flag_vector.matrices, dtype=torch.uint8, device=planned.device)
+    digests = torch.zeros(DIGEST * len(flag_vector.shared), dtype=torch.uint8, device="cpu")
+    vector = flag_vector.vector(nonzero, nobody, digests, {"replan": error is None, "error": error is not None})
     for name in ("settings", "inverse"):
-        vector[census.slices[name]] = 0  # says nothing
-    answers = Answers(census, exchange.reduce_flags(vector))
+        vector[flag_vector.slices[name]] = 0  # says nothing
+    answers = ReducedFlags(flag_vector, exchange.reduce_flags(vector))
     if waits:
         _raise_errors(planned, exchange, answers, error, dict)
         return None
@@ -195,10 +195,10 @@ def _flag(told: Tensor | None) -> bool | Tensor:
     return bool(told) if told.device.type == "cpu" else told
 
 
-def _partial(answers: Answers) -> dict[int, tuple[int, ...]]:
+def _partial(answers: ReducedFlags) -> dict[int, tuple[int, ...]]:
     """Return the parameters of which some rank has a partial gradient, with `partial_axes` of it."""
     told, found = answers.of("placed").tolist(), {}
-    for number, first, count in answers.census.axes:
+    for number, first, count in answers.flag_vector.axes:
         axes = tuple(max(0, op - 1) for op in told[first : first + count])
         if any(axes):
             found[number] = axes
@@ -208,19 +208,19 @@ def _partial(answers: Answers) -> dict[int, tuple[int, ...]]:
 def _raise_errors(
     planned: Planned,
     exchange: Exchange,
-    answers: Answers,
+    answers: ReducedFlags,
     error: Exception | None,
     lines: Callable[[], Mapping[str, str]],
 ) -> None:
     """Raise what the flags say, on every rank; all ranks of the exchange call it where they say something."""
     if not bool(answers.stops()):
         return
-    census = answers.census
+    flag_vector = answers.flag_vector
     if bool(answers.somebody("error")):
         agree_on_plan(exchange.group, exchange.plan, error)
     parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.elementwise]
     for flag in answers.half_missing().nonzero().flatten().tolist():
-        parameter = parameters[census.owners[flag]]
+        parameter = parameters[flag_vector.owners[flag]]
         raise PlanError(
             explain_error(
                 parameter.name,
@@ -229,7 +229,7 @@ def _raise_errors(
                 "Let DDP handle parameters that some ranks do not use (find_unused_parameters=True)",
             )
         )
-    axes = [number for number, _, count in census.axes for _ in range(count)]
+    axes = [number for number, _, count in flag_vector.axes for _ in range(count)]
     for flag in answers.mixed().nonzero().flatten().tolist():
         parameter = parameters[axes[flag]]
         raise PlanError(

@@ -50,8 +50,8 @@ def _state(member: Member, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterabl
     """Yield the state that is stored as the parameter is; that of a flat tensor may be of other parameters too."""
     flat = isinstance(member.storage.layout, FlatShards)
     for key, value in sorted(state.get(member.tensor, {}).items()):
-        storage = member.homes[key].storage if key in member.homes else member.storage
-        own = key in member.homes or key == "master" or not flat
+        storage = member.state_layouts[key].storage if key in member.state_layouts else member.storage
+        own = key in member.state_layouts or key == "master" or not flat
         if isinstance(value, Tensor) and own and storage.copies == member.storage.copies:
             yield key, value, storage
 

@@ -15,10 +15,10 @@ from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.layout import Piece
 from muonmesh.numerics.rules import KeptAs, is_matrix_rule
 from muonmesh.settings import Precision
-from muonmesh.step.homes import Home
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy, fresh_zeros
 from muonmesh.step.planning import Planned
+from muonmesh.step.state_layout import StateLayout
 
 RUNNING = ("running_norm", "running_norm_steps")
 """State of `clip`: for each matrix of a tensor the running norm of its gradients, and how many that has seen."""
@@ -40,7 +40,7 @@ class Slot:
         storage: Where it lives.
         momentum_storage: Where its momentum lives.
         matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
-        homes: Where each thing lives that its rule keeps of it, by key.
+        state_layouts: Where each thing lives that its rule keeps of it, by key.
     """
 
     name: str
@@ -51,22 +51,22 @@ class Slot:
     storage: Storage
     momentum_storage: Storage
     matrices: int
-    homes: Mapping[str, Home] = field(default_factory=dict)
+    state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
 
     def kept_as(self, kept_as: KeptAs) -> dict[str, Tensor]:
         """Return the local parts of what its rule keeps as "momentum", say, by key; without what is not created yet."""
-        homes, state = self.homes.items(), self.state
-        return {key: local_of(state[key]) for key, home in homes if home.kept_as == kept_as and key in state}
+        state_layouts, state = self.state_layouts.items(), self.state
+        return {key: local_of(state[key]) for key, home in state_layouts if home.kept_as == kept_as and key in state}
 
     @property
     def created(self) -> bool:
         """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
-        return self.homes.keys() <= self.state.keys()
+        return self.state_layouts.keys() <= self.state.keys()
 
     def is_complete(self, precision: Precision) -> bool:
         """Whether `create_state` has nothing to create."""
         state, master = self.state, precision.master
-        for key in (*RUNNING, *self.homes):
+        for key in (*RUNNING, *self.state_layouts):
             if key not in state:
                 return False
         return master is None or "master" in state or master == self.tensor.dtype
@@ -149,7 +149,7 @@ def collect(
             member.storage,
             member.momentum_storage,
             len(matrices_of.get(tensor, ())),
-            member.homes,
+            member.state_layouts,
         )
         try:
             check_state(slot, precision, muon=by_muon[member.group])
@@ -179,7 +179,7 @@ def create_state(slot: Slot, precision: Precision) -> None:
 def create_kept(slot: Slot, precision: Precision) -> None:
     """Create what the rule keeps where it is missing, as zeros."""
     local = local_of(slot.tensor)
-    for key, home in slot.homes.items():
+    for key, home in slot.state_layouts.items():
         if key not in slot.state:
             shape = local.shape if home.storage is slot.storage else local_shape(home.storage)
             if home.companion is None:
@@ -211,7 +211,7 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
         StateError: a tensor is no tensor, of another shape than this rank stores, or elsewhere; or the state is of the
             other algorithm.
     """
-    held, state, homes = local_of(slot.tensor), slot.state, slot.homes
+    held, state, state_layouts = local_of(slot.tensor), slot.state, slot.state_layouts
     if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
         found, write = "a parameter without memory, which FSDP or ZeRO has freed", "Reshard it first: module.reshard()"
         raise LayoutError(explain_error(slot.name, found, "its elements to update", write))
@@ -228,7 +228,7 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
         )
     value: object
     for key, value in state.items():
-        home = homes.get(key)
+        home = state_layouts.get(key)
         if value is None or (home is None and key != "master"):
             continue
         if not isinstance(value, Tensor):

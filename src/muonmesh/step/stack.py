@@ -11,7 +11,7 @@ from torch import Tensor
 from muonmesh.comm.views import contiguous
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.rules import Rule, parts
-from muonmesh.step.runs import Run
+from muonmesh.step.adjacent import AdjacentMatrices
 
 SMALL = 1 << 14
 """Elements of a matrix up to which to copy it beside others is cheaper than a few calls more [measured]."""
@@ -32,7 +32,7 @@ class Stack:
     transposed: bool
     _columns: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
-    def add(self, run: Run, shape: tuple[int, int], **tensors: Mapping[str, Tensor]) -> None:
+    def add(self, run: AdjacentMatrices, shape: tuple[int, int], **tensors: Mapping[str, Tensor]) -> None:
         """Add the matrices of a run.
 
         Args:

@@ -18,8 +18,8 @@ from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.newton_schulz import orthogonalize, room_for
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated, Wholes
+from muonmesh.step.adjacent import adjacent_matrices
 from muonmesh.step.muon import MuonStep, values_of
-from muonmesh.step.runs import runs_of
 from muonmesh.step.slots import view_in_storage
 
 _MOMENTUM = "momentum_buffer"
@@ -90,8 +90,8 @@ class MuonStepTogether(MuonStep):
         for some in alike:
             shape = self._plan.assignments[some[0].assignment].matrix.shape
             size = 1 if shape[0] * shape[1] >= _LARGE else self._at_once(len(some), shape)
-            if self._loans is not None:
-                size = min(size, self._loans.at_once(shape[0] * shape[1]))
+            if self._copies is not None:
+                size = min(size, self._copies.at_once(shape[0] * shape[1]))
             batches += [some[start : start + size] for start in range(0, len(some), size)]
         for number, batch in enumerate(batches):
             for after in batches[number + 1 : number + 2]:
@@ -160,10 +160,10 @@ class MuonStepTogether(MuonStep):
         if more is asked for than weights and momentum.
         """
         group = self._group(batch[0].assignment)
-        asked = (self._blocks, self._loans, self._update_squares) != (None, None, None)
+        asked = (self._blocks, self._copies, self._update_squares) != (None, None, None)
         if asked or not self._factors_of(group).fuses:
             return None
-        (_, rows, cols), runs = like.shape, runs_of(self._plan, batch)
+        (_, rows, cols), runs = like.shape, adjacent_matrices(self._plan, batch)
         found = Wholes([], [], [], [], [local.assignment for local in batch])
         apart = len(batch) == 1 or any(run.stored == "transposed" for run in runs)
         for run in runs:
@@ -171,7 +171,7 @@ class MuonStepTogether(MuonStep):
             if slot is None or run.stored == "in pieces" or slot.gradient is None or slot.group != group:
                 return None
             state, weights = slot.state, local_of(slot.tensor)
-            if slot.homes.keys() != {_MOMENTUM} or not weights.is_contiguous():
+            if slot.state_layouts.keys() != {_MOMENTUM} or not weights.is_contiguous():
                 return None
             if not slot.is_complete(self._precision):
                 self._create(run.parameter, slot)

@@ -138,7 +138,7 @@ def dry_run(
         with fake:
             made = optimizer(copied)
         if isinstance(made, Muon):
-            planned, exchange = connect(made.param_groups, made._kept)  # compares plans: real numbers, on the host
+            planned, exchange = connect(made.param_groups, made._runtime)  # compares plans: real numbers, on the host
             planned.group_names([group["name"] for group in made.param_groups], exchange.group)  # likewise, once
         parameters = [p for group in made.param_groups for p in group["params"]]
         with fake:
@@ -174,9 +174,13 @@ def dry_run(
 
 def _kept_bytes(optimizer: torch.optim.Optimizer, count: Launches) -> int:
     """Return what an exchange keeps from step to step, which `count` then leaves out."""
-    if not isinstance(optimizer, Muon) or optimizer._kept.planned is None or optimizer._kept.planned.exchange is None:
+    if (
+        not isinstance(optimizer, Muon)
+        or optimizer._runtime.planned is None
+        or optimizer._runtime.planned.exchange is None
+    ):
         return 0
-    memory = optimizer._kept.planned.exchange.memory
+    memory = optimizer._runtime.planned.exchange.memory
     count.knows(memory)
     return sum(tensor.untyped_storage().nbytes() for tensor in memory)
 

@@ -208,7 +208,7 @@ def _stepped(
     for parameter, held in ((alone, {"process_group": "local"}), (shared, {**where, "shard_state": case.shard_state})):
         entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
         optimizer = Muon([entry], lr=0.02, **case.options, **held)
-        optimizer._kept.together, optimizer._kept.waits = together, not together
+        optimizer._runtime.together, optimizer._runtime.waits = together, not together
         optimizers.append(optimizer)
     for kind in case.gradients:
         gradient = _randn(case.shape, random_numbers)
@@ -220,11 +220,11 @@ def _stepped(
             optimizer.step()
     expected = {"weights": alone.detach(), **optimizers[0].state[alone]}
     found = {"weights": shared.detach(), **optimizers[1].state[shared]}
-    homes = optimizers[1].members[0].homes
+    state_layouts = optimizers[1].members[0].state_layouts
     # A device's host cannot tell that no rank has had a gradient, so a shard has its state from the first step on.
     wrong = sorted(expected.keys() - found.keys() if together else expected.keys() ^ found.keys())
     for key in expected.keys() & found.keys():
-        place = layout if key == "weights" else homes[key].storage.layout if key in homes else None
+        place = layout if key == "weights" else state_layouts[key].storage.layout if key in state_layouts else None
         value = _cut(expected[key], place) if place is not None else expected[key]
         if not torch.equal(local_of(found[key]).reshape(value.shape), value):
             wrong.append(key)

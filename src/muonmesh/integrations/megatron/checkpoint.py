@@ -72,7 +72,7 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int, resizes: bool) -> Iterator[ShardedTensor]:
     """Yield the boxes of a tensor that this rank stores; counts and norms are the same on all ranks that have them."""
     local = local_of(value)
-    home = member.homes.get(key)
+    home = member.state_layouts.get(key)
     layout = home.storage.layout if home is not None else member.storage.layout
     assert layout is not None
     whole = f"{_PREFIX}.{key}.{saved}"
@@ -153,7 +153,7 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
     for member in optimizer.members:
         for key, value in optimizer.state[member.tensor].items():
             local = local_of(value)
-            home = member.homes.get(key)
+            home = member.state_layouts.get(key)
             layout = home.storage.layout if home is not None else member.storage.layout
             assert layout is not None
             parts = list(

@@ -118,7 +118,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
         error: Exception | None = None
         try:
-            connect(self.optimizer.param_groups, self.optimizer._kept)  # within each set of ranks
+            connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set of ranks
         except Exception as found:
             error = found
         tell(None, error)

@@ -1,4 +1,4 @@
-"""Loans: what a step of Muon's half has on the device of the state that lies on the host, and how long it needs it."""
+"""DeviceCopies: state that lies on the host, as a step of Muon's half has it on the device for as long as it needs it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.comm.work import Ends
 from muonmesh.layout import Plan
-from muonmesh.step.offload import Loan, Offload
+from muonmesh.step.offload import DeviceCopy, Offload
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot
 
 
-class Loans:
+class DeviceCopies:
     """Momentum is needed until all matrices of its tensor have been read, other state until all have been written.
 
     What comes and goes is the state of a tensor as this rank stores it: a stack of experts or a flat buffer at once.
@@ -29,7 +29,7 @@ class Loans:
 
     def __init__(self, offload: Offload, plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> None:
         self._offload, self._plan, self._slots = offload, plan, slots
-        self._loans: dict[Tensor, Loan] = {}
+        self._copies: dict[Tensor, DeviceCopy] = {}
         self._unread: dict[Tensor, set[int]] = {}  # assignments
         self._unwritten: dict[Tensor, int] = {}  # elements
         self._numbers: dict[Tensor, list[int]] = {}  # parameters
@@ -50,22 +50,22 @@ class Loans:
 
     def take(self, slots: Iterable[Slot]) -> None:
         """Begin to bring the state of parameters that have not been brought in this step, which has been created."""
-        wanted = {slot.tensor: slot for slot in slots if slot.tensor not in self._loans}
+        wanted = {slot.tensor: slot for slot in slots if slot.tensor not in self._copies}
         if wanted:
             self._offload.turn()
         for tensor, slot in wanted.items():
-            shaped = [key for key, home in slot.homes.items() if home.companion is None]
+            shaped = [key for key, home in slot.state_layouts.items() if home.companion is None]
             keys = [key for key in (*shaped, "master") if key in slot.state]
-            self._loans[tensor] = self._offload.bring({key: local_of(slot.state[key]) for key in keys})
+            self._copies[tensor] = self._offload.bring({key: local_of(slot.state[key]) for key in keys})
 
     def values(self, slot: Slot) -> Mapping[str, Tensor]:
         """Return what was brought of a parameter's state, by key; it may not have arrived."""
-        return self._loans[slot.tensor].values
+        return self._copies[slot.tensor].values
 
     def arrive(self, slots: Iterable[Slot]) -> None:
         """Let what is computed from now on wait for the state of parameters that has been taken."""
         for slot in slots:
-            self._offload.arrive(self._loans[slot.tensor])
+            self._offload.arrive(self._copies[slot.tensor])
 
     def have_read(self, assignments: Iterable[int]) -> Iterator[int]:
         """Give the momentum back of what nobody reads any more: the gradients of these matrices have been folded in.
@@ -80,7 +80,7 @@ class Loans:
             unread = self._unread[slot.tensor]
             unread.discard(number)
             if not unread:
-                self._offload.give_back(self._loans[slot.tensor], _momentum(slot))
+                self._offload.give_back(self._copies[slot.tensor], _momentum(slot))
                 yield from self._numbers[slot.tensor]
 
     def have_written(self, ends: Ends) -> Iterator[int]:
@@ -90,16 +90,16 @@ class Loans:
             assert slot is not None
             self._unwritten[slot.tensor] -= leg.piece.numel
             if self._unwritten[slot.tensor] == 0:
-                loan = self._loans[slot.tensor]
-                self._offload.give_back(loan, [key for key in loan.values if key not in _momentum(slot)])
+                copy = self._copies[slot.tensor]
+                self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(slot)])
                 yield from self._numbers[slot.tensor]
 
     def finish(self) -> None:
         """Give back what is left."""
-        for loan in self._loans.values():
-            self._offload.give_back(loan, tuple(loan.values))
+        for copy in self._copies.values():
+            self._offload.give_back(copy, tuple(copy.values))
         self._offload.end()
 
 
 def _momentum(slot: Slot) -> list[str]:
-    return [key for key, home in slot.homes.items() if home.kept_as == "momentum"]
+    return [key for key, home in slot.state_layouts.items() if home.kept_as == "momentum"]

@@ -1,4 +1,4 @@
-"""Homes: where each thing lives that a rule keeps of a parameter, and in which dtype."""
+"""StateLayout: where each thing lives that a rule keeps of a parameter, and in which dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muonmesh.numerics.rules import KeptAs
 from muonmesh.settings import Precision
 
 
-class Home(NamedTuple):
+class StateLayout(NamedTuple):
     """Where one thing lives that a rule keeps of a parameter.
 
     Attributes:
@@ -47,7 +47,7 @@ class Home(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter as `homes_of` sees it: how it splits, and where it is stored.
+    """A parameter as `state_layouts_of` sees it: how it splits, and where it is stored.
 
     Attributes:
         name: Canonical name.
@@ -62,8 +62,8 @@ class Stored:
     momentum_storage: Storage
 
 
-def homes_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]) -> dict[int, dict[str, Home]]:
-    """Return the homes of all that a rule keeps of the parameters of one tensor: one of them, or several if it is flat.
+def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]) -> dict[int, dict[str, StateLayout]]:
+    """Return where all lives that a rule keeps of the parameters of one tensor: one of them, or several if it is flat.
 
     What has a number for each row, column or matrix follows the momentum: it is placed on its mesh, or lies in a flat
     buffer cut between the same ranks.
@@ -75,11 +75,13 @@ def homes_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]) -> dic
     Raises:
         ValueError: a parameter does not split as its group says.
     """
-    homes: dict[int, dict[str, Home]] = {number: {} for number in together}
+    state_layouts: dict[int, dict[str, StateLayout]] = {number: {} for number in together}
     for key, kept in keeps.items():
         if kept == "momentum" or kept == "weights":
             for number, held in together.items():
-                homes[number][key] = Home(kept, held.momentum_storage if kept == "momentum" else held.storage)
+                state_layouts[number][key] = StateLayout(
+                    kept, held.momentum_storage if kept == "momentum" else held.storage
+                )
             continue
         shapes, parts, buffers = {}, {}, dict[str, tuple[FlatShards, tuple[int, ...]]]()
         for number, held in together.items():
@@ -95,5 +97,5 @@ def homes_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]) -> dic
             else:
                 place = flat[str(number)]
             companion = Companion(key, kept, place, parts[number])
-            homes[number][key] = Home(kept, held.momentum_storage.companion(place), companion)
-    return homes
+            state_layouts[number][key] = StateLayout(kept, held.momentum_storage.companion(place), companion)
+    return state_layouts

@@ -1,4 +1,4 @@
-"""Run: elements of a matrix that follow each other in the memory order of their parameter, in blocks of 256.
+"""LineSegment: elements of a matrix that follow each other in the memory order of their parameter, in blocks of 256.
 
 Momentum in int8 has one scale for each block (`muonmesh.step.blocks`). Blocks are counted along the matrix, in the
 direction in which the parameter is stored, so no way of holding the parameter changes them.
@@ -22,7 +22,7 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LineSegment:
     """The same consecutive elements of consecutive lines of a matrix; a line lies along the last dim of the parameter.
 
     Attributes:
@@ -57,7 +57,7 @@ def grid_of(matrix: Matrix) -> tuple[int, int]:
     return (short, long) if _along_rows(matrix) else (long, short)
 
 
-def runs_of(matrix: Matrix, piece: Piece) -> tuple[Run, ...]:
+def line_segments_of(matrix: Matrix, piece: Piece) -> tuple[LineSegment, ...]:
     """Return the runs that a piece of a matrix consists of: one, unless a convolution's kernel or channels are cut."""
     long = matrix.shape[1]
     rows, cols = divmod(piece.matrix_start, long)
@@ -90,7 +90,7 @@ def runs_of(matrix: Matrix, piece: Piece) -> tuple[Run, ...]:
         moved = [sum(k * dim[number] for k, dim in zip(at, along, strict=True)) for number in (1, 2, 3)]
         start, place = piece.storage_start + moved[1], moved[2]
         strides, here = (across[2], step), (across[3], place_step)
-        found.append(Run(line, across[0], first + moved[0], width, start, strides, place, here))
+        found.append(LineSegment(line, across[0], first + moved[0], width, start, strides, place, here))
     return tuple(found)
 
 
@@ -112,7 +112,7 @@ def shares_blocks(layout: Layout, matrix: Matrix) -> bool:
 def _cuts(matrix: Matrix, some: Iterable[Piece]) -> bool:
     length = grid_of(matrix)[1]
     for piece in some:
-        for run in runs_of(matrix, piece):
+        for run in line_segments_of(matrix, piece):
             end = run.first + run.width
             if run.first % BLOCK or (end % BLOCK and end != length):
                 return True

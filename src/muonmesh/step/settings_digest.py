@@ -1,4 +1,4 @@
-"""Terms: what the ranks that share a parameter must have set alike, compared by digests at every step."""
+"""SettingsDigest: what the ranks that share a parameter must have set alike, compared by digests at every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.rules import RULES
 from muonmesh.settings import Precision
-from muonmesh.step.census import DIGEST
+from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.planning import Planned
 from muonmesh.step.replicas import Fingerprint, text_of
 
@@ -22,7 +22,7 @@ _MIX = 6364136223846793005
 """Odd, so that no bit of a sum of products with its powers is lost (Knuth's MMIX generator)."""
 
 
-class Terms:
+class SettingsDigest:
     """What this rank has set for its parameters in one step.
 
     Learning rate, momentum, scale and dtypes that differ between the ranks that hold a parameter would make replicas
@@ -52,11 +52,11 @@ class Terms:
         self._said = [_said(group) for group in groups]
 
     def digests(self) -> Tensor:
-        """Return `DIGEST` bytes for each set of ranks that share parameters (`Census.shared`), uint8."""
+        """Return `DIGEST` bytes for each set of ranks that share parameters (`FlagVector.shared`), uint8."""
         planned, sets = self._planned, []
         on_host = planned.device.type == "cpu"
         device_knows = bool(self._replicas) and not on_host
-        for numbers in planned.census.shared:
+        for numbers in planned.flag_vector.shared:
             groups, static = planned.terms_of(numbers)
             text = f"{static} {self._precision} {self._loaded} {[self._said[group] for group in groups]}"
             told = [self._replicas[number] for number in numbers if number in self._replicas] if on_host else []
@@ -69,7 +69,7 @@ class Terms:
             zeros = [0] * (DIGEST // 2)
             return torch.tensor([some + zeros for some in sets], dtype=torch.uint8, device="cpu").view(-1)
         host = upload(sets, dtype=torch.uint8, device=planned.device).view(-1, DIGEST // 2)
-        rest = [self._on_device(planned.terms_of(numbers)[0], numbers) for numbers in planned.census.shared]
+        rest = [self._on_device(planned.terms_of(numbers)[0], numbers) for numbers in planned.flag_vector.shared]
         return torch.cat([host, torch.stack(rest)], dim=1).view(-1)
 
     def _on_device(self, groups: Sequence[int], numbers: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs: matrices of a batch that lie one after the other in the storage of one parameter."""
+"""AdjacentMatrices: matrices of a batch that lie one after the other in the storage of one parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from muonmesh.layout import Plan
 
 
 @dataclass(slots=True)
-class Run:
+class AdjacentMatrices:
     """Matrices of a batch that lie one after the other in the storage of a parameter.
 
     Attributes:
@@ -42,9 +42,9 @@ class Run:
         return some.unbind() if apart else (some,)
 
 
-def runs_of(plan: Plan, batch: Sequence[Local]) -> list[Run]:
+def adjacent_matrices(plan: Plan, batch: Sequence[Local]) -> list[AdjacentMatrices]:
     """Return the runs of a batch of matrices of one shape, none of which is stored in pieces."""
-    found: list[Run] = []
+    found: list[AdjacentMatrices] = []
     for local in batch:
         assignment = plan.assignments[local.assignment]
         run = found[-1] if found else None
@@ -56,5 +56,5 @@ def runs_of(plan: Plan, batch: Sequence[Local]) -> list[Run]:
         ):
             run.count += 1
         else:
-            found.append(Run(assignment.parameter, local.assignment, local.stored, local.start, 1))
+            found.append(AdjacentMatrices(assignment.parameter, local.assignment, local.stored, local.start, 1))
     return found

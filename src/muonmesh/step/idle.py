@@ -1,4 +1,4 @@
-"""Stalled: parameters that learn nothing while others train, told once by name."""
+"""IdleParameters: which parameters learn nothing while others train; the user is told once, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE = 100
 
 
 @dataclass
-class Stalled:
+class IdleParameters:
     """How long the parameters of an optimizer have had no gradient.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Kept: what an optimizer keeps between calls, beside torch's state and groups."""
+"""Runtime: the state of one optimizer at run time, beside torch's state and groups."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
 from muonmesh.settings import Precision, ProcessGroup
+from muonmesh.step.idle import IdleParameters
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Planned, bucket_elements
-from muonmesh.step.stalled import Stalled
 from muonmesh.step.update_squares import UpdateSquares
 
 
@@ -35,11 +35,11 @@ class Clip(NamedTuple):
 
 
 @dataclass
-class Kept:
-    """What an optimizer keeps between calls: one object for its whole life, whose fields change and which does not.
+class Runtime:
+    """The runtime state of one optimizer. It is created once and never replaced, so wrappers may hold a reference to it.
 
     Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy. An attribute
-    that a method assigned would be set on the copy alone, and lost; a field of an object that both have is not.
+    that a method assigns would be set on the copy alone. A field of this object, which both have, is set on both.
 
     Attributes:
         precision: Dtypes.
@@ -47,7 +47,6 @@ class Kept:
         found_group: Who holds them by what wrappers say, if it was said to be "auto"; read when a plan is made.
         layouts: Where plain local shards live.
         shard_state: Whether replicas share the momentum.
-        exchange: How matrices move.
         bucket_cap_mb: MiB that one owner computes at a time.
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
@@ -59,7 +58,7 @@ class Kept:
         late: What the device has still to tell of the last step; the first are its flags.
         warned: Whether a warning about rounding was given.
         unsuited_told: Parameters of which it was told that they do not suit their rule.
-        stalled: Which parameters have learned nothing for how long.
+        idle: Which parameters have learned nothing for how long.
         waits: Whether the host waits for the flags; None: on a CPU only.
         together: Whether pieces are worked on together; None: on other devices than a CPU.
         offload: Whether state is worked on in copies of it; None: where it is kept elsewhere than the parameters.
@@ -84,7 +83,7 @@ class Kept:
     late: list[LateAnswer] = field(default_factory=list)
     warned: bool = False
     unsuited_told: set[str] = field(default_factory=set)
-    stalled: Stalled = field(default_factory=Stalled)
+    idle: IdleParameters = field(default_factory=IdleParameters)
     waits: bool | None = None
     together: bool | None = None
     offload: bool | None = None

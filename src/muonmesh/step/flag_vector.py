@@ -1,4 +1,4 @@
-"""Census: the vector of flags by which the ranks of a connected set agree before any of them writes."""
+"""FlagVector: the vector of flags by which the ranks of a connected set agree before any of them writes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class HasGradient(Protocol):
 
 
 class Constants(NamedTuple):
-    """What stays the same of a census, on a device.
+    """The parts of a `FlagVector` that stay the same, on a device.
 
     Attributes:
-        replicated: `Census.replicated`, uint8.
-        owners: `Census.owners`, int64.
+        replicated: `FlagVector.replicated`, uint8.
+        owners: `FlagVector.owners`, int64.
         axes: For each byte "placed" the number of its parameter, int64.
         stored: For each byte of the digests whether this rank belongs to its set, uint8.
     """
@@ -49,7 +49,7 @@ class Constants(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Census:
+class FlagVector:
     """Where the flags stand in the vector of a connected set, which is reduced by maximum.
 
     The vector holds, each as long on every rank: "nonzero", a flag for each Matrix; "present" and "missing", for each
@@ -83,7 +83,7 @@ class Census:
     _constants: dict[torch.device, Constants] = field(default_factory=dict, compare=False)
 
     @staticmethod
-    def of(plan: Plan, rank: int) -> Census:
+    def of(plan: Plan, rank: int) -> FlagVector:
         """Count them; all but ``mine`` and ``stored`` is the same on every rank of the connected set."""
         parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
         presence, mine, owners, replicated = list[tuple[int, int]](), list[tuple[int, ...]](), list[int](), list[bool]()
@@ -105,7 +105,7 @@ class Census:
             ranks = tuple(listed_by(parameter))  # the others have set nothing for it
             if len(ranks) > 1:
                 shared.setdefault(ranks, []).append(number)
-        return Census(
+        return FlagVector(
             len(plan.assignments),
             tuple(presence),
             tuple(mine),
@@ -211,15 +211,15 @@ def inverse(digests: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The vector of a `Census` after its reduction: what some rank said. On any device; nothing here waits for it."""
+class ReducedFlags:
+    """A `FlagVector` after its reduction: what any rank has said. It is on any device, and nothing here waits for it."""
 
-    census: Census
+    flag_vector: FlagVector
     flags: Tensor
 
     def of(self, name: str) -> Tensor:
         """Return a part of the vector; one of `TAIL` as a 0-d tensor."""
-        part = self.flags[self.census.slices[name]]
+        part = self.flags[self.flag_vector.slices[name]]
         return part[0] if name in TAIL else part
 
     def somebody(self, name: str) -> Tensor:
@@ -231,25 +231,25 @@ class Answers:
 
         A gradient that is reduced over ranks is left out: where it is missing it counts as zero.
         """
-        replicated, owners, axes, _ = self.census.constants(self.flags.device)
+        replicated, owners, axes, _ = self.flag_vector.constants(self.flags.device)
         both = self.of("present") * self.of("missing") * replicated
         if len(axes):
-            summed = torch.zeros(len(self.census.presence), dtype=torch.int64, device=self.flags.device)
+            summed = torch.zeros(len(self.flag_vector.presence), dtype=torch.int64, device=self.flags.device)
             summed.index_add_(0, axes, (self.of("placed") > 1).long())
             both = both * (summed[owners] == 0)
         return both != 0
 
     def mixed(self) -> Tensor:
         """Return for each byte "placed" whether ranks have the gradient in different ways."""
-        return self._differing()[: self.census.width]
+        return self._differing()[: self.flag_vector.width]
 
     def unequal(self) -> Tensor:
         """Return for each byte of the digests whether ranks have different ones."""
-        return self._differing()[self.census.width :]
+        return self._differing()[self.flag_vector.width :]
 
     def _differing(self) -> Tensor:
         """Return `mixed` and `unequal`, one after the other."""
-        first, half, last = (self.census.slices[name] for name in ("placed", "placed, inverse", "inverse"))
+        first, half, last = (self.flag_vector.slices[name] for name in ("placed", "placed, inverse", "inverse"))
         told = self.flags[first.start : last.stop].short().view(2, half.start - first.start)
         total = told[0] + told[1]
         return (total != 255) & (total != 0)

@@ -1,4 +1,4 @@
-"""Carries what rules keep by row, column or matrix to the owners before the matrices are computed, and back after.
+"""CompanionExchange: brings what rules keep by row, column or matrix to the owners before a step, and back after it.
 
 It is small beside the matrices, one number for a row of thousands, so all of it travels at once.
 """
@@ -14,11 +14,11 @@ from torch import Tensor
 from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Work
-from muonmesh.layout.carried import Carried
+from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg, Routes
 
 
-class CarriedExchange:
+class CompanionExchange:
     """Gathers what is kept of each matrix to its owner, and scatters it to all that store it.
 
     One ``all_to_all_single`` each way with unequal splits, unless nothing leaves its rank.
@@ -34,7 +34,7 @@ class CarriedExchange:
 
     def __init__(
         self,
-        carried: Carried,
+        carried: CompanionPlan,
         wire: Wire,
         *,
         rank: int,

@@ -1,4 +1,4 @@
-"""Carried: the plan by which companions travel to the owners of their matrices before the step, and back after it.
+"""CompanionPlan: how companions travel to the owners of their matrices before the step, and back after it.
 
 A companion holds what a rule keeps by row, column or matrix. All companions are small beside the matrices, so they
 travel at once, in one bucket: to the owners before the first matrix is computed, and back after the last.
@@ -14,7 +14,7 @@ from muonmesh.layout.plan import Assignment, Plan
 
 
 @dataclass(frozen=True)
-class Carried:
+class CompanionPlan:
     """What travels beside the matrices of a plan, the main plan.
 
     Attributes:
@@ -27,7 +27,7 @@ class Carried:
     of: tuple[tuple[int, Companion], ...]
 
     @staticmethod
-    def beside(plan: Plan) -> Carried | None:
+    def beside(plan: Plan) -> CompanionPlan | None:
         """Return what travels beside the matrices of the main plan; None if no rule keeps anything that has to."""
         numbers: dict[tuple[int, str], int] = {}
         parameters: list[Parameter] = []
@@ -48,4 +48,4 @@ class Carried:
         if not assignments:
             return None
         bucket = tuple(range(len(assignments)))
-        return Carried(Plan(plan.ranks, tuple(parameters), tuple(assignments), (bucket,)), tuple(of))
+        return CompanionPlan(Plan(plan.ranks, tuple(parameters), tuple(assignments), (bucket,)), tuple(of))
