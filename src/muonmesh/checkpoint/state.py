@@ -348,14 +348,17 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
                         _RESHARD,
                     )
                 )
-        _check_values(name, str(key), local_of(value.detach()))
+        check_values(name, str(key), local_of(value.detach()))
 
 
-def _check_values(name: str, key: str, local: Tensor) -> None:
+def check_values(name: str, key: str, local: Tensor) -> None:
     """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
-    if local.is_meta or local.is_complex() or (key != "step" and key not in RUNNING and not local.is_floating_point()):
+    counts = key == "step" or key in RUNNING
+    if local.is_meta or local.is_complex() or not (counts or (local.is_floating_point() and local.itemsize > 1)):
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
-        raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
+        raise StateError(
+            explain_error(name, found, "real floating-point numbers of 16 bits or more", "Save state_dict() as it is")
+        )
     least = float(local.float().min()) if local.numel() and key in NEVER_NEGATIVE else 0.0
     if not bool(local.isfinite().all()) or least < 0:
         needed = "finite numbers" + (" of at least 0" if key in NEVER_NEGATIVE else "")
