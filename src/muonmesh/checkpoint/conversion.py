@@ -91,7 +91,7 @@ def convert(
         needed = "one of " + ", ".join(map(repr, PACKAGES))
         raise ValueError(explain_error("package", f"{package!r}", needed, 'Write package="torch", or whose it is'))
     groups, recipients = _recipients(model)
-    sources = source if isinstance(source, list | tuple) else [source]
+    sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     opened = [state for given in sources for state in _opened(given)]
     orders = _orders(params, [len(held.groups) for held in opened])
     found: dict[str, Remembered] = {}

@@ -148,9 +148,9 @@ def load_inert(path: Path) -> Mapping[str, Any]:
 def _rank_state(path: Path) -> Mapping[str, Any]:
     """Return what the optimizer of one rank has saved."""
     state = _of_form(path, load_inert(path), {"optimizer_state_dict": {}})["optimizer_state_dict"]
-    sliced: Form = {"base_optimizer_state": STATE_DICT, "param_slice_mappings": [{TEXT: _PIECE}]}
-    third = "fp32_flat_groups" in state
-    form = {"optimizer_state_dict": STATE_DICT} if third else sliced
+    form: dict[str, Form] = {"base_optimizer_state": STATE_DICT, "param_slice_mappings": [{TEXT: _PIECE}]}
+    if "fp32_flat_groups" in state:
+        form = {"optimizer_state_dict": STATE_DICT}
     return _of_form(path, state, {"partition_count": (SIZE, [SIZE]), **form})
 
 
@@ -241,9 +241,9 @@ def _slices(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
     return []
 
 
-def _of_form(path: Path, value: Any, form: Form) -> Any:
-    check_form(str(path), value, form, _WRITE)
-    return value
+def _of_form(path: Path, held: Mapping[str, Any], form: Form) -> Mapping[str, Any]:
+    check_form(str(path), held, form, _WRITE)
+    return held
 
 
 def _refuse(where: Path, found: str) -> NoReturn:
