@@ -1,4 +1,4 @@
-"""Mutations: what happens to files on disks and at the hands of people, drawn from a seed.
+"""Mutations: what happens to files and to state on disks and at the hands of people, drawn from a seed.
 
 Every mutation is a function of its number: `mutate(folder, names, outside, number)` does the same in every process, so
 a number in a message is all that is needed to see it again.
@@ -6,11 +6,13 @@ a number in a message is all that is needed to see it again.
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
 import random
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 QUICK, MANY = 60, 2000
-"""Mutations of a format in `make test` and in `make soak`."""
+"""Mutations of a format, and of a package's state, in `make test` and in `make soak`."""
 
 
 class Acts:
@@ -130,3 +132,103 @@ def mutate(folder: Path, names: Sequence[str], outside: Path, number: int) -> st
             return f"something else for {path.name}"
         case _:
             return mutate_file(path, draw)
+
+
+# ------------------------------------------------------------------ values
+
+
+def _odd(draw: random.Random) -> Any:
+    """A value of another kind than what is there, as `weights_only=True` would load it."""
+    number = float(draw.choice((0, 1, -1, 2.5, float("nan"), float("inf"), 10**30)))
+    return draw.choice(
+        (
+            *(None, True, False, "", "text", b"bytes", [], {}, (), {1, 2}, 10**400, -3, 7, number, complex(1, 1), [[]]),
+            *(
+                [None],
+                {"a": 1},
+                ["text"],
+                {0: {}},
+                OrderedDict(a=1),
+                torch.float32,
+                torch.device("cpu"),
+                torch.Size([2]),
+            ),
+            *(torch.tensor(number), torch.full((3,), number), torch.ones(2, 3), torch.ones(0), torch.ones(2, 0, 3)),
+            *(torch.ones(2, 2, device="meta"), torch.eye(3).to_sparse(), torch.tensor(True), torch.tensor(1 + 1j)),
+            torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+        )
+    )
+
+
+def _other_tensor(tensor: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    """The same tensor in another form, or with other numbers."""
+    tensor = tensor.detach().clone()
+    match draw.randrange(9):
+        case 0:
+            return tensor.reshape(-1)
+        case 1:
+            return tensor.unsqueeze(0)
+        case 2:
+            return tensor[..., :-1] if tensor.ndim else tensor
+        case 3:
+            return tensor.mT if tensor.ndim > 1 else tensor.expand(2, *tensor.shape)
+        case 4:
+            return tensor.to(
+                draw.choice((torch.int64, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.bfloat16))
+            )
+        case 5:
+            return tensor.fill_(draw.choice((float("nan"), float("inf"), -1.0)))
+        case 6:
+            return tensor.to("meta")
+        case 7:
+            return tensor.to_sparse()
+        case _:
+            return torch.nn.Parameter(tensor.float())
+
+
+Place = tuple[Any, Any]
+"""A dict or list, and a key or number in it."""
+
+
+def _places(value: Any) -> list[Place]:
+    """All places in a nest of dicts and lists, the outer ones first; each level of it is as likely as another."""
+    found: list[Place] = []
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            found += [(value, key), *_places(value[key])]
+    return found
+
+
+def mutate_value(value: dict[str, Any] | list[Any], number: int) -> tuple[Any, str]:
+    """Return a copy of nested dicts, lists and tensors with one or two places changed, and what was done."""
+    draw, value, told = random.Random(number), copy.deepcopy(value), []
+    for _ in range(draw.choice((1, 1, 1, 2))):
+        places = _places(value)
+        if not places:
+            break
+        inside, key = draw.choice(places)
+        other, other_key = draw.choice(places)
+        held = inside[key]
+        how = draw.choice(("drop", "odd", "odd", "rename", "double", "exchange", "tensor", "tensor", "tuple"))
+        if how == "drop":
+            del inside[key]
+        elif how == "rename" and isinstance(inside, dict):
+            new = draw.choice((None, 0, 99, "other", "step", "momentum", ("a",), str(key), "param_names"))
+            inside[new] = inside.pop(key)
+        elif how == "double" and isinstance(inside, list):
+            inside.append(held)
+        elif how == "exchange" and not _within(held, other) and not _within(other[other_key], inside):
+            inside[key], other[other_key] = other[other_key], held
+        elif how == "tensor" and isinstance(held, torch.Tensor):
+            inside[key] = _other_tensor(held, draw)
+        elif how == "tuple" and isinstance(held, list):
+            inside[key] = tuple(held)
+        else:
+            how, inside[key] = "odd", _odd(draw)
+        told.append(f"{how} {key!r}")
+    return value, ", ".join(told)
+
+
+def _within(outer: Any, container: Any) -> bool:
+    """Whether a container is this value or lies in it."""
+    return outer is container or any(inside[key] is container for inside, key in _places(outer))

@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from muonmesh.checkpoint.archive import read_archive
+from muonmesh.checkpoint.form import PARAMETER, STATE_DICT, check_form, misfit
+from muonmesh.checkpoint.state import check_values
 from muonmesh.checkpoint.zero import read_zero
-from muonmesh.comm.storage import Storage, local_shape, storage_of, this_rank
+from muonmesh.comm.storage import Storage, local_of, local_shape, storage_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.migration.memory import Memory, Remembered
@@ -90,7 +92,7 @@ def convert(
         needed = "one of " + ", ".join(map(repr, PACKAGES))
         raise ValueError(explain_error("package", f"{package!r}", needed, 'Write package="torch", or whose it is'))
     groups, recipients = _recipients(model)
-    sources = [source] if isinstance(source, Optimizer | Mapping | str | os.PathLike) else list(source)
+    sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     opened = [state for given in sources for state in _opened(given)]
     orders = _orders(params, [len(held.groups) for held in opened])
     found: dict[str, Remembered] = {}
@@ -157,10 +159,11 @@ def _recipient(name: str, parameter: Tensor, algorithm: str, state_layouts: Mapp
 def _opened(source: Source) -> list[Held]:
     """Return the state that a source holds, read from its file if it is one."""
     if isinstance(source, Optimizer):
-        return [Held(groups_of(source)[0], source.param_groups, source.state)]
+        package = groups_of(source)[0]
+        return _held(package, {"param_groups": source.param_groups, "state": source.state}, "source")
     if isinstance(source, str | os.PathLike):
         path = Path(source)
-        return [Held("deepspeed", *read_zero(path))] if path.is_dir() else _parts(_loaded(path), str(path))
+        return _held("deepspeed", read_zero(path), str(path)) if path.is_dir() else _parts(_loaded(path), str(path))
     return _parts(source, "source")
 
 
@@ -170,12 +173,18 @@ def _parts(given: Any, where: str) -> list[Held]:
         return [part for each in given for part in _parts(each, where)]
     if isinstance(given, Mapping) and "optimizer" in given and "param_groups" not in given:
         return _parts(given["optimizer"], where)
-    if isinstance(given, Mapping) and isinstance(given.get("state"), Mapping) and given.get("param_groups"):
-        return [Held(None, given["param_groups"], given["state"])]
+    if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
+        return _held(None, given, where)
     found = f"{', '.join(map(str, list(given)[:8]))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
     write = "Write convert(torch.load(path, weights_only=True)[...], optimizer) with the key under which it lies"
     raise StateError(explain_error(where, found, needed, write))
+
+
+def _held(package: PackageName | None, given: Mapping[str, Any], where: str) -> list[Held]:
+    """Return what an optimizer has or saved: here it is looked at, and of what it holds nothing was used so far."""
+    check_form(where, given, STATE_DICT, "Hand over what state_dict() returned, as it is")
+    return [Held(package, given["param_groups"], given["state"])]
 
 
 def _loaded(path: Path) -> Any:
@@ -189,6 +198,9 @@ def _orders(
     """Return for each source the parameters of its groups as the caller gave them."""
     if params is None:
         return [None for _ in groups]
+    fault = misfit("params", params, [[PARAMETER]])
+    if fault is not None:
+        raise ValueError(explain_error(*fault, "Write params=[group, ...], a list for each group"))
     if len(params) == sum(groups):
         ends = [sum(groups[: number + 1]) for number in range(len(groups))]
         return [params[end - count : end] for end, count in zip(ends, groups, strict=True)]
@@ -298,6 +310,8 @@ def _state_dict(
                 key: _placed(recipient, key, value) if key in recipient.keeps else value
                 for key, value in memory.state.items()
             }
+            for key, value in state[number].items():
+                check_values(name, key, local_of(value))
     return {"state": state, "param_groups": saved}
 
 

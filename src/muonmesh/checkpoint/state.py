@@ -342,7 +342,7 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
                         _RESHARD,
                     )
                 )
-        _check_values(name, str(key), local_of(value.detach()))
+        check_values(name, str(key), local_of(value.detach()))
 
 
 def is_never_negative(key: str) -> bool:
@@ -350,11 +350,13 @@ def is_never_negative(key: str) -> bool:
     return key in (COUNT, *RUNNING) or key in never_negative()
 
 
-def _check_values(name: str, key: str, local: Tensor) -> None:
+def check_values(name: str, key: str, local: Tensor) -> None:
     """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
-    if local.is_meta or local.is_complex() or (key not in (COUNT, *RUNNING) and not local.is_floating_point()):
+    counts = key in (COUNT, *RUNNING)
+    if local.is_meta or local.is_complex() or not (counts or (local.is_floating_point() and local.itemsize > 1)):
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
-        raise StateError(explain_error(name, found, "real floating-point numbers", "Save state_dict() as it is"))
+        needed = "real floating-point numbers of 16 bits or more"
+        raise StateError(explain_error(name, found, needed, "Save state_dict() as it is"))
     never = is_never_negative(key)
     least = float(local.float().min()) if local.numel() and never else 0.0
     if not bool(local.isfinite().all()) or least < 0:

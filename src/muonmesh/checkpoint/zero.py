@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import ceil, prod
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from muonmesh.checkpoint.archive import read_archive
+from muonmesh.checkpoint.form import SIZE, STATE_DICT, TEXT, Form, Kind, check_form
 from muonmesh.errors import FileError, StateError, explain_error
 from muonmesh.files import kind_of, read_text
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SHAPES = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 _READ = "0.19.8"
+_WRITE = f"Save it by DeepSpeed {_READ}, without elastic_checkpoint"
 
 # What DeepSpeed writes besides tensors and plain values, as found in checkpoints of 0.19.8 at stages 1 to 3.
 _CLASSES = (
@@ -40,6 +42,11 @@ class _Record:
         self.args = args
 
 
+_PIECE = Kind(
+    "a fragment_address", lambda value: all(SIZE.holds(getattr(value, key, None)) for key in ("start", "numel"))
+)
+
+
 class _Flat(NamedTuple):
     """One flat tensor on each rank: the settings of its group, and what each rank keeps of it."""
 
@@ -51,8 +58,8 @@ class _Flat(NamedTuple):
     empty at stage 3."""
 
 
-def read_zero(folder: Path) -> tuple[list[Mapping[str, Any]], dict[Any, Mapping[str, Any]]]:
-    """Return the groups and the state of a DeepSpeed checkpoint of ZeRO-1, 2 or 3, on the CPU, by parameter name.
+def read_zero(folder: Path) -> dict[str, Any]:
+    """Return the state dict that a DeepSpeed checkpoint of ZeRO-1, 2 or 3 amounts to, on the CPU, by parameter name.
 
     Files are read with ``weights_only=True``; what stands in them of DeepSpeed's classes becomes a record without
     behaviour, so nothing is executed and DeepSpeed need not be installed.
@@ -67,7 +74,7 @@ def read_zero(folder: Path) -> tuple[list[Mapping[str, Any]], dict[Any, Mapping[
     folder = _newest(folder)
     paths = _files(folder)
     shapes = _shapes(folder)
-    states = [_field(path, load_inert(path), "optimizer_state_dict") for path in paths]
+    states = [_rank_state(path) for path in paths]
     _check_ranks(folder, states)
     groups: list[Mapping[str, Any]] = []
     state: dict[Any, Mapping[str, Any]] = {}
@@ -78,7 +85,7 @@ def read_zero(folder: Path) -> tuple[list[Mapping[str, Any]], dict[Any, Mapping[
             if name in state:
                 _refuse(folder, f"{name} in two groups")
             state[name] = _entry(folder, name, flat)
-    return groups, state
+    return {"param_groups": groups, "state": state}
 
 
 def _newest(folder: Path) -> Path:
@@ -116,7 +123,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_ranks(folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
-    counts = _field(folder, states[0], "partition_count")
+    counts = states[0]["partition_count"]
     needed = max(counts) if isinstance(counts, list | tuple) and counts else counts
     if needed != len(states):
         found, write = f"the optimizer files of {len(states)} ranks", "Bring the files of the other ranks there too"
@@ -135,17 +142,24 @@ def load_inert(path: Path) -> Mapping[str, Any]:
     needed = f"tensors, plain values and what DeepSpeed {_READ} writes beside them"
     with torch.serialization.safe_globals(named):
         loaded = read_archive(path, needed=needed, remedy="Save it by that version, or bring an undamaged copy")
-    if not isinstance(loaded, Mapping):
-        _refuse(path, f"a {type(loaded).__name__}")
-    return loaded
+    return _of_form(path, loaded, {})
+
+
+def _rank_state(path: Path) -> Mapping[str, Any]:
+    """Return what the optimizer of one rank has saved."""
+    state = _of_form(path, load_inert(path), {"optimizer_state_dict": {}})["optimizer_state_dict"]
+    form: dict[str, Form] = {"base_optimizer_state": STATE_DICT, "param_slice_mappings": [{TEXT: _PIECE}]}
+    if "fp32_flat_groups" in state:
+        form = {"optimizer_state_dict": STATE_DICT}
+    return _of_form(path, state, {"partition_count": (SIZE, [SIZE]), **form})
 
 
 def _shapes(folder: Path) -> Sequence[Mapping[str, tuple[int, ...]]]:
     """Return the shapes of the parameters of each flat tensor, in the order in which they lie in it."""
     for path in sorted(folder.iterdir()):
         if _SHAPES.fullmatch(path.name):
-            held = _field(path, load_inert(path), "param_shapes")
-            return [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in held]
+            held = _of_form(path, load_inert(path), {"param_shapes": [{TEXT: [SIZE]}]})
+            return [{name: tuple(shape) for name, shape in group.items()} for group in held["param_shapes"]]
     write = "Name the folder that save_checkpoint was given, with its model files in it"
     raise FileError(explain_error(str(folder), "no mp_rank_00_model_states.pt", "it, for names and shapes", write))
 
@@ -155,18 +169,16 @@ def _flats(
 ) -> Iterator[_Flat]:
     """Yield the flat tensors of the checkpoint with what each rank keeps of them."""
     third = "fp32_flat_groups" in states[0]
-    kept = [_field(path, state, "optimizer_state_dict" if third else "base_optimizer_state") for state in states]
-    if not all(isinstance(each, Mapping) for each in kept):
-        _refuse(path, "an elastic checkpoint, which lacks the last elements of the momentum")
-    owners = [(group, key) for group in _field(path, kept[0], "param_groups") for key in group["params"]]
-    if len(owners) != len(shapes):
+    kept = [state["optimizer_state_dict" if third else "base_optimizer_state"] for state in states]
+    owners = [(group, key) for group in kept[0]["param_groups"] for key in group["params"]]
+    pieces = [] if third else [state["param_slice_mappings"] for state in states]
+    if {len(shapes)} != {len(owners), *map(len, pieces)}:
         _refuse(path, f"{len(owners)} flat tensors for {len(shapes)} lists of parameters")
     for number, (group, key) in enumerate(owners):
-        starts = []
-        for state in () if third else states:
-            pieces = _field(path, state, "param_slice_mappings")[number]
-            starts.append({str(name): (int(piece.start), int(piece.numel)) for name, piece in pieces.items()})
-        yield _Flat(group, shapes[number], [_field(path, each, "state").get(key) or {} for each in kept], starts)
+        held = [{name: (int(p.start), int(p.numel)) for name, p in rank[number].items()} for rank in pieces]
+        if not all(each.keys() <= shapes[number].keys() for each in held):
+            _refuse(path, "intervals of parameters that have no shape")
+        yield _Flat(group, shapes[number], [each["state"].get(key) or {} for each in kept], held)
 
 
 def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
@@ -174,10 +186,12 @@ def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
     entry: dict[str, Any] = {}
     for key in dict.fromkeys(key for kept in flat.kept for key in kept):
         values = [kept.get(key) for kept in flat.kept]
-        first = next(value for value in values if value is not None)
+        first = next((value for value in values if value is not None), None)
         if not isinstance(first, Tensor) or first.ndim == 0:
             entry[key] = first
             continue
+        if not all(value is None or (isinstance(value, Tensor) and value.ndim == 1) for value in values):
+            _refuse(folder, f"{name}'s {key} as something else than flat tensors on some rank")
         if flat.starts and key == "momentum_buffer":
             pieces = _whole(folder, name, flat, values)
         elif flat.starts:
@@ -220,19 +234,18 @@ def _slices(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
     """Return the slices of a parameter, one a rank, all of one length."""
     start = 0
     for other, shape in flat.shapes.items():
-        length = ceil(prod(shape) / len(values))
+        length = -(-prod(shape) // len(values))
         if other == name:
             return [value[start : start + length] for value in values if value is not None]
         start += length
     return []
 
 
-def _field(where: Path, held: Any, key: str) -> Any:
-    if not isinstance(held, Mapping) or held.get(key) is None:
-        _refuse(where, f"nothing under {key!r}")
-    return held[key]
+def _of_form(path: Path, held: Mapping[str, Any], form: Form) -> Mapping[str, Any]:
+    check_form(str(path), held, form, _WRITE)
+    return held
 
 
 def _refuse(where: Path, found: str) -> NoReturn:
     needed = f"a checkpoint of ZeRO-1, 2 or 3 as DeepSpeed {_READ} writes it"
-    raise StateError(explain_error(str(where), found, needed, "Save it by that version, without elastic_checkpoint"))
+    raise StateError(explain_error(str(where), found, needed, _WRITE))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.errors import StateError, explain_error
+from muonmesh.files import is_finite
 from muonmesh.numerics.rules import step_count
 
 
@@ -79,8 +80,8 @@ class Memory:
         if not is_adamw:
             momentum = entry[self.momentum].detach()
             return Remembered("muon", {"momentum_buffer": self._average(name, group, momentum)})
-        count = entry.get(self.count, group.get("step"))
-        if isinstance(count, bool) or not isinstance(count, int | float | Tensor):
+        count = _number(entry.get(self.count, group.get("step")))
+        if count is None:
             found = "no count of AdamW's steps"
             wanted = f"{self.count!r} in its state or 'step' in its group, for the bias correction"
             raise StateError(explain_error(name, found, wanted, f'Write state["{self.count}"] = the number of steps'))
@@ -91,8 +92,15 @@ class Memory:
     def _average(self, name: str, group: Mapping[str, Any], momentum: Tensor) -> Tensor:
         if not self.sums:
             return momentum
-        factor = group.get(self.factor)
-        if isinstance(factor, bool) or not isinstance(factor, int | float | Tensor) or not 0 <= float(factor) < 1:
-            found, needed = f"{self.factor} {factor!r} in its group", "μ in [0, 1), by which gradients were summed"
+        factor = _number(group.get(self.factor))
+        if factor is None or factor >= 1:
+            found, needed = f"{self.factor} {factor} in its group", "μ in [0, 1), by which gradients were summed"
             raise StateError(explain_error(name, found, needed, f'Write group["{self.factor}"] = 0.95, or what it was'))
-        return momentum.to(torch.promote_types(momentum.dtype, torch.float32)) * (1 - float(factor))
+        return momentum.to(torch.promote_types(momentum.dtype, torch.float32)) * (1 - factor)
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number of at least 0, plain or as a tensor; None for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return float(value) if is_finite(value) and value >= 0 else None

@@ -145,7 +145,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
         taken.add(name)
         shared: object = runtime.source.group(tensor)
         if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks
-            found = f"{shared!r} from group() of {type(kept.source).__name__}, as gradients="
+            found = f"{shared!r} from group() of {type(runtime.source).__name__}, as gradients="
             needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
             raise ValueError(explain_error(name, found, needed, write))
         check_dtype(name, tensor.dtype, runtime.precision.master, group)

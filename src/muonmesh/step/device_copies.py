@@ -1,4 +1,4 @@
-"""DeviceCopies: state that lies on the host, as a step of Muon's half has it on the device for as long as it needs it."""
+"""DeviceCopies: state that lies on the host, on the device for as long as a step of Muon's half needs it."""
 
 from __future__ import annotations
 

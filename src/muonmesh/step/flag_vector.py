@@ -212,7 +212,7 @@ def inverse(digests: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ReducedFlags:
-    """A `FlagVector` after its reduction: what any rank has said. It is on any device, and nothing here waits for it."""
+    """A `FlagVector` after its reduction: what any rank has said, on any device. Nothing here waits for it."""
 
     flag_vector: FlagVector
     flags: Tensor

@@ -404,7 +404,7 @@ class MuonStep:
         return max(1, -(-count // (threads * turns)))
 
     def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
-        """AdjacentMatrices (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).
+        """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).
 
         In fp32 and fp64 the bits of a product depend on how many threads share it. There the tasks are run one after
         the other, each on all threads, so that they do not depend on how many tasks there are.

@@ -36,7 +36,7 @@ class Clip(NamedTuple):
 
 @dataclass
 class Runtime:
-    """The runtime state of one optimizer. It is created once and never replaced, so wrappers may hold a reference to it.
+    """The runtime state of one optimizer. It is created once and never replaced, so wrappers may hold it.
 
     Wrappers (Lightning's, Fabric's) copy the attributes of an optimizer and call its methods on the copy. An attribute
     that a method assigns would be set on the copy alone. A field of this object, which both have, is set on both.
