@@ -32,7 +32,8 @@ from muonmesh.checkpoint.entries import CheckpointReader
 from muonmesh.checkpoint.manifest import REMEDY, Entry, check_entries, entry_of, read_manifest, write_manifest
 from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
 from muonmesh.checkpoint.place import Claim, forget_older, found_at, put, writing_at
-from muonmesh.checkpoint.ranks import gathered, on_first_rank, rank_in, ranks_in, together
+from muonmesh.checkpoint.ranks import on_first_rank, rank_in, ranks_in, together
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, reason, replace_text, writing
 
@@ -149,7 +150,7 @@ class Contents:
             FileError: on every rank, naming the first tensor that is missing, that nobody asked for, that has another
                 shape or dtype, or that could not be read.
         """
-        names = {name for each in gathered(sorted(tensors), self._group) for name in each}
+        names = {name for each in tell_all(sorted(tensors), group=self._group) for name in each}
         names.update(self.held if partly else ())
         together(lambda: self._reader.check_names(tensors, names), self._group)
         rank, ranks = rank_in(self._group), ranks_in(self._group)
@@ -234,7 +235,7 @@ def _write_tensors(
             own.update({file.name: entry_of(file) for file in scratch.glob(f"__{rank_in(group)}_*.distcp")})
 
     together(hash_own, group)
-    return {name: entry for each in gathered(own, group) for name, entry in each.items()}
+    return {name: entry for each in tell_all(own, group=group) for name, entry in each.items()}
 
 
 def _check_shared(scratch: Path, entries: Mapping[str, Entry]) -> None:

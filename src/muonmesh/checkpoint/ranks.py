@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from muonmesh.errors import FileError, StateError, about
+from muonmesh.comm.telling import tell_all
+from muonmesh.errors import FileError, StateError
 
 T = TypeVar("T")
 
@@ -25,14 +26,6 @@ def rank_in(group: dist.ProcessGroup | None = None) -> int:
 def ranks_in(group: dist.ProcessGroup | None = None) -> int:
     """How many ranks a group has, None for the default one; 1 where there is one process alone."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank of a group gave, in the order of ranks. Called on all of them."""
-    everyone: list[T] = [value] * ranks_in(group)
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, value, group=group)
-    return everyone
 
 
 def together(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
@@ -49,11 +42,8 @@ def together(work: Callable[[], None], group: dist.ProcessGroup | None = None) -
     except FileError as error:
         message = str(error)
     except Exception as error:
-        message, unexpected = f"rank {rank_in(group)}: {type(error).__name__}: {error}", error
-    everyone = gathered(message, group)
-    if unexpected is not None:
-        raise unexpected
-    for found in everyone:
+        unexpected = error
+    for found in tell_all(message, unexpected, group=group, kind=FileError):
         if found is not None:
             raise FileError(found)
 
@@ -65,19 +55,14 @@ def agreed(work: Callable[[], T]) -> list[T]:
         Exception: on a rank whose work failed, what it raised.
         StateError: on the other ranks then, with the message of the first that failed.
     """
-    mine: T | None = None
+    mine: Any = None
     failure: Exception | None = None
     try:
         mine = work()
     except Exception as error:
         failure = error
-    everyone: list[Any] = gathered((mine, None if failure is None else str(failure)))
-    if failure is not None:
-        raise failure
-    for rank, (_, message) in enumerate(everyone):
-        if message is not None:
-            raise StateError(about(f"rank {rank}", message))
-    return [value for value, _ in everyone]
+    found: list[T] = tell_all(mine, failure, kind=StateError)
+    return found
 
 
 def on_first_rank(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
@@ -91,7 +76,7 @@ def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
     Raises:
         FileError: on every rank, with the first that differs.
     """
-    everyone = gathered(given)
+    everyone = tell_all(given)
     for name in sorted({name for other in everyone for name in other}):
         found = [other.get(name) for other in everyone]
         if any(value != found[0] for value in found):

@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from muonmesh.comm.meeting import shared_store, wait_until
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.errors import PlanError, about, explain_error
+from muonmesh.comm.telling import tell_all
+from muonmesh.errors import PlanError, explain_error
 from muonmesh.layout import Elementwise, FlatShards, Parameter, Plan
 from muonmesh.layout.parameter import describe
 
@@ -107,21 +108,10 @@ def agree_on_plan(group: dist.ProcessGroup | None, plan: Plan | None, error: Exc
         if error is not None:
             raise error
         return None
-    mine = (None if plan is None else plan.digest, None if error is None else str(error))
-    everyone: list[tuple[str | None, str | None]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    if error is not None:
-        raise error
-    ranks = dist.get_process_group_ranks(group)
-    for rank, (_, message) in zip(ranks, everyone, strict=True):
-        if message is not None:
-            raise PlanError(about(f"rank {rank}", message))
-    if len({digest for digest, _ in everyone}) == 1:
+    if len(set(tell_all(None if plan is None else plan.digest, error, group=group))) == 1:
         return None
     assert plan is not None
-    views = [View(plan.parameters, plan.elementwise)] * len(everyone)
-    dist.all_gather_object(views, views[0], group=group)
-    return views
+    return tell_all(View(plan.parameters, plan.elementwise), group=group)
 
 
 def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -> None:
@@ -130,12 +120,8 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
     Raises:
         PlanError: always.
     """
-    everyone: list[Mapping[str, str]] = [lines]
-    ranks = [0]
-    if group is not None:
-        ranks = dist.get_process_group_ranks(group)
-        everyone = [lines] * len(ranks)
-        dist.all_gather_object(everyone, dict(lines), group=group)
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    everyone = [dict(lines)] if group is None else tell_all(dict(lines), group=group)
     for name in dict.fromkeys(name for some in everyone for name in some):
         told = {rank: some[name] for rank, some in zip(ranks, everyone, strict=True) if name in some}
         first, *rest = told
@@ -156,10 +142,7 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
 
 def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
     """Return the names that the ranks of a group have, each once and in the same order everywhere."""
-    if group is None:
-        return list(names)
-    everyone: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, list(names), group=group)
+    everyone = [names] if group is None else tell_all(list(names), group=group)
     return list(dict.fromkeys(name for some in everyone for name in some))
 
 
@@ -210,8 +193,7 @@ def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
     views = agree_on_plan(group, plan, None)
     if views is None:
         return
-    descriptions: list[list[str]] = [[]] * len(views)
-    dist.all_gather_object(descriptions, plan.description(), group=group)
+    descriptions = tell_all(plan.description(), group=group)
     ranks = dist.get_process_group_ranks(group)
     other = next(i for i, lines in enumerate(descriptions) if lines != descriptions[0])
     raise _first_difference(ranks[0], descriptions[0], ranks[other], descriptions[other])

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, explain_error
 
 Copies = Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, ...]]]
@@ -53,8 +54,7 @@ def find_copies(group: dist.ProcessGroup | None, claims: list[Claim] | None) -> 
     """
     if group is None:
         return {}, None
-    everyone: list[list[Claim] | None] = [claims] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, claims, group=group)
+    everyone = tell_all(claims, group=group)
     if any(told is None for told in everyone):
         return {}, None
     held: dict[tuple[str, str], dict[tuple[int, ...], dict[int, Claim]]] = {}

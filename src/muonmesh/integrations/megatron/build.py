@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from muonmesh.clip import ClipPolicy, Limits
 from muonmesh.comm.storage import Declared
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups.heads import HeadPart
 from muonmesh.integrations.megatron.axes import Axes
@@ -22,7 +23,6 @@ from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.pieces import Cut, Piece, cut_of, pieces_of
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
-from muonmesh.integrations.megatron.stages import tell
 from muonmesh.layout import Replicate
 from muonmesh.optimizer import Muon
 
@@ -110,7 +110,7 @@ def get_megatron_optimizer(
         made = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits)
     except Exception as wrong:
         error = wrong
-    told = tell((found.used if found else set(), made.told() if made else None), error)
+    told = tell_all((found.used if found else set(), made.told() if made else None), error)
     assert made is not None
     unused = sorted(set(overrides or {}).difference(*(used for used, _ in told)))
     if unused:

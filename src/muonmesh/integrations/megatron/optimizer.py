@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip import Limits
 from muonmesh.comm.storage import device_without_parameters, local_of
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
-from muonmesh.integrations.megatron.stages import failed_elsewhere, raise_together, tell
+from muonmesh.integrations.megatron.stages import failed_elsewhere, raise_together
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -121,7 +122,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set of ranks
         except Exception as found:
             error = found
-        tell(None, error)
+        tell_all(None, error)
 
     # ---------------------------------------------------------------- the step
 

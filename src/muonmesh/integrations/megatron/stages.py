@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from muonmesh.errors import PlanError, about, explain_error
+from muonmesh.errors import PlanError, explain_error
 
 
 def failed_elsewhere() -> PlanError:
@@ -17,23 +15,6 @@ def failed_elsewhere() -> PlanError:
             "step", "an error on another rank", "none on any", "Read that rank's message, which names what is wrong"
         )
     )
-
-
-def tell(mine: Any, error: Exception | None) -> list[Any]:
-    """Return what every rank of the world tells; all ranks call it.
-
-    Raises:
-        Exception: ``error`` on the ranks that have one.
-        PlanError: on the others, if any has.
-    """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (mine, None if error is None else f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    for rank, (_, message) in enumerate(told):
-        if message is not None:
-            raise PlanError(about(f"rank {rank}", message))
-    return [each for each, _ in told]
 
 
 def raise_together(error: Exception | None, device: torch.device) -> None:

@@ -1,0 +1,47 @@
+"""Telling: what ranks tell each other once, and how an error on one of them ends on all."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from muonmesh.errors import MuonMeshError, PlanError, about
+
+T = TypeVar("T")
+
+
+def tell_all(
+    mine: T,
+    error: Exception | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    kind: type[MuonMeshError] = PlanError,
+) -> list[T]:
+    """Return what every rank of a group tells, in their order; all of them call it. One process tells itself.
+
+    Args:
+        mine: What this rank tells; it is pickled.
+        error: What it found wrong, if anything.
+        group: The ranks; None: all.
+        kind: What the ranks raise that found nothing wrong themselves.
+
+    Raises:
+        Exception: ``error`` on the ranks that have one.
+        MuonMeshError: of that kind on the others, with the number and the message of the first rank that has one.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
+        if error is not None:
+            raise error
+        return [mine]
+    message = None if error is None else str(error)
+    if not isinstance(error, MuonMeshError | ValueError | TypeError | None):
+        message = f"{type(error).__name__}: {message}"
+    everyone: list[tuple[T, str | None]] = [(mine, message)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (mine, message), group=group)
+    if error is not None:
+        raise error
+    for rank, (_, told) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), everyone, strict=True):
+        if told is not None:
+            raise kind(about(f"rank {rank}", told))
+    return [value for value, _ in everyone]
