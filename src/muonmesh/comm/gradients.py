@@ -152,25 +152,9 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor |
             )
         )
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-        gradient = _cut_where_replicated(gradient, parameter)
-        if gradient.placements != parameter.placements:
-            # Partial only where the parameter is replicated: elsewhere its local part has another shape.
-            kept = all(
-                mine == theirs
-                or (type(mine) is Partial and mine.reduce_op in REDUCTIONS and isinstance(theirs, TorchReplicate))
-                for mine, theirs in zip(gradient.placements, parameter.placements, strict=False)
-            )
-            if not kept or gradient.device_mesh != parameter.device_mesh:
-                raise LayoutError(
-                    explain_error(
-                        name,
-                        f"a gradient placed {tuple(gradient.placements)}",
-                        f"the parameter's placements {tuple(parameter.placements)}",
-                        "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
-                    )
-                )
+        gradient = _as_its_parameter(name, parameter, gradient)
+        if isinstance(gradient, DTensor):
             return gradient
-        gradient = local_of(gradient)
     if gradient.shape != local_of(parameter).shape:
         raise LayoutError(
             explain_error(
@@ -178,6 +162,29 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor |
                 f"a gradient of local shape {tuple(gradient.shape)}",
                 f"the parameter's local shape {tuple(local_of(parameter).shape)}",
                 "Assign a gradient of the parameter's shape",
+            )
+        )
+    return gradient
+
+
+def _as_its_parameter(name: str, parameter: DTensor, gradient: DTensor) -> Tensor:
+    """Return the local part of a gradient that is placed as its parameter; a partial one as the DTensor that it is."""
+    gradient = _cut_where_replicated(gradient, parameter)
+    if gradient.placements == parameter.placements:
+        return local_of(gradient)
+    # Partial only where the parameter is replicated: elsewhere its local part has another shape.
+    partial = all(
+        mine == theirs
+        or (type(mine) is Partial and mine.reduce_op in REDUCTIONS and isinstance(theirs, TorchReplicate))
+        for mine, theirs in zip(gradient.placements, parameter.placements, strict=False)
+    )
+    if not partial or gradient.device_mesh != parameter.device_mesh:
+        raise LayoutError(
+            explain_error(
+                name,
+                f"a gradient placed {tuple(gradient.placements)}",
+                f"the parameter's placements {tuple(parameter.placements)}",
+                "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
             )
         )
     return gradient
