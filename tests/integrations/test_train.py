@@ -249,7 +249,7 @@ WRONG = {
     "--vocab 12": r"--vocab 12: needed a whole number of at least 257",
     "--optimizer sgd": r"(?s)--optimizer.*sgd.*muon.*adamw.*both",
     "--zero 2": r"--zero 2: is DeepSpeed's. Write: --engine deepspeed --zero 2",
-    "--engine deepspeed --zero 4": r"--zero.: Input should be less than or equal to 3",
+    "--engine deepspeed --zero 4": r"--zero 4: needed a whole number of at most 3",
     "--engine deepspeed --parallel tp": r"--engine deepspeed: found --parallel tp beside it. Leave out one",
     "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp.*hsdp.*tp",
     "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needed a multiple of 2. Write: --ranks 4",
