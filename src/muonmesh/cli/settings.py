@@ -80,13 +80,13 @@ def declared(kind: Any) -> dict[str, tuple[Any, Option]]:
     return {name: get_args(hint)[:2] for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
-def check_fields_of(values: Settings | Request) -> None:
+def check_fields_of(values: Any) -> None:
     """Make sure that each field has a value of its kind.
 
     Raises:
         ValueError: naming the option, what was found and what is needed.
     """
-    for name, (kind, rule) in declared(type(values)).items():
+    for name, (kind, rule) in declared(values.__class__).items():
         value = getattr(values, name)
         if needed := rule.needed(kind, value):
             raise ValueError(f"{option(name)} {value!r}: needed {needed}.")
