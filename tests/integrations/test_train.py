@@ -36,9 +36,9 @@ from muonmesh.cli.failure import RunError
 from muonmesh.cli.launch import Interrupted, RankFailed, launch
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
-from muonmesh.cli.schedule import learning_rate_factor
 from muonmesh.cli.settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
+from muonmesh.cli.training import learning_rate_factor
 from muonmesh.cli.worker import TIMEOUT, seconds_to_wait, work
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")

@@ -29,11 +29,11 @@ from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.failure import RunError, record_failure
+from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.lock import RunLock
 from muonmesh.cli.metrics import MetricsLog
 from muonmesh.cli.model import check_parameters, parallelise
 from muonmesh.cli.settings import Parallel, Settings, load_settings
-from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.training import Training
 from muonmesh.errors import FileError
 from tests.workers import Pool

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 from muonmesh.cli import worker
 from muonmesh.cli.app import app
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.settings import LATER, Settings, load_settings
-from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.sweep import figures, finished, parse_sweep, write_sweep
 from muonmesh.cli.tokenizer import load_tokenizer
 from muonmesh.errors import FileError
@@ -90,7 +90,7 @@ def test_a_text_that_is_tokenised_in_many_parts_gives_the_same_tokens(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "whole", field="body")
-    monkeypatch.setattr("muonmesh.cli.tokenfile.CHARACTERS_AT_ONCE", 1000)
+    monkeypatch.setattr("muonmesh.cli.corpus.CHARACTERS_AT_ONCE", 1000)
     parts = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "parts", field="body")
     assert parts.digest == whole.digest
 

@@ -23,10 +23,10 @@ from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.export import save_momentum
+from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import build_model, check_model, parallelise
 from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
-from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.training import Training
 from tests.workers import Pool
 

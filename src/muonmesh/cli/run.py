@@ -19,9 +19,8 @@ from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import LOCK_FILE, RunLock
-from muonmesh.cli.memory import check_memory
 from muonmesh.cli.metrics import read_metrics
-from muonmesh.cli.model import check_model
+from muonmesh.cli.model import check_memory, check_model
 from muonmesh.cli.report import write_report
 from muonmesh.cli.settings import Settings, load_config
 from muonmesh.cli.sinks import check_sinks

@@ -19,13 +19,33 @@ from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import Engine, ZeroEngine
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.layers import prepare_layers
+from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog
-from muonmesh.cli.model import build_model, load_model
+from muonmesh.cli.model import build_model, load_model, prepare_layers
 from muonmesh.cli.progress import ProgressLine
-from muonmesh.cli.schedule import learning_rate_factor
-from muonmesh.cli.settings import Optimizer, Settings, option
-from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.settings import Optimizer, ScheduleName, Settings, option
+
+WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
+
+
+def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: int) -> float:
+    """Share of the peak learning rate at ``step`` (1-based) of ``steps``, after ``warmup`` linear steps.
+
+    ``cosine`` and ``linear`` fall to zero at the end, ``wsd`` is constant until its last fifth, ``constant`` stays.
+    The last step still moves: zero is what the step after it would get.
+    """
+    if step <= warmup:
+        return step / warmup
+    done = (step - 1 - warmup) / (steps - warmup)  # 0 at the first step after warmup, below 1 at the last
+    match name:
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+        case "linear":
+            return 1.0 - done
+        case "wsd":
+            return min(1.0, (1.0 - done) / WSD_DECAY_SHARE)
+        case "constant":
+            return 1.0
 
 
 class Training:

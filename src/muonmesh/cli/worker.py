@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muonmesh.cli.failure import RunError, forget_failures, record_failure
-from muonmesh.cli.lifeline import LAUNCHER, end_with_launcher
-from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.lifeline import LAUNCHER, StopRequest, end_with_launcher
 from muonmesh.cli.terminal import print_plainly
 
 if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
