@@ -36,9 +36,9 @@ from muonmesh.cli.failure import RunError
 from muonmesh.cli.launch import Interrupted, RankFailed, launch
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
-from muonmesh.cli.schedule import learning_rate_factor
 from muonmesh.cli.settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
+from muonmesh.cli.training import learning_rate_factor
 from muonmesh.cli.worker import TIMEOUT, seconds_to_wait, work
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
@@ -249,7 +249,7 @@ WRONG = {
     "--vocab 12": r"--vocab 12: needed a whole number of at least 257",
     "--optimizer sgd": r"(?s)--optimizer.*sgd.*muon.*adamw.*both",
     "--zero 2": r"--zero 2: is DeepSpeed's. Write: --engine deepspeed --zero 2",
-    "--engine deepspeed --zero 4": r"--zero.: Input should be less than or equal to 3",
+    "--engine deepspeed --zero 4": r"--zero 4: needed a whole number of at most 3",
     "--engine deepspeed --parallel tp": r"--engine deepspeed: found --parallel tp beside it. Leave out one",
     "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp.*hsdp.*tp",
     "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needed a multiple of 2. Write: --ranks 4",

@@ -12,26 +12,28 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
+import muonmesh as mm
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank, together
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.failure import RunError, record_failure
+from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.lock import RunLock
 from muonmesh.cli.metrics import MetricsLog
 from muonmesh.cli.model import check_parameters, parallelise
 from muonmesh.cli.settings import Parallel, Settings, load_settings
-from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.training import Training
 from muonmesh.errors import FileError
 from tests.workers import Pool
@@ -41,27 +43,32 @@ VOCAB = 300
 STEP = 4
 
 
-def small_state(value: float) -> dict[str, Any]:
-    """A state of which each rank holds a part, in a file of its own."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = torch.arange(4096.0).view(64, 64) * value
-    moments = {"momentum_buffer": distribute_tensor(whole, mesh, [Shard(0)]), "step": torch.tensor(value)}
-    return {"model": {"weight": distribute_tensor(whole + 1, mesh, [Shard(0)])}, "optimizer": {"state": {"w": moments}}}
+def small_engine(value: float) -> Any:
+    """What an engine has for a checkpoint, after a step; each rank holds a part, in a file of its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
+    for number, parameter in enumerate(model.parameters()):
+        torch.nn.init.constant_(parameter, value + number)
+        fully_shard(model[number])
+    fully_shard(model)
+    optimizer = mm.Muon(mm.split_params(model, overrides={"1.weight": "adamw", "0.weight": "muon"}))
+    model(torch.arange(64.0)).sum().backward()
+    optimizer.step()
+    return SimpleNamespace(model=model, saved=optimizer)
 
 
 def save_small(directory: Path) -> None:
-    Checkpoints(directory).save(STEP, small_state(1.0), {"seconds": 2.5})
+    Checkpoints(directory).save(STEP, small_engine(1.0))
 
 
 def load_small(directory: Path) -> tuple[str, bool]:
     """What this rank says when it loads, and whether what it loads into is as it was."""
-    state, message = small_state(0.0), ""
+    engine, message = small_engine(0.0), ""
+    before = [parameter.detach().clone() for parameter in engine.model.parameters()]
     try:
-        assert Checkpoints(directory).load(STEP, state)["seconds"] == 2.5
+        Checkpoints(directory).load(STEP, engine)
     except FileError as error:
         message = str(error)
-    weight: DTensor = state["model"]["weight"]
-    return message, bool((weight.to_local() == 1).all())
+    return message, all(map(_equal, before, engine.model.parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +172,8 @@ def nan_in_a_file(place: Path) -> None:
     file = place / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     metadata = pickle.loads((place / ".metadata").read_bytes())
-    info = next(info for info in metadata.storage_data.values() if info.relative_path == file.name)
+    pieces = metadata.storage_data.items()
+    info = next(i for at, i in pieces if i.relative_path == file.name and at.fqn.endswith("momentum_buffer"))
     piece = bytes(content[info.offset : info.offset + info.length])
     tensor = torch.load(io.BytesIO(piece), weights_only=True)
     tensor.view(-1)[:16] = float("nan")
@@ -181,32 +189,31 @@ def cut(place: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def progress(content: str) -> Callable[[Path], None]:
+def settings(content: str) -> Callable[[Path], None]:
     def write(place: Path) -> None:
         without_manifest(place)
-        (place / "progress.json").write_text(content)
+        (place / "settings.json").write_text(content)
 
     return write
 
 
-def of_another_step(place: Path) -> None:
-    progress('{"step": 3, "seconds": 1.0}')(place)
+def of_an_older_version(place: Path) -> None:
+    without_manifest(place)
+    (place / "settings.json").rename(place / "progress.json")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
-    "nan without manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
+    "nan without manifest": (nan_in_a_file, "momentum_buffer could not be read: another checksum"),
     "cut": (cut, "__0_0.distcp: found"),
     "cut without manifest": (lambda place: (without_manifest(place), cut(place)), "__0_0.distcp: found"),
     "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: not there"),
     "metadata": (lambda place: (place / ".metadata").write_bytes(b"garbage"), ".metadata: found 7 bytes"),
     "manifest": (lambda place: (place / MANIFEST_FILE).write_text("{"), f"{MANIFEST_FILE}: not JSON"),
-    "no progress": (lambda place: (place / "progress.json").unlink(), "progress.json: not there"),
-    "progress of text": (progress("seconds"), "progress.json: not JSON"),
-    "progress without seconds": (progress("{}"), "progress.json: found no 'seconds'"),
-    "progress with NaN": (progress('{"seconds": NaN}'), "progress.json: found seconds NaN"),
-    "progress with true": (progress('{"seconds": true}'), "progress.json: found seconds true"),
-    "another step": (of_another_step, "progress.json: found step 3; needed 4"),
+    "no settings": (lambda place: (place / "settings.json").unlink(), "settings.json: not there"),
+    "settings of text": (settings("groups"), "settings.json: not JSON"),
+    "settings without groups": (settings("{}"), "found no 'groups'"),
+    "an older version": (of_an_older_version, "Finish the run with that version and --export, and go on from there"),
 }
 
 
@@ -238,7 +245,7 @@ def test_what_is_saved_is_loaded(small: Path, pool: Pool) -> None:
         "__0_0.distcp",
         "__1_0.distcp",
         MANIFEST_FILE,
-        "progress.json",
+        "settings.json",
     }
 
 
@@ -282,7 +289,6 @@ def test_a_checkpoint_without_manifest_still_loads_and_one_that_acts_does_not(
     shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
     place = checkpoints_of(run, "muon") / "step-00000004"
     without_manifest(place)
-    (place / "progress.json").write_text('{"seconds": 1.5}')  # as they were
     assert pool.run(restore, run) == [("", False)] * RANKS
     mark = folder / f"it acted {parallel}"
     (place / ".metadata").write_bytes(pickle.dumps(_Evil(mark)))
@@ -321,7 +327,7 @@ def test_the_doctor_tells_of_a_run_its_checkpoints_its_lock_and_how_it_ended(
     assert code == 0, text
     assert f"{run}: a run of muonmesh train, whole" in text
     assert f"goes on with: muonmesh train --resume {run}" in text
-    assert f"step-{STEP:08d}: a checkpoint of muonmesh train, whole" in text
+    assert f"step-{STEP:08d}: a checkpoint of muonmesh.checkpoint.save, whole" in text
     assert "written by 2 ranks; any number can load it" in text
     assert "does not fit" not in text, "the model of its own settings"
     record_failure(run, 1, RunError("the disk is full"))
@@ -352,24 +358,24 @@ def save_poisoned(directory: Path) -> list[str]:
     """Save a state, then one of which only rank 1 holds a NaN, then one that does not fit on the disk."""
     messages = []
     checkpoints = Checkpoints(directory)
-    state = {"model": {"weight": torch.ones(64, 64)}}
-    checkpoints.save(1, state, {"seconds": 1.0})
-    poisoned = {"model": {"weight": torch.ones(64, 64)}}
+    checkpoints.save(1, small_engine(1.0))
+    poisoned = small_engine(1.0)
     if dist.get_rank() == 1:
-        poisoned["model"]["weight"][3, 3] = float("nan")
-    for step, held in ((2, poisoned), (3, {"model": {"weight": torch.ones(4096, 512)}})):
+        with torch.no_grad():
+            poisoned.model[0].weight.to_local()[3, 3] = float("nan")
+    for step, engine in ((2, poisoned), (3, small_engine(1.0))):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if step == 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
         try:
-            checkpoints.save(step, held, {"seconds": 1.0})
+            checkpoints.save(step, engine)
         except FileError as error:
             messages.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    back = {"model": {"weight": torch.zeros(64, 64)}}
-    assert checkpoints.load(1, back) == {"step": 1, "seconds": 1.0}
-    assert torch.equal(back["model"]["weight"], state["model"]["weight"])
+    back = small_engine(0.0)
+    checkpoints.load(1, back)
+    assert all(map(_equal, small_engine(1.0).model.parameters(), back.model.parameters()))
     return messages
 
 
@@ -378,9 +384,9 @@ def test_what_is_not_finite_or_does_not_fit_is_not_saved_and_the_last_checkpoint
 ) -> None:
     for messages in pool.run(save_poisoned, tmp_path):
         assert len(messages) == 2
-        assert "model.weight: not finite, so it is not saved. The checkpoint of step 1 is kept." in messages[0]
+        assert "model.0.weight: not finite, so it is not saved. The checkpoint of step 1 is kept." in messages[0]
         assert f"could not be written: {os.strerror(errno.EFBIG)}" in messages[1]
-        assert "The checkpoint of step 1 is kept." in messages[1]
+        assert "The checkpoint of step 1 is kept" in messages[1]
         assert "\n" not in "".join(messages)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
 

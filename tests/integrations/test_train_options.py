@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 from muonmesh.cli import worker
 from muonmesh.cli.app import app
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.settings import LATER, Settings, load_settings
-from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.sweep import figures, finished, parse_sweep, write_sweep
 from muonmesh.cli.tokenizer import load_tokenizer
 from muonmesh.errors import FileError
@@ -90,7 +90,7 @@ def test_a_text_that_is_tokenised_in_many_parts_gives_the_same_tokens(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "whole", field="body")
-    monkeypatch.setattr("muonmesh.cli.tokenfile.CHARACTERS_AT_ONCE", 1000)
+    monkeypatch.setattr("muonmesh.cli.corpus.CHARACTERS_AT_ONCE", 1000)
     parts = prepare_corpus([str(lines)], vocab=300, cache=tmp_path / "parts", field="body")
     assert parts.digest == whole.digest
 
@@ -248,7 +248,7 @@ def test_resume_auto_begins_a_run_or_goes_on_with_it(exported: Path, lines: Path
 
 
 def test_resume_auto_insists_on_the_same_settings(tmp_path: Path) -> None:
-    from muonmesh.cli.app import _repeated
+    from muonmesh.cli.asked import _repeated
 
     before = Settings(out=str(tmp_path), lr=0.003)
     before.save({})
@@ -343,7 +343,7 @@ WRONG = {
     "--sweep rate=1": r"--sweep rate=1: found 'rate'; needed learning rates. Write: --sweep lr=",
     "--sweep lr=1,x": r"--sweep lr=1,x: found '1,x'; needed numbers with commas",
     "--sweep lr=1,1.0": r"--sweep lr=1,1.0: found a value twice",
-    "--sweep lr=0": r"--lr 0.0: needed a positive, finite learning rate",
+    "--sweep lr=0": r"--lr 0.0: needed a positive, finite number",
     "--sweep lr=1 --dry-run": r"--sweep lr=1: found --dry-run beside it, which is of one run. Leave it out",
     "--data {folder}/splits": r"found the splits test, train; needed one of them. Write: --data .*/splits/test",
 }

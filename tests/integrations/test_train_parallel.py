@@ -22,11 +22,11 @@ from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
+from muonmesh.cli.export import save_momentum
+from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import build_model, check_model, parallelise
-from muonmesh.cli.momentum import save_momentum
 from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
-from muonmesh.cli.stop import StopRequest
 from muonmesh.cli.training import Training
 from tests.workers import Pool
 
@@ -132,7 +132,7 @@ def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun sets it; DeepSpeed asks
     training = Training(optimizer, load_settings(run), load_corpus_of(run), torch.device("cpu"))
     training.restore()
-    training.explain()
+    training.engine.explain()
     log = MetricsLog(run) if dist.get_rank() == 0 else None
     if log is not None:
         log.cut(optimizer, training.start if training.start else -1)
@@ -292,9 +292,9 @@ def explained(run: Path, momentum: Path | None = None) -> str:
     training.run(log, StopAfter(2))
     if log is not None:
         log.close()
-    if momentum is not None:
-        save_momentum(momentum, training.engine.state()["optimizer"]["state"])
-    return training.explain()
+    if momentum is not None and dist.get_rank() == 0:
+        save_momentum(momentum, training.checkpoints.whole("optimizer.state.", ".momentum_buffer"))
+    return training.engine.explain()
 
 
 @pytest.mark.slow

@@ -22,9 +22,8 @@ from muonmesh.cli import failure, terminal
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.failure import RunError, forget_rooms, make_room, read_failures, record_failure
 from muonmesh.cli.lock import LOCK_FILE, RunLock
-from muonmesh.cli.memory import check_memory, host_memory, least_memory
 from muonmesh.cli.metrics import MetricsLog, read_metrics
-from muonmesh.cli.model import check_model
+from muonmesh.cli.model import check_memory, check_model, host_memory, least_memory
 from muonmesh.cli.settings import LATER, Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError

@@ -1,33 +1,38 @@
-"""Checkpoints: a run's state in folders of :mod:`muonmesh.checkpoint.folder`, the newest of which it goes on from."""
+"""Checkpoints: a run's state as `muonmesh.checkpoint` writes it, in numbered folders, to go on from the newest."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
-from muonmesh.checkpoint.entries import check_finite, flat, wrong_numbers
-from muonmesh.checkpoint.folder import look, write
+from muonmesh.checkpoint import load, save
+from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
+from muonmesh.checkpoint.folder import SETTINGS_FILE
 from muonmesh.checkpoint.manifest import REMEDY, is_whole
-from muonmesh.checkpoint.place import found_at, numbered
-from muonmesh.checkpoint.ranks import together
+from muonmesh.checkpoint.metadata import read_metadata
+from muonmesh.checkpoint.place import forget_older, found_at, numbered
+from muonmesh.checkpoint.ranks import on_first_rank, together
+from muonmesh.cli.engine import Engine
 from muonmesh.cli.failure import RunError
 from muonmesh.cli.settings import Optimizer
-from muonmesh.files import AGAIN, check_fields
+from muonmesh.errors import FileError
 
-PROGRESS_FILE = "progress.json"
 STEP = "step-"  # and eight digits
+OLDER_FILE = "progress.json"  # beside the tensors, where versions before 0.1 wrote a checkpoint
 
 
 class Checkpoints:
     """The checkpoints of one training, in folders ``step-00000120``, of which the latest ``keep`` stay.
 
     Every method is called on all ranks. The schedule, the order of the data and the random numbers are functions of
-    the seed and the step, so model, optimizer and ``progress`` are all there is to save. Layouts do not show: what was
-    saved by four ranks under FSDP2 loads into two under DDP.
+    the seed and the step, so model and optimizer are all there is to save. Layouts do not show: what was saved by four
+    ranks under FSDP2 loads into two under DDP.
     """
 
     def __init__(self, directory: Path, *, keep: int = 1) -> None:
@@ -38,78 +43,91 @@ class Checkpoints:
         """Step of the newest whole checkpoint, as rank 0 sees it, or None.
 
         Raises:
-            RunError: on all ranks: there are checkpoints, and none is whole.
+            FileError: on all ranks: there are checkpoints, and none is whole.
         """
-        found: list[int | str | None] = [None]
-        if dist.get_rank() == 0:
-            found = [latest_step(self.directory) or _none_is_whole(self.directory)]
-            if isinstance(found[0], int):
-                _tell_of_broken(self.directory, found[0])
+        found: list[int | None] = [None]
+
+        def look() -> None:
+            found[0] = latest_step(self.directory)
+            broken = [path for step, path in numbered(self.directory, STEP) if step > (found[0] or 0)]
+            if broken and found[0] is None:
+                raise RunError(
+                    f"{broken[0]}: found files missing or cut off, and no whole checkpoint beside it; needed one. "
+                    f"{REMEDY}"
+                )
+            for path in broken:
+                print(f"{path}: found files missing or cut off; goes on from step {found[0]}", file=sys.stderr)
+
+        on_first_rank(look)
         dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], str):
-            raise RunError(found[0])
         self.kept = found[0]
         return self.kept
 
-    def save(self, step: int, state: Mapping[str, Any], progress: dict[str, Any]) -> None:
-        """Write beside its final place, then rename; older ones go once the new one is there.
+    def save(self, step: int, engine: Engine) -> None:
+        """Write a model and its optimizer; older checkpoints go once the new one is there.
 
         A state that is not finite is not saved: the one before it would be thrown away for it.
 
         Raises:
             FileError: on every rank; the last checkpoint is as it was.
         """
-        kept = "No checkpoint was there yet. " if self.kept is None else f"The checkpoint of step {self.kept} is kept. "
-        together(lambda: check_finite(state, kept))
-        write(
-            self._folder(step),
-            state,
-            {"step": step, **progress},
-            keep=self.keep,
-            settings_file=PROGRESS_FILE,
-            beside=kept,
-            again=AGAIN,
-        )
+        kept = "No checkpoint was there yet" if self.kept is None else f"The checkpoint of step {self.kept} is kept"
+        together(lambda: check_finite(engine, kept))
+        try:
+            save(self._folder(step), engine.model, engine.saved)
+        except FileError as error:
+            raise FileError(f"{error}. {kept}") from error
+        on_first_rank(lambda: forget_older(self._folder(step), self.keep, settings_file=SETTINGS_FILE))
         self.kept = step
 
-    def load(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Read into ``state``, as the engine returns it, and return the ``progress`` that was saved with it.
-
-        Nothing is written into ``state`` before all files have been read and looked at: their hashes, where they have
-        a manifest, and of each tensor its name, shape, dtype and that it is finite. The ranks share that work.
+    def load(self, step: int, engine: Engine) -> None:
+        """Read a model and its optimizer.
 
         Raises:
-            FileError: on every rank, naming the file and what is wrong with it.
+            FileError, StateError: on every rank, naming the file and what is wrong with it; nothing has changed.
         """
-        contents = look(self._folder(step), settings_file=PROGRESS_FILE)
-        together(lambda: _check_progress(contents.path, contents.settings, step))
-        contents.read(flat(state), wrong=wrong_numbers)
-        return contents.settings
+        folder = self._folder(step)
+
+        def refuse_older() -> None:
+            if (found_at(folder) / OLDER_FILE).is_file():
+                raise RunError(
+                    f"{folder}: found {OLDER_FILE}, which a version before 0.1 wrote; needed {SETTINGS_FILE}. Finish "
+                    "the run with that version and --export, and go on from there with --init"
+                )
+
+        on_first_rank(refuse_older)
+        load(folder, engine.model, engine.saved)
+
+    def whole(self, begin: str, end: str = "") -> dict[str, Tensor]:
+        """Return tensors of the newest checkpoint by the middle of their names, whole. Called on rank 0 alone."""
+        assert self.kept is not None
+        folder = found_at(self._folder(self.kept))
+        reader = CheckpointReader(folder, read_metadata(folder))
+        held: Any = reader.metadata.state_dict_metadata
+        tensors = {
+            name: torch.empty(held[name].size, dtype=held[name].properties.dtype)
+            for name in held
+            if name.startswith(begin) and name.endswith(end)
+        }
+        torch_load(tensors, storage_reader=reader, no_dist=True)
+        return {name.removeprefix(begin).removesuffix(end): tensor for name, tensor in tensors.items()}
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"{STEP}{step:08d}"
 
 
-def _check_progress(folder: Path, content: dict[str, Any], step: int) -> None:
-    path = folder / PROGRESS_FILE
-    content.setdefault("step", step)  # checkpoints older than manifests know it by their name alone
-    kinds = {"step": "a whole number of at least 0", "seconds": "a finite number of at least 0"}
-    check_fields(path, content, kinds)
-    if content["step"] != step:
-        raise RunError(f"{path}: found step {content['step']}; needed {step}, as its folder is called. {REMEDY}")
+def check_finite(engine: Engine, kept: str) -> None:
+    """Make sure that all that this rank would save is finite.
 
-
-def _tell_of_broken(directory: Path, latest: int) -> None:
-    for step, path in numbered(directory, STEP):
-        if step > latest:
-            print(f"{path}: found files missing or cut off; goes on from step {latest}", file=sys.stderr)
-
-
-def _none_is_whole(directory: Path) -> str | None:
-    found = numbered(directory, STEP)
-    if not found:
-        return None
-    return f"{found[0][1]}: found files missing or cut off, and no whole checkpoint beside it; needed one. {REMEDY}"
+    Raises:
+        RunError: naming the first tensor that is not; ``kept`` is said too.
+    """
+    for record in engine.saved.checkpoint_records():
+        for name, share in record.shares():
+            if any(wrong_numbers(name, box) for box in share.boxes.values()):
+                raise RunError(
+                    f"{name}: not finite, so it is not saved. {kept}. Start again with a lower --lr or --adamw-lr"
+                )
 
 
 def checkpoints_of(run: Path, optimizer: Optimizer) -> Path:

@@ -19,7 +19,7 @@ from muonmesh.checkpoint.folder import SETTINGS_FILE
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, Entry, check_entries, read_manifest
 from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
-from muonmesh.cli.checkpoints import PROGRESS_FILE, STEP, checkpoints_of
+from muonmesh.cli.checkpoints import STEP, checkpoints_of
 from muonmesh.cli.failure import read_failures
 from muonmesh.cli.lock import LOCK_FILE, holder_of
 from muonmesh.cli.settings import Settings, load_config, load_settings
@@ -29,7 +29,6 @@ from muonmesh.files import kind_of, read_json, reason
 ARCHIVE, WEIGHTS = b"PK\x03\x04", ".safetensors"
 A_RUN = "a run of muonmesh train"
 OURS = "a checkpoint of muonmesh.checkpoint.save"
-OF_A_RUN = "a checkpoint of muonmesh train"
 TORCHS = "a checkpoint of torch.distributed.checkpoint"
 EXPORTED = "a model for from_pretrained"
 SAVED = "a file of torch.save"
@@ -159,12 +158,12 @@ def _folder(path: Path) -> Diagnosis:
     told = set(entries or ())
     data = sorted(name for name in names | told if DATA_FILE.fullmatch(name))
     if METADATA_FILE in names | told or data:
-        settings = next((name for name in (SETTINGS_FILE, PROGRESS_FILE) if name in names | told), None)
-        found.kind = {SETTINGS_FILE: OURS, PROGRESS_FILE: OF_A_RUN, None: TORCHS}[settings]
+        ours = SETTINGS_FILE in names | told
+        found.kind = OURS if ours else TORCHS
         found.ranks = max((int(name.split("_")[2]) + 1 for name in data), default=None)
-        if settings is not None:
+        if ours:
             with found.noting():
-                found.settings = read_json(folder / settings, needed="what was written there")
+                found.settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
     elif any(name.endswith(WEIGHTS) for name in names | told):
         found.kind = EXPORTED
     else:
@@ -213,7 +212,7 @@ def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None)
         if not found.faults:
             reader.check_tensors(share=0, of=1, wrong=note)
         for name, wrong in odd.items():
-            refused = found.kind == OF_A_RUN or (found.kind == OURS and ".state." in name)
+            refused = found.kind == OURS and ".state." in name
             (found.faults if refused else found.notes).append(f"{name}: found {wrong}")
 
 

@@ -92,10 +92,8 @@ def _state(found: Diagnosis) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> list[str]:
-    """What the settings say, a line each: a run's, a checkpoint's of one, or the groups of an optimizer."""
+    """What the settings say, a line each: a run's, or the groups of an optimizer."""
     lines = []
-    if isinstance(settings.get("step"), int):
-        lines.append(f"step {settings['step']}")
     if isinstance(settings.get("environment"), dict):
         names = ("model", "optimizer", "steps", "parallel", "ranks", "engine", "checkpoint_every", "keep")
         lines.append(", ".join(f"{name} {settings[name]}" for name in names if name in settings))

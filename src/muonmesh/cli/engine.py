@@ -2,99 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+import muonmesh as mm
 from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.model import parallelise
-from muonmesh.cli.optimizers import build_optimizer, clip_gradients, communication_seconds, explain, metrics
 from muonmesh.cli.settings import Optimizer, Settings
 
+ADAMW_BETAS = (0.9, 0.95)  # as in Muon's AdamW groups
+ADAMW_EPS = 1e-8
 
-class Engine(Protocol):
-    """A model that learns. Every method is called on all ranks."""
 
-    model: nn.Module
+class Engine:
+    """A model that learns under torch's own parallelism. Every method is called on all ranks.
 
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups, whose learning rates may be set."""
+    The two opponents are built alike: with the groups of :func:`muonmesh.split_params`, so vectors are decayed by
+    neither, the same decay and the same schedule.
+
+    Attributes:
+        model: The model as the ranks hold it.
+        optimizer: What steps: `muonmesh.Muon`, or `torch.optim.AdamW`.
+        saved: What `muonmesh.checkpoint` takes as the optimizer. In the AdamW training, a `muonmesh.Muon` whose groups
+            are all AdamW's, and which has the same state.
+    """
+
+    model: Any
+    optimizer: Any
+    saved: Any
+
+    def __init__(self, name: Optimizer, model: nn.Module, settings: Settings, device: torch.device) -> None:
+        self._clip, self._micro_steps = settings.clip, settings.grad_accum
+        self.model = parallelise(model, parallel=settings.parallel, dtype=settings.dtype, device=device)
+        self.optimizer = self.saved = mm.Muon(
+            mm.split_params(self.model, overrides=None if name == "muon" else {".*": "adamw"}),
+            process_group="world" if settings.parallel == "ddp" else None,
+            **shared_settings(name, settings),
+        )
+        if name == "adamw":
+            groups = [
+                {"params": group["params"], "weight_decay": group["weight_decay"]} for group in self.saved.param_groups
+            ]
+            rate = settings.adamw_lr
+            self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=ADAMW_BETAS, eps=ADAMW_EPS, fused=True)
+            self.optimizer.state = self.saved.state
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of one of the micro-steps; ``last`` says whether the update follows."""
-
-    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-step's forward and backward."""
-
-    def update(self, clock: CollectiveClock) -> float:
-        """Clip, step, and return the host seconds that this waited for other ranks."""
-
-    def explain(self) -> str:
-        """Who goes where and why, as text."""
-
-    def metrics(self) -> dict[str, float]:
-        """What the optimizer says of its last step."""
-
-    def state(self) -> dict[str, Any]:
-        """Model and optimizer by parameter name, for `torch.distributed.checkpoint`; no layout shows in it.
-
-        Without settings: those of a run never change, and each engine has groups of its own.
-        """
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Write what `state` returned."""
-
-    def close(self) -> None:
-        """Give back the memory."""
-
-
-def make_engine(name: Optimizer, model: nn.Module, settings: Settings, device: torch.device) -> Engine:
-    """Return what trains a freshly initialised model with one of the optimizers."""
-    if settings.zero:
-        from muonmesh.cli.zero import ZeroEngine
-
-        return ZeroEngine(name, model.to(device), settings)
-    return TorchEngine(name, model, settings, device)
-
-
-class TorchEngine:
-    """DDP, FSDP2 and what is made with meshes."""
-
-    def __init__(self, name: Optimizer, model: nn.Module, settings: Settings, device: torch.device) -> None:
-        self.model = parallelise(model, parallel=settings.parallel, dtype=settings.dtype, device=device)
-        self.optimizer = build_optimizer(name, self.model, settings)
-        self._clip, self._micro_steps = settings.clip, settings.grad_accum
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's param groups."""
-        return self.optimizer.param_groups
-
-    def begin(self) -> None:
-        """Forget the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of one micro-step."""
+        """Add the gradients of one of the micro-steps; ``last`` says whether the update follows."""
         (loss / self._micro_steps).backward()  # type: ignore[no-untyped-call]
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients in the last backward of a step only."""
+        """Return the context of one micro-step's forward and backward: gradients are reduced in the last one only."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         elif isinstance(self.model, DistributedDataParallel) and not last:
@@ -102,31 +72,110 @@ class TorchEngine:
         return nullcontext()
 
     def update(self, clock: CollectiveClock) -> float:
-        """Clip and step."""
+        """Clip, step, and return the host seconds that this waited for other ranks.
+
+        Muon clips what its AdamW groups hold: its own update has no magnitude.
+        """
+        muon = isinstance(self.optimizer, mm.Muon)
         with clock:
-            clip_gradients(self.optimizer, self.model, self._clip)
+            if self._clip and muon:
+                self.optimizer.clip_grad_norm_(self._clip, norms=False)
+            elif self._clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self.optimizer.step()
-        return clock.take() + communication_seconds(self.optimizer)
+        return clock.take() + (self.optimizer.communication_seconds if muon else 0.0)
 
     def explain(self) -> str:
-        """Who goes where and why."""
-        return explain(self.optimizer)
+        """Return who goes where and why, as text."""
+        if isinstance(self.optimizer, mm.Muon):
+            return str(self.optimizer.explain())
+        lines = [f"torch.optim.AdamW, betas {ADAMW_BETAS}, eps {ADAMW_EPS}"]
+        for number, group in enumerate(self.optimizer.param_groups):
+            count = sum(parameter.numel() for parameter in group["params"])
+            lines.append(
+                f"group {number}: {len(group['params'])} parameters, {count:,} entries, "
+                f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}"
+            )
+        return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
-        """What the optimizer says of its last step."""
-        return metrics(self.optimizer)
-
-    def state(self) -> dict[str, Any]:
-        """Model and optimizer by name."""
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
-        return {"model": get_model_state_dict(self.model), "optimizer": {"state": optimizer["state"]}}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Write a state."""
-        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
-        set_model_state_dict(self.model, state["model"])
-        optimizer = {"state": state["optimizer"]["state"], "param_groups": groups}
-        set_optimizer_state_dict(self.model, self.optimizer, optimizer)
+        """Return what the optimizer says of its last step; nothing for AdamW."""
+        figures = self.optimizer.metrics() if isinstance(self.optimizer, mm.Muon) else {}
+        return {key: float(value) for key, value in figures.items()}  # on a device they are tensors
 
     def close(self) -> None:
-        """Nothing outlives the object."""
+        """Give back the memory. Here nothing outlives the object."""
+
+
+class ZeroEngine(Engine):
+    """ZeRO at stage 1, 2 or 3. AdamW's training is the same engine with every parameter in AdamW groups."""
+
+    def __init__(self, name: Optimizer, model: nn.Module, settings: Settings, device: torch.device) -> None:
+        if settings.device == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+        from deepspeed.utils import logger
+
+        from muonmesh.integrations.deepspeed import initialize
+
+        logger.setLevel(logging.WARNING)
+        # It calls collectives by names that newer versions of torch have renamed.
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        if settings.device == "cpu":  # it would compile an extension for shared memory, which only inference uses
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        optimizer = shared_settings(name, settings)
+        config = {
+            "train_micro_batch_size_per_gpu": settings.micro_batch,
+            "gradient_accumulation_steps": settings.grad_accum,
+            "zero_optimization": {"stage": settings.zero},
+            "bf16": {"enabled": settings.dtype == "bf16"},
+            "communication_data_type": "fp32",  # gradients are summed as under FSDP2
+        }
+        self.model, *_ = initialize(
+            model=model.to(device),
+            config=config,
+            optimizer=optimizer if name == "muon" else {**optimizer, "overrides": {".*": "adamw"}},
+            clip=settings.clip or None,
+        )
+        self.optimizer = self.saved = self.model.basic_optimizer
+
+    def begin(self) -> None:
+        """Nothing: the engine has forgotten the gradients of its last step."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of one micro-step; the engine divides by their number, and counts them by its steps."""
+        self.model.backward(loss)
+        if not last:
+            self.model.step()
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Return nothing: the engine knows when to reduce."""
+        return nullcontext()
+
+    def update(self, clock: CollectiveClock) -> float:
+        """Clip and step."""
+        with clock:
+            self.model.step()
+        return clock.take()
+
+    def explain(self) -> str:
+        """Return who goes where and why, call by call."""
+        return str(self.optimizer.explain())
+
+    def metrics(self) -> dict[str, float]:
+        """Return nothing: the gradients of flat tensors are gone when the step is done."""
+        return {}
+
+    def close(self) -> None:
+        """Take the engine's hooks off the model, which keep both alive."""
+        self.model.destroy()
+
+
+def shared_settings(name: Optimizer, settings: Settings) -> dict[str, Any]:
+    """Return the settings of the optimizer that both engines take."""
+    return {
+        "lr": settings.lr_of(name),
+        "weight_decay": settings.weight_decay,
+        "adamw_betas": ADAMW_BETAS,
+        "adamw_eps": ADAMW_EPS,
+    }

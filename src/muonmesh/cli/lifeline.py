@@ -1,4 +1,4 @@
-"""Lifeline: a rank ends when its launcher has ended, however that ended."""
+"""Lifeline: how a rank ends: with its launcher, however that ended, or after its step when somebody wishes so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from types import FrameType
 
 LAUNCHER = "MUONMESH_LAUNCHER"  # environment variable: the process that started the ranks
 SECONDS = 1.0  # between two looks
@@ -35,3 +36,22 @@ def _watch(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(SECONDS)
     os._exit(1)
+
+
+class StopRequest:
+    """Set by SIGINT or SIGHUP on any rank; the training ends when all ranks have heard of it."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def install(self) -> None:
+        """Take SIGINT and SIGHUP over, the latter unless it is ignored, as under nohup.
+
+        SIGTERM keeps ending the process: so a rank left waiting for a dead one goes at once.
+        """
+        signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

@@ -41,8 +41,8 @@ class MetricsLog:
             for sink in self.sinks:
                 sink.append(record)
 
-    def cut(self, run: str, step: int) -> None:
-        """Forget what ``run`` wrote after ``step``: a resumed run writes it again.
+    def cut(self, run: str, step: int) -> float:
+        """Forget what ``run`` wrote after ``step``, which a resumed run writes again; return its seconds until then.
 
         Raises:
             RunError: the file is damaged, or cannot be written; it is as it was.
@@ -51,6 +51,7 @@ class MetricsLog:
         self._file.close()
         write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._open()
+        return max((float(r.get("seconds", 0.0)) for r in kept if r["run"] == run), default=0.0)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,16 +1,21 @@
-"""Settings: everything that decides what a run computes, checked before any rank starts."""
+"""Settings: everything that decides what a run computes, each declared once: its name, type, default, check and help.
+
+`muonmesh train` takes its options from the fields of `Settings` and `Request`. `config.json` holds the former.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
+import types
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from muonmesh.cli.failure import RunError
-from muonmesh.files import is_finite, is_number, is_whole, read_json, write_text
+from muonmesh.files import is_finite, is_whole, read_json, write_text
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]
@@ -22,8 +27,69 @@ Logger = Literal["jsonl", "tensorboard", "wandb"]
 
 REPLICAS = 2  # of the model, under hsdp
 PAIR = 2  # ranks that share each layer, under fsdp+tp
-
+MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
+WHAT, HOW, WHERE, OUTPUT = "What to learn", "How to learn", "Where to run", "What to keep"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field says of its option on the command line and of its values, beside its name, type and default.
+
+    Attributes:
+        help: The help text.
+        panel: The heading under which the help text stands.
+        asked: The type on the command line, where the machine or other options decide about an option that is left out.
+        least, most: The smallest and the largest whole number.
+        positive: Whether a number of any kind must be above zero.
+    """
+
+    help: str
+    panel: str
+    asked: Any = None
+    least: int = 1
+    most: int = MOST
+    positive: bool = False
+
+    def needed(self, kind: Any, value: object) -> str:
+        """Return in words what is needed instead of a value; empty if the value is of the kind."""
+        origin, inner = get_origin(kind), get_args(kind)
+        if origin is Literal:
+            return "" if value in inner else f"one of {', '.join(inner)}"
+        if origin is types.UnionType:
+            return "" if value is None else self.needed(inner[0], value)
+        if origin is tuple:
+            if not isinstance(value, tuple):
+                return "a list"
+            return next((f"a list, each {why}" for each in value if (why := self.needed(inner[0], each))), "")
+        if kind is bool:
+            return "" if isinstance(value, bool) else "true or false"
+        if kind is str:
+            return "" if isinstance(value, str) and "\0" not in value else "text"
+        if kind is float:
+            good = is_finite(value) and (value > 0 if self.positive else value >= 0)  # type: ignore[operator]
+            return "" if good else "a positive, finite number" if self.positive else "zero or more, and finite"
+        if not is_whole(value) or value < self.least:  # type: ignore[operator]
+            return f"a whole number of at least {self.least}"
+        return "" if value <= self.most else f"a whole number of at most {self.most}"  # type: ignore[operator]
+
+
+@functools.cache
+def declared(kind: Any) -> dict[str, tuple[Any, Option]]:
+    """Return the type and the option of each field of `Settings` or `Request`, by name."""
+    return {name: get_args(hint)[:2] for name, hint in get_type_hints(kind, include_extras=True).items()}
+
+
+def check_fields_of(values: Any) -> None:
+    """Make sure that each field has a value of its kind.
+
+    Raises:
+        ValueError: naming the option, what was found and what is needed.
+    """
+    for name, (kind, rule) in declared(values.__class__).items():
+        value = getattr(values, name)
+        if needed := rule.needed(kind, value):
+            raise ValueError(f"{option(name)} {value!r}: needed {needed}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,68 +104,111 @@ class Settings:
         ValueError: a value is out of range; the message names the option, what was found and what is needed.
     """
 
-    out: str
-    data: tuple[str, ...] = ()
-    model: str = "small"
-    optimizer: OptimizerChoice = "both"
-    parallel: Parallel = "fsdp"
-    ranks: int = 2
-    device: Device = "cpu"
-    steps: int = 600
-    lr: float = 6e-3
-    adamw_lr: float = 3e-3
-    weight_decay: float = 0.1
-    schedule: ScheduleName = "cosine"
-    warmup: int = 60
-    batch: int = 16
-    seq: int = 128
-    grad_accum: int = 1
-    dtype: Dtype = "bf16"
-    clip: float = 1.0
-    vocab: int = 2048
-    seed: int = 0
-    eval_every: int = 30
-    eval_sequences: int = 128
-    checkpoint_every: int = 200
-    keep: int = 1
-    save_momentum: str | None = None
-    text_field: str = "text"
-    tokenizer: str | None = None
-    init: str | None = None
-    export: bool = False
-    checkpoint_activations: bool = False
-    compile: bool = False
-    log: tuple[Logger, ...] = ()
+    data: Annotated[
+        tuple[str, ...],
+        Option(
+            "Files, folders or globs of text, JSONL, Parquet, or a folder of datasets; repeatable. Default: the Python "
+            "standard library.",
+            WHAT,
+            asked=list[str] | None,
+        ),
+    ] = ()
+    text_field: Annotated[str, Option("Field or column of JSONL, Parquet and datasets that holds the text.", WHAT)] = (
+        "text"
+    )
+    model: Annotated[
+        str,
+        Option(
+            "A preset (nano, small, medium, large, xl), a transformers config.json or a folder with one, or a model "
+            "type (gpt2).",
+            WHAT,
+        ),
+    ] = "small"
+    init: Annotated[
+        str | None,
+        Option(
+            "Local folder of from_pretrained: its model, its weights, and its tokenizer unless there is --tokenizer.",
+            WHAT,
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None, Option("Local folder with a tokenizer.json, instead of training one on the text.", WHAT)
+    ] = None
+    vocab: Annotated[
+        int,
+        Option("Size of the tokenizer that is trained.", WHAT, least=257),  # the 256 bytes and the end-of-text mark
+    ] = 2048
+    seq: Annotated[int, Option("Tokens in a sequence.", WHAT, least=2)] = 128
+    optimizer: Annotated[OptimizerChoice, Option("Both: one after the other, from the same weights.", HOW)] = "both"
+    steps: Annotated[
+        int,
+        Option("Optimizer steps.", HOW, most=99_999_999),  # the digits of a checkpoint's name
+    ] = 600
+    batch: Annotated[
+        int,
+        Option(
+            "Sequences in a step, over all ranks. Default: 16, or the next number the ranks can share.",
+            HOW,
+            asked=int | None,
+        ),
+    ] = 16
+    grad_accum: Annotated[int, Option("Forward and backward passes in a step.", HOW)] = 1
+    lr: Annotated[float, Option("Peak learning rate of Muon, both halves.", HOW, positive=True)] = 6e-3
+    adamw_lr: Annotated[float, Option("Peak learning rate of the AdamW training.", HOW, positive=True)] = 3e-3
+    schedule: Annotated[ScheduleName, Option("After warmup; wsd is constant until its last fifth.", HOW)] = "cosine"
+    warmup: Annotated[int, Option("Steps of linear warmup. Default: a tenth.", HOW, asked=int | None, least=0)] = 60
+    weight_decay: Annotated[float, Option("Decoupled; vectors are never decayed.", HOW)] = 0.1
+    clip: Annotated[float, Option("Largest gradient norm, of what AdamW updates; 0 never clips.", HOW)] = 1.0
+    seed: Annotated[int, Option("Of weights, data order and dropout.", HOW, least=0, most=2**63 - 1)] = 0
+    ranks: Annotated[int, Option("Processes. Default: one a GPU, or 2 on a CPU.", WHERE, asked=int | None)] = 2
+    parallel: Annotated[
+        Parallel,
+        Option(
+            "FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; TP shares the work in "
+            "every layer of a Llama-like model; FSDP+TP shares it in pairs of ranks and shards over the pairs; zeroN "
+            "is --engine deepspeed --zero N.",
+            WHERE,
+        ),
+    ] = "fsdp"
+    device: Annotated[
+        Device, Option("Auto: the GPUs where there are any.", WHERE, asked=Literal["auto", "cpu", "cuda"])
+    ] = "cpu"
+    dtype: Annotated[
+        Dtype,
+        Option(
+            "Of forward and backward; weights are fp32. Auto: bf16 where it is native.",
+            WHERE,
+            asked=Literal["auto", "bf16", "fp32"],
+        ),
+    ] = "bf16"
+    checkpoint_activations: Annotated[
+        bool, Option("Compute the inside of every layer again in the backward pass instead of keeping it.", WHERE)
+    ] = False
+    compile: Annotated[bool, Option("Compile every layer with torch.compile.", WHERE)] = False
+    out: Annotated[str, Option("Directory of the run. Default: runs/MODEL-DATE.", OUTPUT, asked=Path | None)]
+    eval_every: Annotated[
+        int, Option("Steps between two validations. Default: a twentieth.", OUTPUT, asked=int | None)
+    ] = 30
+    eval_sequences: Annotated[int, Option("Held-out sequences in a validation.", OUTPUT)] = 128
+    checkpoint_every: Annotated[
+        int, Option("Steps between two checkpoints; 0: at the end and on Ctrl-C only.", OUTPUT, least=0)
+    ] = 200
+    keep: Annotated[int, Option("How many checkpoints of each training stay: the newest whole ones.", OUTPUT)] = 1
+    save_momentum: Annotated[
+        str | None, Option("Also write Muon's final momentum matrices to this safetensors file.", OUTPUT)
+    ] = None
+    export: Annotated[bool, Option("Also write each trained model as a folder for from_pretrained.", OUTPUT)] = False
+    log: Annotated[
+        tuple[Logger, ...],
+        Option(
+            "Tensorboard or wandb (offline): where metrics go too, beside metrics.jsonl (jsonl); repeatable.",
+            OUTPUT,
+            asked=list[str] | None,
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not is_whole(value) or value < least:
-                raise ValueError(f"{option(name)} {value}: needed a whole number of at least {least}.")
-            if value > (most := _MOST.get(name, MOST)):
-                raise ValueError(f"{option(name)} {value}: needed a whole number of at most {most}.")
-        given = [name for name in ("save_momentum", "tokenizer", "init") if getattr(self, name) is not None]
-        for name in ("out", "model", "text_field", *given):
-            if not isinstance(getattr(self, name), str) or "\0" in getattr(self, name):
-                raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed text.")
-        if not isinstance(self.data, tuple) or not all(isinstance(p, str) and "\0" not in p for p in self.data):
-            raise ValueError(f"--data {self.data!r}: needed names of files, folders or globs.")
-        for name in ("export", "checkpoint_activations", "compile"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed true or false.")
-        if not isinstance(self.log, tuple) or not set(map(str, self.log)) <= set(get_args(Logger)):
-            raise ValueError(f"--log {self.log!r}: needed some of {', '.join(get_args(Logger))}.")
-        for name in ("lr", "adamw_lr"):
-            value = getattr(self, name)
-            if not (is_finite(value) and value > 0):
-                raise ValueError(f"{option(name)} {value}: needed a positive, finite learning rate.")
-        if not is_number(self.clip) or self.clip < 0:
-            raise ValueError(f"--clip {self.clip}: needed zero or more.")
-        if not is_finite(self.weight_decay) or self.weight_decay < 0:
-            raise ValueError(f"--weight-decay {self.weight_decay}: needed zero or more, and finite.")
-        for name, choices in _CHOICES.items():
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
-                raise ValueError(f"{option(name)} {getattr(self, name)!r}: needed one of {', '.join(choices)}.")
+        check_fields_of(self)
         if self.compile and (self.tensor_parallel > 1 or self.zero):
             raise ValueError(f"--compile: found --parallel {self.parallel}; needed ddp, fsdp or hsdp. Leave out one")
         multiple = {"hsdp": REPLICAS, "fsdp+tp": PAIR}.get(self.parallel, 1)
@@ -176,6 +285,38 @@ class Settings:
         write_text(self.directory / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What else `muonmesh train` can be asked for: options that say how the command goes, and are no settings."""
+
+    engine: Annotated[
+        Literal["torch", "deepspeed"],
+        Option("Who holds the weights: torch's --parallel, or DeepSpeed's --zero.", WHERE),
+    ] = "torch"
+    zero: Annotated[int | None, Option("Stage of ZeRO with --engine deepspeed. Default: 2.", WHERE, most=3)] = None
+    sweep: Annotated[
+        str | None,
+        Option(
+            "Peak learning rates that each optimizer tries: lr=0.003,0.006. Whole trainings, one after the other.", HOW
+        ),
+    ] = None
+    seeds: Annotated[str | None, Option("Seeds that each training of a sweep is repeated with: 0,1,2.", HOW)] = None
+    resume: Annotated[
+        str | None,
+        Option(
+            "Directory of a run to go on with, as if it had never stopped. Its settings are kept; only --ranks and "
+            "--parallel may change. Auto: --out, if a run is there; else begin one there.",
+            OUTPUT,
+        ),
+    ] = None
+    dry_run: Annotated[bool, Option("Say who would own what, memory and expected time, and train nothing.", OUTPUT)] = (
+        False
+    )
+
+    def __post_init__(self) -> None:
+        check_fields_of(self)
+
+
 def load_settings(directory: Path, **changes: Any) -> Settings:
     """Read a run's settings back, with ``changes`` made to them.
 
@@ -195,13 +336,9 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
     missing = [name for name in known if name not in content and name not in LATER]
     if missing:
         raise RunError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
-    content.setdefault("log", [])
-    for name in ("data", "log"):
-        if not isinstance(content[name], list):
-            raise RunError(f"{path}: found {name} {content[name]!r}; needed a list of names")
-        content[name] = tuple(content[name])
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in content.items()}
     try:
-        settings = Settings(**content)
+        settings = Settings(**values)
     except ValueError as error:
         raise RunError(f"{path}: {error}") from error
     return replace(settings, **changes)
@@ -236,26 +373,3 @@ def option(name: str) -> str:
 
 # What runs of older versions do not say; they did what these settings do when they are left out.
 LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "log", "keep")
-_LEAST = {
-    "ranks": 1,
-    "steps": 1,
-    "warmup": 0,
-    "batch": 1,
-    "seq": 2,
-    "grad_accum": 1,
-    "vocab": 257,  # the 256 bytes and the end-of-text mark
-    "seed": 0,
-    "eval_every": 1,
-    "eval_sequences": 1,
-    "checkpoint_every": 0,
-    "keep": 1,
-}
-MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
-_MOST = {"steps": 99_999_999, "seed": 2**63 - 1}  # the digits of a checkpoint's name; what torch takes as a seed
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "optimizer": get_args(OptimizerChoice),
-    "parallel": get_args(Parallel),
-    "device": get_args(Device),
-    "dtype": get_args(Dtype),
-    "schedule": get_args(ScheduleName),
-}

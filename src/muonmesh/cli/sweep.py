@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import TypeVar
 
 from muonmesh.cli.failure import RunError
 from muonmesh.cli.page import document, embedded, table
-from muonmesh.cli.settings import Optimizer, Settings
+from muonmesh.cli.run import train_run
+from muonmesh.cli.settings import CONFIG_FILE, Optimizer, Request, Settings, load_settings
 from muonmesh.cli.summary import LABELS, summarise
+from muonmesh.cli.terminal import make_console
 from muonmesh.files import write_text, writing
 
 Number = TypeVar("Number", int, float)
@@ -55,6 +58,43 @@ class Trial:
         """Return the settings of its run."""
         own = replace(base, out=str(base.directory / self.name), optimizer=self.optimizer, seed=self.seed)
         return replace(own, lr=self.lr) if self.optimizer == "muon" else replace(own, adamw_lr=self.lr)
+
+
+def train_sweep(base: Settings, request: Request) -> int:
+    """Train everything that a sweep asks for and is not finished yet, report, and return the exit code.
+
+    Raises:
+        ValueError: an option is wrong, or does not go with a sweep.
+    """
+    sweep, resume = request.sweep, request.resume
+    if sweep is None:
+        write = f"--sweep lr={base.lr:g} --seeds {request.seeds}"
+        raise ValueError(f"--seeds {request.seeds}: found no --sweep beside it. Write: {write}")
+    if resume not in (None, "auto") or request.dry_run or base.save_momentum is not None:
+        found = "--resume" if resume not in (None, "auto") else "--dry-run" if request.dry_run else "--save-momentum"
+        raise ValueError(f"--sweep {sweep}: found {found} beside it, which is of one run. Leave it out")
+    trials = parse_sweep(sweep, request.seeds, base)
+    if resume is None and os.path.lexists(base.directory) and os.listdir(base.directory):
+        raise ValueError(
+            f"--out {base.out}: already there. Write: --resume auto beside the same --sweep, or another --out"
+        )
+    for trial in trials:
+        if list(finished(base, [trial])):
+            continue
+        settings = trial.settings(base)
+        resuming = (settings.directory / CONFIG_FILE).is_file()
+        if resuming:
+            settings = load_settings(settings.directory, out=settings.out)
+        code = train_run(settings, resuming=resuming)
+        if code:
+            return code
+    done = list(finished(base, trials))
+    page = write_sweep(base, done)
+    console = make_console()
+    for line in best_of(done):
+        console.print(f"[bold]{line}[/bold]", soft_wrap=True)
+    console.print(f"Sweep: {page}", soft_wrap=True)
+    return 0
 
 
 def parse_sweep(sweep: str, seeds: str | None, base: Settings) -> list[Trial]:

@@ -17,16 +17,36 @@ from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.clock import CollectiveClock, Moment, StepTimes, moment, seconds_between
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
-from muonmesh.cli.engine import make_engine
+from muonmesh.cli.engine import Engine, ZeroEngine
 from muonmesh.cli.failure import RunError
-from muonmesh.cli.layers import prepare_layers
+from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog
-from muonmesh.cli.model import build_model, load_model
+from muonmesh.cli.model import build_model, load_model, prepare_layers
 from muonmesh.cli.progress import ProgressLine
-from muonmesh.cli.schedule import learning_rate_factor
-from muonmesh.cli.settings import Optimizer, Settings, option
-from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.settings import Optimizer, ScheduleName, Settings, option
 from muonmesh.numerics.kernels.memory import download
+
+WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
+
+
+def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: int) -> float:
+    """Share of the peak learning rate at ``step`` (1-based) of ``steps``, after ``warmup`` linear steps.
+
+    ``cosine`` and ``linear`` fall to zero at the end, ``wsd`` is constant until its last fifth, ``constant`` stays.
+    The last step still moves: zero is what the step after it would get.
+    """
+    if step <= warmup:
+        return step / warmup
+    done = (step - 1 - warmup) / (steps - warmup)  # 0 at the first step after warmup, below 1 at the last
+    match name:
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+        case "linear":
+            return 1.0 - done
+        case "wsd":
+            return min(1.0, (1.0 - done) / WSD_DECAY_SHARE)
+        case "constant":
+            return 1.0
 
 
 class Training:
@@ -52,16 +72,16 @@ class Training:
         )
         model = build_model(self.config) if settings.init is None else load_model(settings.init, self.config)
         prepare_layers(model, settings)
-        self.engine = make_engine(name, model, settings, device)
+        self.engine = (ZeroEngine if settings.zero else Engine)(name, model, settings, device)
         self.model = self.engine.model
-        self.peak_lrs = [float(group["lr"]) for group in self.engine.groups]
+        self.peak_lrs = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
         self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
         self.clock = CollectiveClock(self.model)
         self.start = 0
-        self.seconds = 0.0  # of training, evaluation and checkpoints left out
+        self.seconds = 0.0  # of training, evaluation and checkpoints left out; rank 0 knows those before the start
         if isinstance(self.model, DistributedDataParallel):
             self._settle_buckets()
 
@@ -69,14 +89,12 @@ class Training:
         """Go to the latest checkpoint, if there is one.
 
         Raises:
-            RunError: on all ranks: it is damaged or of another training; no weight has changed.
+            FileError, StateError: on all ranks: it is damaged or of another training; no weight has changed.
         """
         step = self.checkpoints.latest()
         if step is not None:
-            state = self.engine.state()
-            progress = self.checkpoints.load(step, state)
-            self.engine.restore(state)
-            self.start, self.seconds = step, float(progress["seconds"])
+            self.checkpoints.load(step, self.engine)
+            self.start = step
 
     def run(self, log: MetricsLog | None, stop: StopRequest) -> bool:
         """Train to the end; False when a stop was asked for, with a checkpoint of the step reached.
@@ -110,7 +128,7 @@ class Training:
                 if validating:
                     self._validate(step, log, line)
                 if saving or stopping:
-                    self.checkpoints.save(step, self.engine.state(), {"seconds": self.seconds})
+                    self.checkpoints.save(step, self.engine)
                 if stopping:
                     return step == settings.steps
         return True
@@ -136,19 +154,10 @@ class Training:
         loss_sum, count = total.tolist()
         return float(loss_sum / count)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The model's weights by name, whole or as DTensors. Called on all ranks."""
-        found: dict[str, Tensor] = self.engine.state()["model"]
-        return found
-
-    def explain(self) -> str:
-        """Who goes where and why, as text. Called on all ranks."""
-        return self.engine.explain()
-
     def _step(self, step: int, stop: StopRequest) -> _StepInFlight:
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
-        for group, peak in zip(self.engine.groups, self.peak_lrs, strict=True):
+        for group, peak in zip(self.engine.optimizer.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * factor
         seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
@@ -165,7 +174,7 @@ class Training:
         ended = moment(self.device)
         return _StepInFlight(
             step=step,
-            lr=max(group["lr"] for group in self.engine.groups),
+            lr=max(group["lr"] for group in self.engine.optimizer.param_groups),
             status=_Reading(status),
             moments=(began, computed, updated, ended),
             waited=(waited, waited_in_optimizer),

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muonmesh.cli.failure import RunError, forget_failures, record_failure
-from muonmesh.cli.lifeline import LAUNCHER, end_with_launcher
-from muonmesh.cli.stop import StopRequest
+from muonmesh.cli.lifeline import LAUNCHER, StopRequest, end_with_launcher
 from muonmesh.cli.terminal import print_plainly
 
 if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
@@ -121,20 +120,20 @@ def train(
 ) -> bool:
     """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
     from muonmesh.checkpoint.ranks import on_first_rank
-    from muonmesh.cli.export import export, export_of
-    from muonmesh.cli.momentum import save_momentum
+    from muonmesh.checkpoint.record import MODEL, STATE
+    from muonmesh.cli.export import export, export_of, save_momentum
     from muonmesh.cli.sinks import open_sinks
     from muonmesh.cli.training import Training
     from muonmesh.files import writing
 
     training = Training(name, settings, corpus, device)
     training.restore()
-    explanation = training.explain()
+    explanation = training.engine.explain()
 
     def write() -> None:
         assert log is not None
         log.sinks = open_sinks(run, name, settings, start=training.start)
-        log.cut(name, training.start if training.start else -1)
+        training.seconds = log.cut(name, training.start if training.start else -1)
         with (
             writing(run / EXPLANATION_FILE),
             (run / EXPLANATION_FILE).open(
@@ -146,11 +145,17 @@ def train(
     on_first_rank(write)  # and no rank may die of the Ctrl-C that another one takes as a wish
     stop.install()
     finished = training.run(log, stop)
-    if finished and name == "muon" and settings.save_momentum is not None:
-        save_momentum(Path(settings.save_momentum), training.engine.state()["optimizer"]["state"])
-    if finished and settings.export:
-        from_text = Path(corpus.directory)
-        export(export_of(run, name), training.config, training.weights(), tokenizer=from_text, init=settings.init)
+
+    def leave() -> None:
+        trained = training.checkpoints
+        if name == "muon" and settings.save_momentum is not None:
+            save_momentum(Path(settings.save_momentum), trained.whole(f"{STATE}.", ".momentum_buffer"))
+        if settings.export:
+            weights, from_text = trained.whole(f"{MODEL}."), Path(corpus.directory)
+            export(export_of(run, name), training.config, weights, tokenizer=from_text, init=settings.init)
+
+    if finished:
+        on_first_rank(leave)
     for sink in log.sinks if log is not None else ():
         sink.close()
     training.engine.close()

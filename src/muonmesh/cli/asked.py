@@ -1,0 +1,162 @@
+"""Asked: the settings of a run, from the options that were given and from what the machine says of the others."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muonmesh.cli.settings import (
+    CONFIG_FILE,
+    Parallel,
+    Request,
+    Settings,
+    load_settings,
+    option,
+    tensor_parallel_ranks,
+)
+from muonmesh.cli.tokenizer import load_tokenizer
+
+MAY_CHANGE_ON_RESUME = {"ranks", "parallel"}  # a checkpoint has no world size
+
+
+def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tuple[Settings, bool]:
+    """Return the settings of a run, and whether it is there already.
+
+    Args:
+        values: Those of the options that are settings; None or "auto" where the machine decides.
+        request: The other options.
+        given: The names of all options that stood on the command line.
+
+    Raises:
+        ValueError: an option has a wrong value, or does not go with another.
+    """
+    values["parallel"] = _parallel(values["parallel"], request, given)
+    if given & {"engine", "zero"}:
+        given = (given | {"parallel"}) - {"engine", "zero"}
+    run = _going_on(request.resume, values["out"])
+    if run is not None and request.resume != "auto":
+        return _resumed(run, values, given), True
+    settings = _new(values, given)
+    return (settings, False) if run is None else (_repeated(run, settings, given), True)
+
+
+def _parallel(parallel: Parallel, request: Request, given: set[str]) -> Parallel:
+    """Return how the model is spread, from the options that say so."""
+    zero = request.zero
+    if request.engine == "torch" and zero is not None:
+        raise ValueError(f"--zero {zero}: is DeepSpeed's. Write: --engine deepspeed --zero {zero}")
+    if request.engine == "deepspeed":
+        if "parallel" in given:
+            raise ValueError(f"--engine deepspeed: found --parallel {parallel} beside it. Leave out one of them")
+        stages: dict[int | None, Parallel] = {1: "zero1", 2: "zero2", 3: "zero3", None: "zero2"}
+        parallel = stages[zero]
+    if parallel.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("--engine deepspeed: found no deepspeed. Write: pip install 'muonmesh[deepspeed]'")
+    return parallel
+
+
+def _new(values: dict[str, Any], given: set[str]) -> Settings:
+    """Return the settings of a new run, with everything resolved that was left to the machine."""
+    device, ranks, dtype, parallel, batch, steps, out = (
+        values[name] for name in ("device", "ranks", "dtype", "parallel", "batch", "steps", "out")
+    )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device == "cuda" and not gpus:
+        raise ValueError("--device cuda: found no GPU. Write: --device cpu")
+    if ranks is None:
+        ranks = gpus if device == "cuda" else 2
+    if device == "cuda" and ranks > gpus:
+        raise ValueError(f"--ranks {ranks}: found {gpus} GPUs, and each rank needs one. Write: --ranks {gpus}")
+    if dtype == "auto":
+        dtype = "bf16" if _has_bf16(device) else "fp32"
+    if batch is None:
+        readers = ranks // (tensor_parallel_ranks(parallel, ranks) or 1)
+        parts = max(1, readers * values["grad_accum"])
+        batch = -(-Settings.batch // parts) * parts
+    model = _model(values, given)
+    worked_out = {
+        "data": tuple(values["data"] or ()),
+        "log": tuple(dict.fromkeys(values["log"] or ())),
+        "model": model,
+        "vocab": _vocabulary(values, given),
+        "device": device,
+        "ranks": ranks,
+        "dtype": dtype,
+        "batch": batch,
+        "warmup": steps // 10 if values["warmup"] is None else values["warmup"],
+        "eval_every": max(1, steps // 20) if values["eval_every"] is None else values["eval_every"],
+        "out": str(out or Path("runs") / f"{Path(model).stem}-{datetime.now():%Y%m%d-%H%M%S}"),
+    }
+    return Settings(**{**values, **worked_out})
+
+
+def _model(values: dict[str, Any], given: set[str]) -> str:
+    """Return the model that is trained: that of ``--init``, if there is one."""
+    model: str = values["model"]
+    init: str | None = values["init"]
+    if init is None:
+        return model
+    if "model" in given:
+        raise ValueError(f"--init {init}: found --model {model} beside it; its own model is trained. Leave out one")
+    return init
+
+
+def _vocabulary(values: dict[str, Any], given: set[str]) -> int:
+    """Return the size of the vocabulary: of the tokenizer that is there, or of the one that is to be trained."""
+    vocab: int = values["vocab"]
+    folder = values["tokenizer"] or values["init"]
+    if folder is None:
+        return vocab
+    if "vocab" in given:
+        name = "--init" if values["tokenizer"] is None else "--tokenizer"
+        raise ValueError(
+            f"{name} {folder}: found --vocab {vocab} beside it; a tokenizer has its size. Leave out --vocab"
+        )
+    return load_tokenizer(folder).size
+
+
+def _going_on(resume: str | None, out: Path | None) -> Path | None:
+    """Return the directory of the run to go on with, if there is one."""
+    if resume != "auto":
+        return None if resume is None else Path(resume)
+    if out is None:
+        raise ValueError("--resume auto: found no --out beside it, where the run is or will be. Write: --out runs/NAME")
+    return out if (out / CONFIG_FILE).is_file() else None
+
+
+def _repeated(run: Path, asked: Settings, given: set[str]) -> Settings:
+    """Return the settings of a run that is there already, which the same command has been given for again."""
+    before = load_settings(run, out=str(run))
+    for name in sorted(given & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
+        if getattr(before, name) != getattr(asked, name):
+            raise ValueError(
+                f"--resume auto: found {option(name)} {getattr(asked, name)}, and {getattr(before, name)} in the run "
+                f"of {run}; needed the same. Leave it out, or choose another --out"
+            )
+    return replace(before, **{name: getattr(asked, name) for name in given & MAY_CHANGE_ON_RESUME})
+
+
+def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
+    """Return the settings of a run that goes on, changed in what may change."""
+    refused = sorted(option(name) for name in given - MAY_CHANGE_ON_RESUME - {"resume"})
+    if refused:
+        raise ValueError(
+            f"--resume {run}: goes on with the settings of that run; found {', '.join(refused)} beside it. "
+            "Leave them out, or start a new run."
+        )
+    return load_settings(run, out=str(run), **{name: values[name] for name in given & MAY_CHANGE_ON_RESUME})
+
+
+def _has_bf16(device: str) -> bool:
+    """Whether products in bf16 are faster than in fp32; elsewhere they are emulated and slower."""
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16"))

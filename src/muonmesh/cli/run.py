@@ -1,0 +1,148 @@
+"""Run: one run from its settings to its report: checked, prepared, trained by its ranks, and reported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from muonmesh.checkpoint.manifest import check_copy
+from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
+from muonmesh.cli.lock import LOCK_FILE, RunLock
+from muonmesh.cli.metrics import read_metrics
+from muonmesh.cli.model import check_memory, check_model
+from muonmesh.cli.report import write_report
+from muonmesh.cli.settings import Settings, load_config
+from muonmesh.cli.sinks import check_sinks
+from muonmesh.cli.terminal import complain, make_console
+from muonmesh.errors import FileError
+from muonmesh.files import check_writable
+
+
+def train_run(settings: Settings, *, resuming: bool) -> int:
+    """Train what the settings ask for, report, and return the exit code.
+
+    Raises:
+        ValueError: something is wrong that can be found without ranks.
+    """
+    parameters = check(settings, resuming=resuming)
+    with RunLock(settings.directory, option="--resume" if resuming else "--out"):
+        _prepare(settings, parameters, resuming=resuming)
+        return _launch(settings.directory, settings)
+
+
+def check(settings: Settings, *, resuming: bool) -> int:
+    """What can be found wrong before anything is written; returns the number of the model's parameters."""
+    run = settings.directory
+    if resuming:
+        read_metrics(run)
+    elif os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
+        raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
+    if settings.init is not None:
+        check_copy(Path(settings.init))
+    parameters = check_model(
+        settings.model,
+        vocab=settings.vocab,
+        seq=settings.seq,
+        tensor_parallel=settings.tensor_parallel,
+        parallel=settings.parallel,
+        init=settings.init,
+        recompute=settings.checkpoint_activations,
+    )
+    check_memory(parameters, settings)
+    check_sinks(settings.log)
+    return parameters
+
+
+def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
+    """The rest of what can fail without ranks: the text, and what is written."""
+    run = settings.directory
+    console = make_console()
+    if settings.save_momentum is not None:
+        check_writable(Path(settings.save_momentum), option="--save-momentum")
+    before = load_corpus_of(run) if resuming else None
+    status = (
+        console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()
+    )
+    with status:
+        corpus = prepare_corpus(
+            settings.data,
+            vocab=settings.vocab,
+            cache=run.parent / ".text",
+            tokenizer=settings.tokenizer or settings.init,
+            field=settings.text_field,
+        )
+    for name, tokens in (("learn from", corpus.train_tokens), ("hold out", corpus.validation_tokens)):
+        if tokens <= settings.seq:
+            raise ValueError(
+                f"--data {corpus.source}: found {tokens} tokens to {name}; needed more than {settings.seq}, the length "
+                "of one sequence. Give more text or a smaller --seq."
+            )
+    if before is not None and before.digest != corpus.digest:
+        raise ValueError(
+            f"--resume {run}: the text of {corpus.source} has changed since; needed the files it began with."
+        )
+    settings.save(load_config(run)["environment"] if resuming else _environment())
+    save_corpus_of(run, corpus)
+    console.print(_headline(settings, parameters, corpus), soft_wrap=True)
+
+
+def _headline(settings: Settings, parameters: int, corpus: Corpus) -> str:
+    backend = "NCCL" if settings.device == "cuda" else "gloo"
+    return "; ".join(
+        (
+            f"[bold]{settings.model}[/bold], {parameters / 1e6:.1f}M parameters",
+            f"{corpus.source}, {corpus.files} files, {corpus.train_tokens / 1e6:.2f}M tokens to learn from, "
+            f"{corpus.validation_tokens / 1e6:.2f}M held out",
+            f"{settings.steps} steps of {settings.tokens_per_step} tokens",
+            f"{settings.ranks} ranks, {settings.parallel.upper()} over {backend}, {settings.dtype}",
+            f"into {settings.out}",
+        )
+    )
+
+
+def _launch(run: Path, settings: Settings) -> int:
+    """Launch the ranks, report, and return the exit code."""
+    stopped = False
+    try:
+        launch(run, ranks=settings.ranks)
+    except RankFailed as error:
+        return complain("train", str(error), code=1)
+    except (Interrupted, KeyboardInterrupt):
+        stopped = True
+    # A rank may also have been asked to stop on its own; then all of them did.
+    stopped = stopped or any(latest_step(checkpoints_of(run, name)) != settings.steps for name in settings.optimizers)
+    try:
+        report = write_report(run, settings)
+    except FileError as error:
+        return complain("train", f"{error}. The training itself is whole", code=1)
+    console = make_console()
+    if stopped:
+        console.print(f"Stopped. Go on with: muonmesh train --resume {run}", soft_wrap=True)
+    if report is not None:
+        console.print(f"Report: {report}", soft_wrap=True)
+    return 130 if stopped else 0
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "command": shlex.join(["muonmesh", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{platform.machine()}, {usable_cores()} cores",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "cores divided by ranks"),
+    }
