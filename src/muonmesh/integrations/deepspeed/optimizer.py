@@ -225,10 +225,6 @@ class EngineMuon(torch.optim.Optimizer):
             self._zero._partition_all_parameters()
         return frozen_whole(model, write=write)
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Return every group without its tensors."""
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-
     def restore_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Set every group to its saved settings and check that the groups are then what they were.
 
