@@ -37,9 +37,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import muonmesh as mm
 from muonmesh import checkpoint
+from muonmesh.comm.agreement import group_of
 from muonmesh.integrations.deepspeed import get_state, initialize, set_state
+from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.deepspeed.records import read_flats
-from muonmesh.integrations.deepspeed.state import entries_of, gather
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.step.slots import RUNNING
 from tests.reference import reference_step
@@ -805,8 +807,7 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     entries = {name: (call, tensor) for call, name, tensor, _ in entries_of(optimizer)}
 
     def whole(of: Any) -> dict[str, Tensor]:
-        found = {name: gather(call, name, of(tensor)) for name, (call, tensor) in entries.items()}
-        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in found.items()}
+        return {name: gather(call, name, of(tensor)) for name, (call, tensor) in entries.items()}
 
     values = whole(lambda tensor: tensor.detach())
     wrong = [f"made: {line}" for line in differences(values, {n: made[n.partition(" ")[0]] for n in values})]
@@ -823,8 +824,7 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     def run(call: Any) -> None:
         for name, (of, tensor) in entries.items():
             if of is call and tensor.grad is not None:
-                found = gather(call, name, tensor.grad)
-                gradients[name] = found.full_tensor() if isinstance(found, DTensor) else found
+                gradients[name] = gather(call, name, tensor.grad)
         honest(call)
 
     optimizer._run = run
@@ -849,6 +849,40 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     return wrong
 
 
+def entries_of(optimizer: EngineMuon) -> Iterator[tuple[Call, str, Tensor, str]]:
+    """Yield each parameter's call, name, tensor (its own at stage 0, else the flat one) and algorithm."""
+    for call in optimizer.calls:
+        if call.layouts:
+            (group,) = call.muon.param_groups
+            for name in call.layouts:
+                yield call, name, group["params"][0], group["algorithm"]
+        else:
+            for group in call.muon.param_groups:
+                for name, tensor in zip(group["param_names"], group["params"], strict=True):
+                    yield call, name, tensor, group["algorithm"]
+
+
+def gather(call: Call, name: str, local: Tensor) -> Tensor:
+    """A parameter's share of a tensor, whole."""
+    if not call.layouts:
+        if name not in call.muon.layouts:
+            return local.clone()
+        declared: Any = call.muon.layouts[name]
+        mesh, placements, _ = declared
+        return DTensor.from_local(local.clone(), mesh, placements, run_check=False).full_tensor()
+    layout = call.layouts[name]
+    group = group_of(layout.ranks, [call.process_group])
+    whole = torch.zeros(layout.shape, dtype=local.dtype, device=local.device)
+    if layout.replica(dist.get_rank()) == layout.replicas[0]:
+        for block in layout.blocks(dist.get_rank()):
+            box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
+            whole[box].copy_(local.as_strided(block.region.shape, block.strides, local.storage_offset() + block.start))
+    if group is None:
+        return whole
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
 LOCAL = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*) \(experts of rank (\d+) of (\d+)\)")
 
 
@@ -864,8 +898,7 @@ def held_experts(engine: Any) -> dict[str, Tensor]:
         keys = ("exp_avg",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
         kept = {"": tensor.detach(), **{f".{key}": state[key] for key in keys}}
         for key, value in kept.items():
-            whole = gather(call, called, value)
-            found[name + key] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone()
+            found[name + key] = gather(call, called, value)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     merged: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Moving here: what the settings of other optimizers mean, and what they keep of a parameter; one file a package."""
+"""Moving here: what the settings of other optimizers mean, and what they keep of a parameter."""
 
 from muonmesh.migration.packages import PackageName
 from muonmesh.migration.settings import convert_settings

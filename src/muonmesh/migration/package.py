@@ -10,7 +10,6 @@ from torch import Tensor
 
 from muonmesh.errors import explain_error
 from muonmesh.migration.memory import Memory
-from muonmesh.numerics.coefficients import Polynomial
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.settings import FOREIGN_KEYS
 
@@ -18,8 +17,8 @@ Settings: TypeAlias = dict[str, Any]
 Halves: TypeAlias = dict[str, Settings]
 """Our settings of the halves that a group speaks of: "muon", "adamw" or both."""
 
-OFF = (None, False)
-SWITCHES = frozenset({"foreach", "fused", "capturable"})
+_HALVES = {"muon": ("muon",), True: ("muon",), "adamw": ("adamw",), False: ("adamw",)}
+"""Which halves a group speaks of, by its key "algorithm" or "use_muon"."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,25 @@ class Package:
 
     Attributes:
         defaults: The settings that change a step, with the package's defaults.
-        read: Translates a group with all of them.
+        names: Where it calls a setting otherwise than this file does, what this file calls the setting. A group that
+            has the latter key, too, means that.
+        halves: The halves that a group speaks of which does not say so.
+        rates: The learning rate of each half where the group has none.
+        scales: Our scale mode for each value of its own setting.
+        coefficients: Returns the Newton–Schulz coefficients of a group.
+        adjust: Changes what has been read of a group where the shape of a setting is another than ours.
         without: Settings that change a step in a way that we have no counterpart for, with the values that do not.
         beside: Settings that change no step: how it is run, or where.
         memory: What it keeps.
     """
 
     defaults: Mapping[str, Any]
-    read: Callable[[Mapping[str, Any]], Halves]
+    names: Mapping[str, str] = field(default_factory=dict)
+    halves: tuple[str, ...] = ("muon", "adamw")
+    rates: Mapping[str, float] = field(default_factory=dict)
+    scales: Mapping[str | None, ScaleMode] = field(default_factory=lambda: {None: "original"})
+    coefficients: Callable[[Settings], Any] = lambda group: "simple"
+    adjust: Callable[[Settings, Halves], None] = lambda group, halves: None
     without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     memory: Memory = field(default_factory=Memory)
@@ -56,7 +66,15 @@ class Package:
                 known = ", ".join(self.defaults)
                 raise ValueError(explain_error("settings", f"{key!r}", f"some of {known}", "Correct or remove it"))
         rate = given.get("initial_lr", given.get("lr", self.defaults["lr"]))
-        halves = self.read({**self.defaults, **given, "lr": float(rate) if isinstance(rate, Tensor) else rate})
+        group = {**self.defaults, **given, "lr": float(rate) if isinstance(rate, Tensor) else rate}
+        for theirs, name in self.names.items():
+            group.setdefault(name, group[theirs])
+        if "beta1" in group:
+            group["betas"] = (group["beta1"], group["beta2"])
+        chosen = group.get("algorithm", group.get("use_muon"))
+        read = {"muon": self._muon, "adamw": self._adamw}
+        halves = {half: read[half](group) for half in (self.halves if chosen is None else _HALVES[chosen])}
+        self.adjust(group, halves)
         shapes = [tuple(parameter.shape) for parameter in given.get("params", ())]
         vectors = bool(shapes) and all(sum(size > 1 for size in shape) <= 1 for shape in shapes)
         for half in halves.values():
@@ -64,10 +82,39 @@ class Package:
                 half["exempt"] = True
         return halves
 
+    def _rate(self, half: str, group: Settings) -> Any:
+        given = (group.get(key) for key in (f"{half}_lr", "lr"))
+        return next((rate for rate in given if rate is not None), self.rates.get(half))
+
+    def _muon(self, group: Settings) -> Settings:
+        return {
+            "lr": self._rate("muon", group),
+            "momentum": group["momentum"],
+            "nesterov": group.get("nesterov", True),
+            "weight_decay": group["weight_decay"],
+            "decay_mode": "cautious" if group.get("cautious") else "full",
+            "scale_mode": self.scales[group.get("scale_mode")],
+            "extra_scale_factor": group.get("extra_scale_factor", 1.0),
+            "ns_coefficients": self.coefficients(group),
+            "ns_steps": group.get("ns_steps", 5),
+        }
+
+    def _adamw(self, group: Settings) -> Settings:
+        return {
+            "lr": self._rate("adamw", group),
+            "weight_decay": group["weight_decay"],
+            "decay_mode": "full",
+            "adamw_betas": tuple(group["betas"]),
+            "adamw_eps": group["eps"],
+        }
+
 
 _COMMON = frozenset({"params", "param_names", "name"})
 
 _INSTEAD = {
+    "adjust_lr": 'Write "rms_norm"',
+    "scale_mode": 'Write "spectral"',
+    "muon_scale_mode": 'Write "spectral"',
     "split_sizes": 'Leave it out and write overrides={name: {"matrices": ("rows", ...)}} for from_model',
     "num_heads": 'Leave it out and write overrides={name: {"matrices": ("heads", n, dim)}} for from_model',
     "maximize": "Leave it out and negate the loss",
@@ -78,39 +125,3 @@ _INSTEAD = {
     "adam_w_mode": "Leave it out: our decay is decoupled",
     "algorithm": 'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',
 }
-
-
-def adamw_half(group: Mapping[str, Any]) -> Settings:
-    """Return our settings for AdamW as the others have it."""
-    return {
-        "lr": group["lr"],
-        "weight_decay": group["weight_decay"],
-        "decay_mode": "full",
-        "adamw_betas": tuple(group["betas"]),
-        "adamw_eps": group["eps"],
-    }
-
-
-def muon_half(
-    group: Mapping[str, Any],
-    *,
-    momentum: float,
-    nesterov: bool,
-    scale_mode: ScaleMode,
-    coefficients: str | list[Polynomial],
-    steps: int,
-    extra_scale_factor: float = 1.0,
-    cautious: bool = False,
-) -> Settings:
-    """Return our settings for Muon; rate and decay are those of ``group``."""
-    return {
-        "lr": group["lr"],
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "weight_decay": group["weight_decay"],
-        "decay_mode": "cautious" if cautious else "full",
-        "scale_mode": scale_mode,
-        "extra_scale_factor": extra_scale_factor,
-        "ns_coefficients": coefficients,
-        "ns_steps": steps,
-    }

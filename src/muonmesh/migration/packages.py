@@ -8,24 +8,35 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch.optim import Optimizer
 
 from muonmesh.errors import explain_error
-from muonmesh.migration import adamw, deepspeed, dion, emerging_optimizers, keller_jordan, megatron, muonium, torch_muon
-from muonmesh.migration.package import Package, Settings
+from muonmesh.migration.package import Settings
+from muonmesh.migration.table import PACKAGES
+
+__all__ = ["PACKAGES", "PackageName", "groups_of", "package_of"]
 
 PackageName: TypeAlias = Literal[
     "adamw", "torch", "keller_jordan", "dion", "deepspeed", "emerging_optimizers", "megatron", "muonium"
 ]
 """The packages that `convert_settings` knows: torch's AdamW and Adam, torch.optim.Muon, and six other packages."""
 
-PACKAGES: dict[str, Package] = {
-    "adamw": adamw.PACKAGE,
-    "torch": torch_muon.PACKAGE,
-    "keller_jordan": keller_jordan.PACKAGE,
-    "dion": dion.PACKAGE,
-    "deepspeed": deepspeed.PACKAGE,
-    "emerging_optimizers": emerging_optimizers.PACKAGE,
-    "megatron": megatron.PACKAGE,
-    "muonium": muonium.PACKAGE,
+_JORDANS = ("SingleDeviceMuon", "Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
+
+_CLASSES: dict[str, dict[str, PackageName]] = {
+    "torch": {"AdamW": "adamw", "Adam": "adamw", "Muon": "torch"},
+    "deepspeed": {"FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", **dict.fromkeys(_JORDANS, "deepspeed")},
+    "muon": dict.fromkeys(_JORDANS, "keller_jordan"),
+    "muonium": {"Muon": "muonium"},
+    "dion": {"Muon": "dion"},
+    "megatron": {"OptimizerConfig": "megatron"},
 }
+"""Whose settings a class keeps, by the package that it is imported from and its name."""
+
+_DIONS_ITERATIONS = {
+    "polar_express": True,
+    "polar_express_triton": True,
+    "zeropower_via_newtonschulz5": False,
+    "newton_schulz_triton": False,
+}
+"""Whether dion's functions run Polar Express."""
 
 
 def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
@@ -35,34 +46,24 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
         TypeError: it is nobody's that is known, or keeps its settings where they cannot be read.
     """
     for kind in type(source).__mro__:
-        package, name = kind.__module__.split(".")[0], kind.__name__
-        if package == "megatron" and name == "OptimizerConfig":
+        package = kind.__module__.split(".")[0]
+        name = _CLASSES.get(package, {}).get(kind.__name__)
+        if name == "megatron":
             fields = {*PACKAGES["megatron"].defaults, "decoupled_weight_decay"}
-            return "megatron", [{key: getattr(source, key) for key in fields if hasattr(source, key)}]
-        if not isinstance(source, Optimizer):
+            return name, [{key: getattr(source, key) for key in fields if hasattr(source, key)}]
+        if name is None or not isinstance(source, Optimizer):
             continue
-        groups: list[Settings] = [dict(group) for group in source.param_groups]
-        match package, name:
-            case ("torch", "AdamW") | ("torch", "Adam"):
-                return "adamw", groups
-            case ("deepspeed", "FusedAdam") | ("deepspeed", "DeepSpeedCPUAdam"):
-                decoupled = bool(getattr(source, "adam_w_mode", True))
-                return "adamw", [{**group, "decoupled_weight_decay": decoupled} for group in groups]
-            case ("torch", "Muon"):
-                return "torch", groups
-            case ("muon", "SingleDeviceMuon" | "Muon" | "MuonWithAuxAdam" | "SingleDeviceMuonWithAuxAdam"):
-                return "keller_jordan", groups
-            case ("deepspeed", "SingleDeviceMuon" | "Muon" | "MuonWithAuxAdam" | "SingleDeviceMuonWithAuxAdam"):
-                mode = bool(getattr(source, "adam_w_mode", True))
-                return "deepspeed", [{"use_muon": True, **group, "adam_w_mode": mode} for group in groups]
-            case ("muonium", "Muon"):
-                return "muonium", groups
-            case ("dion", "Muon"):
-                polar = getattr(getattr(source, "_newton_schulz_func", None), "__name__", "")
-                known = {"polar_express": True, "polar_express_triton": True}
-                known |= {"zeropower_via_newtonschulz5": False, "newton_schulz_triton": False}
-                if polar in known:
-                    return "dion", [{**group, "use_polar_express": known[polar]} for group in groups]
+        outside: Settings = {}
+        if package == "deepspeed":
+            key = "decoupled_weight_decay" if name == "adamw" else "adam_w_mode"
+            outside = {key: bool(getattr(source, "adam_w_mode", True))}
+        if name == "dion":
+            iteration = getattr(getattr(source, "_newton_schulz_func", None), "__name__", "")
+            if iteration not in _DIONS_ITERATIONS:
+                continue
+            outside = {"use_polar_express": _DIONS_ITERATIONS[iteration]}
+        default = {"use_muon": True} if name == "deepspeed" else {}
+        return name, [{**default, **group, **outside} for group in source.param_groups]
     found = f"{type(source).__module__}.{type(source).__name__}"
     names = ", ".join(map(repr, get_args(PackageName)))
     write = f"Write convert_settings(name, lr=..., ...) with the settings that you gave it; the names are {names}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.integrations.deepspeed.shards import Shard
-from muonmesh.layout import FlatShards, split_matrices
+from muonmesh.layout import FlatShards
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation, Row
 
@@ -51,24 +50,6 @@ class Call:
     def copies(self) -> dict[Tensor, int]:
         """At stage 0, how many ranks hold each element of a parameter: tensor parallelism cuts some of them."""
         return {member.tensor: member.storage.copies for member in self.muon.members}
-
-    @cached_property
-    def columns(self) -> dict[str, slice]:
-        """For each parameter of Muon's the places of its matrices among those of its tensor, as `RUNNING` has them."""
-        shards = {shard.name: shard for shard in self.shards}
-        counts = {name: len(split_matrices(name, shards[name].shape, shards[name].matrices)) for name in self._matrices}
-        if not self.layouts:  # each has a tensor of its own
-            return {name: slice(0, count) for name, count in counts.items()}
-        ends = itertools.accumulate(counts.values())
-        return {name: slice(end - count, end) for (name, count), end in zip(counts.items(), ends, strict=True)}
-
-    @property
-    def _matrices(self) -> list[str]:
-        """The names of Muon's parameters, in the order in which they lie in a flat tensor."""
-        if self.layouts:
-            return list(self.layouts) if self.algorithm == "muon" else []
-        groups = [group for group in self.muon.param_groups if group["algorithm"] == "muon"]
-        return [name for group in groups for name in group["param_names"]]
 
     def explain(self) -> Explanation:
         """Return what its step does, parameter by parameter."""

@@ -110,10 +110,6 @@ def _checked(settings: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return settings
 
 
-def _has_experts(model: nn.Module) -> bool:
-    return bool(has_moe_layers(model)[0])
-
-
 def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     # In fp32 what is fp16 already: the engine keeps masters of it, which is what the optimizer gets.
     dtypes = [torch.float32 if p.dtype == torch.float16 else p.dtype for p in parameters]
@@ -148,7 +144,7 @@ class Assembly:
             clip: Likewise.
             others: Further arguments of ``honest``.
         """
-        prepared = prepare_config(read_config(config), has_experts=_has_experts(self._model))
+        prepared = prepare_config(read_config(config), has_experts=bool(has_moe_layers(self._model)[0]))
         limits, given = limits_of(clip, prepared), dict(others)
         if given.get("lr_scheduler") is None:
             given["lr_scheduler"] = take_scheduler(prepared, float(self._template.defaults["lr"]))

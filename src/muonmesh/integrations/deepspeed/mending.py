@@ -108,8 +108,7 @@ def _checked(engine: Any, honest: Callable[..., Any]) -> Callable[..., Any]:
             if was_3 != is_3:
                 found = f"a universal checkpoint of ZeRO stage {'3' if was_3 else '1 or 2'}"
                 needed = f"one of stage {'3' if is_3 else '1 or 2'}: DeepSpeed cannot convert between them"
-                write = "Write get_state and set_state of muonmesh.integrations.deepspeed with "
-                write += "torch.distributed.checkpoint"
+                write = "Write muonmesh.checkpoint.save there and muonmesh.checkpoint.load here"
                 raise StateError(explain_error(str(folder), found, needed, write))
         return honest(load_dir, tag, *arguments, **others)
 

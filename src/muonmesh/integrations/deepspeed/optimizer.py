@@ -46,14 +46,14 @@ class EngineMuon(torch.optim.Optimizer):
         super().__init__(list(groups), dict(defaults))
         self._settings = tuple(defaults)
         self._identities = [{key: group[key] for key in _IDENTITY} for group in self.param_groups]
-        self._calls: tuple[Call, ...] = ()
+        self.calls: tuple[Call, ...] = ()  # what the engine steps, in its order
         self._call_of: dict[int, tuple[Call, int]] = {}
         self._clipping: Clipping | None = None
         self._engine: Any = None
 
     def bind(self, calls: Sequence[Call], limits: Limits | None, engine: Any) -> None:
         """Hand over what the engine steps, how it is clipped, and the engine; create the state."""
-        self._calls, self._engine = tuple(calls), engine
+        self.calls, self._engine = tuple(calls), engine
         # Neither stage 0 nor every wrapper has it, and Accelerate looks for it once, when the engine has been made.
         self._zero.overflow = False
         if limits is not None:
@@ -82,14 +82,9 @@ class EngineMuon(torch.optim.Optimizer):
         """What wraps this in the engine, or this."""
         return self._engine.optimizer
 
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """What the engine steps, in the order of its calls."""
-        return self._calls
-
     def release_second_moments(self) -> None:
         """Make the second moment of every Muon tensor, which DeepSpeed's tools want to see, zeros without memory."""
-        for call in self._calls:
+        for call in self.calls:
             for group in call.muon.param_groups:
                 for tensor in group["params"] if group["algorithm"] == "muon" else ():
                     zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
@@ -106,7 +101,7 @@ class EngineMuon(torch.optim.Optimizer):
         if closure is not None:
             write = "Call it before: DeepSpeed evaluates the model before the step"
             raise ValueError(explain_error("closure", "one", "none", write))
-        if not self._calls:
+        if not self.calls:
             return  # the engine is still being made
         found: dict[int, Call] = {}
         for group in self.param_groups:
@@ -115,24 +110,19 @@ class EngineMuon(torch.optim.Optimizer):
                 call.muon.param_groups[number].update({key: group[key] for key in self._settings})
                 found[id(call)] = call
         visible = list(found.values())
-        if self._clipping is not None and self._calls[0] in visible:
-            self._clipping.begin(self._calls, visible)
+        if self._clipping is not None and self.calls[0] in visible:
+            self._clipping.begin(self.calls, visible)
         for call in visible:
             self._run(call)
-        if self._clipping is not None and self._calls[-1] in visible:
+        if self._clipping is not None and self.calls[-1] in visible:
             assert self._clipping.norms is not None
             self._zero.overflow = bool(self._clipping.norms.skipped)
 
     def _find(self, tensor: Tensor) -> tuple[Call, int]:
         if id(tensor) not in self._call_of:
-            raise LayoutError(
-                explain_error(
-                    "DeepSpeed",
-                    f"a tensor of {tensor.numel()} elements to step that its records did not name",
-                    "the tensors it had when the engine was made",
-                    "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it",
-                )
-            )
+            found = f"a tensor of {tensor.numel()} elements to step that its records did not name"
+            write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
+            raise LayoutError(explain_error("DeepSpeed", found, "the tensors it had when the engine was made", write))
         return self._call_of[id(tensor)]
 
     def _run(self, call: Call) -> None:
@@ -184,7 +174,7 @@ class EngineMuon(torch.optim.Optimizer):
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        for call in self._calls:
+        for call in self.calls:
             call.muon.refuse_if_interrupted()
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -202,7 +192,7 @@ class EngineMuon(torch.optim.Optimizer):
 
     def checkpoint_records(self) -> list[Record]:
         """Return every parameter with its state, for `muonmesh.checkpoint`; no communication."""
-        return list(engine_records(self._calls, self.param_groups, self.state, expert_names(self._engine.module)))
+        return list(engine_records(self.calls, self.param_groups, self.state, expert_names(self._engine.module)))
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return what a checkpoint calls the experts of this rank, by the names that the model has for them."""
@@ -211,7 +201,7 @@ class EngineMuon(torch.optim.Optimizer):
     def checkpoint_restored(self) -> None:
         """Let the engine compute with the weights that `muonmesh.checkpoint.load` has written."""
         counts = [float(state["step"]) for state in self.state.values() if "step" in state]
-        for call in self._calls:
+        for call in self.calls:
             call.muon.checkpoint_restored()
             for group in call.muon.param_groups:
                 for tensor in group["params"] if group["algorithm"] == "muon" else ():
@@ -224,10 +214,6 @@ class EngineMuon(torch.optim.Optimizer):
         if hasattr(self._zero, "_partition_all_parameters"):
             self._zero._partition_all_parameters()
         return frozen_whole(model, write=write)
-
-    def settings(self) -> list[dict[str, Any]]:
-        """Return every group without its tensors."""
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
     def restore_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Set every group to its saved settings and check that the groups are then what they were.
@@ -245,7 +231,7 @@ class EngineMuon(torch.optim.Optimizer):
 
     def explain(self) -> Calls:
         """Return what a step of the engine does, call by call, with the balance of each; no communication."""
-        return Calls({call.title: call.explain() for call in self._calls})
+        return Calls({call.title: call.explain() for call in self.calls})
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ the parameter's own. A DeepSpeed whose records mean something else is an error w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -67,45 +68,34 @@ def read_flats(engine: Any) -> list[Flat]:
         if hasattr(zero, "fp16_partitioned_groups_flat"):
             return list(_read_stage_3(zero))
         if hasattr(zero, "round_robin_bit16_groups"):
-            return list(_read_stages_1_and_2(zero))
+            tensors, sizes = zero.single_partition_of_fp32_groups, zero.partition_size
+            parameters, offsets = zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets
+            return list(_read_partitions(zero, tensors, sizes, parameters, offsets))
         if hasattr(zero, "bf16_groups"):
-            return list(_read_bf16(zero))
+            # `BF16_Optimizer` (stage 1 with fp32 accumulation) lays each group's parameters end to end.
+            tensors, parameters = zero.fp32_groups_flat_partition, zero.bf16_groups
+            lengths = [[parameter.numel() for parameter in group] for group in parameters]
+            offsets = [list(itertools.accumulate(some, initial=0))[:-1] for some in lengths]
+            return list(_read_partitions(zero, tensors, [t.numel() for t in tensors], parameters, offsets))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise LayoutError(
-            explain_error(
-                f"DeepSpeed {deepspeed.__version__}",
-                f"records of {type(zero).__name__} that cannot be read ({type(error).__name__}: {error})",
-                f"those of {_READ}",
-                _DIFFERENT,
-            )
-        ) from error
+        found = f"records of {type(zero).__name__} that cannot be read ({type(error).__name__}: {error})"
+        where = f"DeepSpeed {deepspeed.__version__}"
+        raise LayoutError(explain_error(where, found, f"those of {_READ}", _DIFFERENT)) from error
     raise LayoutError(
         explain_error(f"DeepSpeed {deepspeed.__version__}", f"a {type(zero).__name__}", "a ZeRO optimizer", _DIFFERENT)
     )
 
 
-def _read_stages_1_and_2(zero: Any) -> Iterator[Flat]:
-    """Each group's parameters lie at `round_robin_bit16_offsets` and are cut into equal partitions."""
-    for number, tensor in enumerate(zero.single_partition_of_fp32_groups):
+def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offsets: Any) -> Iterator[Flat]:
+    """Each group's parameters lie at offsets and are cut into equal partitions."""
+    for number, tensor in enumerate(tensors):
         group = zero.real_dp_process_group[number]
-        parameters, offsets = zero.round_robin_bit16_groups[number], zero.round_robin_bit16_offsets[number]
-        low = dist.get_rank(group) * zero.partition_size[number]
+        low = dist.get_rank(group) * sizes[number]
         held = tuple(
             Held(parameter, _overlap(offset, parameter.numel(), low, tensor.numel()))
-            for parameter, offset in zip(parameters, offsets, strict=True)
+            for parameter, offset in zip(parameters[number], offsets[number], strict=True)
         )
         yield Flat(tensor, number, group, held)
-
-
-def _read_bf16(zero: Any) -> Iterator[Flat]:
-    """`BF16_Optimizer` (stage 1 with fp32 accumulation) lays each group's parameters end to end."""
-    for number, tensor in enumerate(zero.fp32_groups_flat_partition):
-        group = zero.real_dp_process_group[number]
-        low, offset, held = dist.get_rank(group) * tensor.numel(), 0, []
-        for parameter in zero.bf16_groups[number]:
-            held.append(Held(parameter, _overlap(offset, parameter.numel(), low, tensor.numel())))
-            offset += parameter.numel()
-        yield Flat(tensor, number, group, tuple(held))
 
 
 def _read_stage_3(zero: Any) -> Iterator[Flat]:
@@ -199,14 +189,8 @@ def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence
         for rank in within.ranks:
             _, size, held_there = everyone[rank][number] if number < len(everyone[rank]) else (ranks, 0, {})
             if shard.name not in held_there:
-                raise LayoutError(
-                    explain_error(
-                        shard.name,
-                        f"no record of it in flat tensor {number} of rank {rank}",
-                        f"one, as on rank {dist.get_rank()}",
-                        _DIFFERENT,
-                    )
-                )
+                found = f"no record of it in flat tensor {number} of rank {rank}"
+                raise LayoutError(explain_error(shard.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
             interval = held_there[shard.name]
             intervals.append((interval,) if interval.length else ())
             sizes.append(size)
@@ -235,14 +219,9 @@ def _compare(placed: Placed, shards: dict[int, Shard]) -> None:
         if not torch.equal(found.nan_to_num(), needed.nan_to_num()):
             wrong = wrong or shards[id(parameter)].name
     if wrong is not None:
-        raise LayoutError(
-            explain_error(
-                wrong,
-                "other values in its flat fp32 tensor than in the module",
-                "the same: the records do not say where it lies",
-                _DIFFERENT,
-            )
-        )
+        others = "other values in its flat fp32 tensor than in the module"
+        same = "the same: the records do not say where it lies"
+        raise LayoutError(explain_error(wrong, others, same, _DIFFERENT))
 
 
 def _whole(parameter: Any) -> Tensor:

@@ -1,229 +1,142 @@
-"""State: weights and optimizer state of an engine by parameter name, the same at every stage and world size."""
+"""State: the Records of an engine as a nested state dict of tensors, for `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from muonmesh.comm.agreement import group_of
-from muonmesh.errors import StateError, explain_error
-from muonmesh.integrations.deepspeed.calls import Call
+from muonmesh.checkpoint.entries import flat
+from muonmesh.checkpoint.fitting import Fit, fit
+from muonmesh.checkpoint.groups import settings_of
+from muonmesh.checkpoint.ranks import agreed, gathered
+from muonmesh.checkpoint.record import MODEL, STATE
+from muonmesh.checkpoint.share import Share
+from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
-from muonmesh.integrations.deepspeed.saved import publish
-from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import step_count
-from muonmesh.step.slots import RUNNING, running_shape
-
-_KEYS = {"muon": {"momentum_buffer": "exp_avg"}, "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}}
-"""For each algorithm its state by name, and what DeepSpeed calls it."""
+from muonmesh.step.slots import RUNNING
 
 
 @torch.no_grad()
 def get_state(engine: Any) -> dict[str, Any]:
-    """Return weights and optimizer state by parameter name, for `torch.distributed.checkpoint`; all ranks call it.
+    """Return the weights and the optimizer state of an engine by parameter name; all ranks call it.
 
-    The format is that of `get_model_state_dict` and `get_optimizer_state_dict` for a model under FSDP2: DTensors on a
-    mesh of the data-parallel ranks, each of the whole parameter's shape, so that it loads at another stage of ZeRO, at
-    another world size, or into `muonmesh.Muon` without DeepSpeed. Weights that are trained are the fp32 ones::
-
-        state = get_state(engine)
-        torch.distributed.checkpoint.load(state, checkpoint_id=path)
-        set_state(engine, state)
+    The tensors are DTensors, cut by rows over all ranks, and have the shape of the whole parameter. Trained weights are
+    the fp32 weights. `muonmesh.checkpoint.save` writes the same tensors without a copy of them.
 
     Returns:
         ``{"model": {name: weights}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``
+
+    Raises:
+        StateError: a step was interrupted while it wrote.
     """
-    optimizer = _optimizer(engine)
-    model = {}
-    for name, tensor in _untrained(engine):
-        with _whole(tensor):
-            model[name] = tensor.detach().clone()
-    states: dict[str, dict[str, Any]] = {}
-    for call, name, tensor, algorithm in entries_of(optimizer):
-        state = optimizer.state[tensor]
-        model[name] = gather(call, name, tensor.detach())
-        states[name] = {key: gather(call, name, state[theirs]) for key, theirs in _KEYS[algorithm].items()}
-        if algorithm == "adamw":
-            states[name]["step"] = step_count(state["step"])
+    optimizer: EngineMuon = engine.basic_optimizer
+    agreed(optimizer.refuse_if_interrupted)
+    shares: dict[str, Share] = {}
+    for record in optimizer.checkpoint_records():
+        for part in record.parts:  # one that no step has made yet is zero
+            shares[f"{STATE}.{record.name}.{part.key}"] = Share(part.shape, part.dtype, {})
+        shares.update(record.shares())
+    mesh = init_device_mesh(engine.device.type, (dist.get_world_size(),))
+    with optimizer.whole(engine.module, write=False):
+        for name, tensor in _untrained(engine).items():
+            whole = tensor.detach().contiguous()
+            shares[f"{MODEL}.{name}"] = Share(tuple(whole.shape), whole.dtype, {(0,) * whole.ndim: whole})
+        tensors = _cut_by_rows(shares, mesh)
+    state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
+    for name, tensor in tensors.items():
+        if name.startswith(f"{MODEL}."):
+            state["model"][name.removeprefix(f"{MODEL}.")] = tensor
         else:
-            for key, norms in _running(call, name, state).items():
-                states[name][key] = norms.clone().view(running_shape(norms.numel()))
-    for name, first in _tied(engine).items():
-        model[name] = model[first]
-    reasons = {shard.name: shard.reason for call in optimizer.calls for shard in call.shards}
-    groups = []
-    for group in optimizer.settings():
-        names = group.pop("parameters")
-        if group["algorithm"] == "adamw":
-            del group["matrices"]
-        groups.append({**group, "params": names, "param_names": names, "reasons": [reasons[name] for name in names]})
-    return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
+            owner, key = name.removeprefix(f"{STATE}.").rsplit(".", 1)
+            state["optimizer"]["state"].setdefault(owner, {})[key] = tensor
+    groups = state["optimizer"]["param_groups"] = []
+    for group in optimizer.param_groups:
+        left_out = ("parameters",) if group["algorithm"] == "muon" else ("parameters", "matrices")
+        kept = {key: value for key, value in group.items() if key not in left_out}
+        groups.append({**kept, "params": group["parameters"], "param_names": group["parameters"]})
+    return state
 
 
 @torch.no_grad()
 def set_state(engine: Any, state: Mapping[str, Any]) -> None:
-    """Write what `get_state` returned, from whatever engine, into this one; all ranks call it.
+    """Write what `get_state` returned, from whatever engine, into this engine; all ranks call it.
 
-    Without ``param_groups`` in it, the settings stay as they are.
+    Without ``param_groups`` in the state, the settings stay as they are.
 
     Raises:
-        StateError: a parameter or a state is missing, or has another shape or belongs to another group; nothing has
-            been written.
+        StateError: on every rank: a parameter or a state is missing, has another shape or belongs to another group.
+            Nothing has been written.
     """
-    optimizer = _optimizer(engine)
-    entries = list(entries_of(optimizer))
-    model, states = state["model"], state["optimizer"]["state"]
-    for call, name, _, algorithm in entries:
-        for where, held in (
-            ("weights", model.get(name)),
-            *((k, states.get(name, {}).get(k)) for k in _KEYS[algorithm]),
-        ):
-            needed = next(shard.shape for shard in call.shards if shard.name == name)
-            if held is None or tuple(held.shape) != needed:
-                found = f"no {where}" if held is None else f"{where} of shape {tuple(held.shape)}"
-                write = "Load the state of the same model, split in the same way"
-                raise StateError(explain_error(name, found, f"{where} of shape {needed}, for {algorithm}", write))
-        for key in RUNNING if algorithm == "muon" else ():
-            if key not in states[name]:
-                found, write = f"no {key}", "Load a state that get_state or muonmesh.Muon has made"
-                raise StateError(explain_error(name, found, "one number for each of its matrices", write))
-    steps = [held["step"] for held in states.values() if "step" in held]
-    if "param_groups" in state["optimizer"]:
-        saved = state["optimizer"]["param_groups"]
-        optimizer.restore_groups([{**group, "parameters": group["params"]} for group in saved])
-    zero = engine.optimizer
-    if hasattr(zero, "_partition_all_parameters"):
-        zero._partition_all_parameters()
-    for call, name, tensor, algorithm in entries:
-        own = optimizer.state[tensor]
-        _scatter(call, name, tensor, model[name])
-        for key, theirs in _KEYS[algorithm].items():
-            _scatter(call, name, own[theirs], states[name][key])
-        if algorithm == "adamw":
-            own["step"] = step_count(states[name]["step"])
-            continue
-        own["step"] = step_count(max(map(float, steps), default=0.0))  # nothing of ours asks for it
-        for key, norms in _running(call, name, own).items():
-            norms.copy_(states[name][key].view(-1))
-    for name, tensor in _untrained(engine):
-        if name in model:
-            with _whole(tensor, modifier_rank=0):
-                tensor.data.copy_(model[name])
-    publish(zero)
+    optimizer: EngineMuon = engine.basic_optimizer
+    saved_groups = state["optimizer"].get("param_groups")
+    tensors = flat({"model": state["model"], "optimizer": {"state": state["optimizer"]["state"]}})
+    records = optimizer.checkpoint_records()
+    found: list[Fit] = []
+    with optimizer.whole(engine.module, write=True):
+        untrained = {name: (tensor, Storage(None, tuple(tensor.shape))) for name, tensor in _untrained(engine).items()}
+        names = {name for some in gathered([*(r.name for r in records), *untrained]) for name in some}
+
+        def work_out() -> None:
+            if saved_groups is not None:
+                optimizer.check_groups([{**group, "parameters": group["params"]} for group in saved_groups])
+            held = {name: TensorStorageMetadata(TensorProperties(t.dtype), t.shape, []) for name, t in tensors.items()}
+            saved = settings_of(records)
+            for entry in saved["parameters"].values():
+                entry["fresh"] = False
+            found.append(fit("the state", held, saved, records, untrained, names, strict=True))
+
+        agreed(work_out)
+        (fitting,) = found
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for at, box in fitting.shares[name].boxes.items() if name in fitting.shares else ():
+                box.copy_(whole[_places(at, box)])
+        agreed(fitting.check_counts)
+        fitting.write()
+    if saved_groups is not None:
+        optimizer.restore_groups([{**group, "parameters": group["params"]} for group in saved_groups])
+    optimizer.checkpoint_restored()
 
 
-def _optimizer(engine: Any) -> EngineMuon:
-    optimizer = engine.basic_optimizer
-    if not isinstance(optimizer, EngineMuon):
-        raise TypeError(
-            explain_error(
-                "engine",
-                f"an optimizer {type(optimizer).__name__}",
-                "an engine made by muonmesh.integrations.deepspeed.initialize",
-                "Make it so",
-            )
-        )
-    return optimizer
+def _untrained(engine: Any) -> dict[str, Tensor]:
+    """Return the frozen parameters and the buffers that a state dict keeps, by the names that a checkpoint has."""
+    module = engine.module
+    renamed, kept = engine.basic_optimizer.renamed(module), module.state_dict().keys()
+    tensors = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    tensors += [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
+    return {renamed.get(canonical_name(name), canonical_name(name)): tensor for name, tensor in tensors}
 
 
-def entries_of(optimizer: EngineMuon) -> Iterator[tuple[Call, str, Tensor, str]]:
-    """Yield each parameter's call, name, tensor (its own at stage 0, else the flat one) and algorithm."""
-    for call in optimizer.calls:
-        if call.layouts:
-            (group,) = call.muon.param_groups
-            for name in call.layouts:
-                yield call, name, group["params"][0], group["algorithm"]
-        else:
-            for group in call.muon.param_groups:
-                for name, tensor in zip(group["param_names"], group["params"], strict=True):
-                    yield call, name, tensor, group["algorithm"]
+def _cut_by_rows(shares: Mapping[str, Share], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Return the tensors of which the ranks hold boxes, cut by rows over all ranks; all ranks call it.
 
-
-def _untrained(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield frozen parameters and the buffers that a state dict keeps, by name."""
-    for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
-            yield canonical_name(name), parameter
-    kept = engine.module.state_dict().keys()
-    for name, buffer in engine.module.named_buffers():
-        if name in kept:
-            yield canonical_name(name), buffer
-
-
-def _tied(engine: Any) -> dict[str, str]:
-    """Return the further names of parameters that have several, each with the first one."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        name = canonical_name(name)
-        if first.setdefault(id(parameter), name) != name:
-            tied[name] = first[id(parameter)]
-    return tied
-
-
-def _running(call: Call, name: str, state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return views of the running norms of a parameter's matrices among those of its tensor, (matrices,).
-
-    Where nobody has stepped yet they are made in the state.
+    Counts, and what is one number for each matrix, are whole on every rank.
     """
-    columns = call.columns[name]
-    every = max(part.stop for part in call.columns.values()) if call.layouts else columns.stop
-    found = {}
-    for key in RUNNING:
-        if key not in state:
-            state[key] = torch.zeros(running_shape(every), dtype=torch.float32, device=state["exp_avg"].device)
-        found[key] = state[key].view(-1)[columns]
+    everyone = gathered({name: (tuple(s.shape), s.dtype, list(s.boxes)) for name, s in shares.items()})
+    told = {name: said for some in everyone for name, said in some.items()}
+    first = {
+        (name, at): rank for rank, some in reversed([*enumerate(everyone)]) for name in some for at in some[name][2]
+    }
+    found: dict[str, Tensor] = {}
+    for name in sorted(told):
+        shape, dtype, _ = told[name]
+        whole = torch.zeros(shape, dtype=dtype, device=mesh.device_type)
+        for at, box in shares[name].boxes.items() if name in shares else ():
+            if first[name, at] == dist.get_rank():
+                whole[_places(at, box)] = box
+        dist.all_reduce(whole.view(-1).view(torch.uint8))  # adding zeros to bytes keeps every bit, of -0 too
+        small = not shape or name.rpartition(".")[2] in RUNNING
+        found[name] = whole if small else distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     return found
 
 
-def _whole(tensor: Tensor, **how: Any) -> Any:
-    """Return a context in which a parameter that stage 3 has partitioned is whole."""
-    return deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id"), **how)
-
-
-def gather(call: Call, name: str, local: Tensor) -> Tensor:
-    """Return a parameter's share of a tensor, cut by rows over the ranks that hold some of it."""
-    if not call.layouts:
-        if name not in call.muon.layouts:
-            return local.clone()
-        declared: Any = call.muon.layouts[name]
-        mesh, placements, shape = declared
-        stride = row_major(shape)
-        return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
-    layout = call.layouts[name]
-    group = group_of(layout.ranks, [call.process_group])
-    whole = torch.zeros(layout.shape, dtype=local.dtype, device=local.device)
-    if layout.replica(dist.get_rank()) == layout.replicas[0]:
-        for block in layout.blocks(dist.get_rank()):
-            box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
-            whole[box].copy_(local.as_strided(block.region.shape, block.strides, local.storage_offset() + block.start))
-    if group is None:
-        return whole
-    # Integers, so that adding the others' zeros keeps every bit, of -0 too.
-    dist.all_reduce(whole.view({4: torch.int32, 2: torch.int16, 8: torch.int64}[whole.itemsize]), group=group)
-    mesh = DeviceMesh.from_group(group, whole.device.type)
-    return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-
-
-def _scatter(call: Call, name: str, local: Tensor, value: Tensor) -> None:
-    """Write a parameter into its share of a tensor."""
-    whole = (value.full_tensor() if isinstance(value, DTensor) else value).to(local.device, local.dtype)
-    if not call.layouts:
-        if name in call.muon.layouts:
-            declared: Any = call.muon.layouts[name]
-            mesh, placements, _ = declared
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-        local.copy_(whole)
-        return
-    for block in call.layouts[name].blocks(dist.get_rank()):
-        box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
-        target = local.detach().as_strided(block.region.shape, block.strides, local.storage_offset() + block.start)
-        target.copy_(whole[box])
+def _places(at: tuple[int, ...], box: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(at, box.shape, strict=True))

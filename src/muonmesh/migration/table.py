@@ -1,0 +1,226 @@
+"""Table: the other packages that are known, each with its settings and their defaults."""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+
+from muonmesh.errors import explain_error
+from muonmesh.migration.memory import Memory
+from muonmesh.migration.package import Halves, Package, Settings
+from muonmesh.migration.polynomials import JORDAN, named, polar_express_102
+from muonmesh.numerics.scale import ScaleMode
+
+_OFF = (None, False)
+_SWITCHES = frozenset({"foreach", "fused", "capturable"})
+_DECOUPLED = (True,)
+_ALGORITHMS = (None, "muon", "adamw")
+
+_TORCHS: dict[str | None, ScaleMode] = {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"}
+_DIONS: dict[str | None, ScaleMode] = {"spectral_norm": "unit_rms_norm", "rms_norm": "match_rms_adamw", None: "none"}
+_NVIDIAS: dict[str | None, ScaleMode] = {
+    "shape_scaling": "original",
+    "spectral": "spectral",
+    "unit_rms_norm": "unit_rms_norm",
+}
+_JORDANS = {"muon": 0.02, "adamw": 3e-4}
+
+
+def _adjust_adamw(group: Settings, halves: Halves) -> None:
+    """Refuse decay that is not decoupled, and let Muon step as far as AdamW, so that one rate serves both halves.
+
+    It does when Muon's step has the RMS of AdamW's (Moonlight, arXiv 2502.16982).
+    """
+    if not group["decoupled_weight_decay"] and group["weight_decay"]:
+        found, needed = f"{group['weight_decay']} that is not decoupled", "decoupled decay, AdamW's, or 0"
+        raise ValueError(explain_error("weight_decay", found, needed, "Convert an AdamW with the decay that you want"))
+    halves["adamw"]["scale_mode"] = "match_rms_adamw"
+
+
+def _adjust_dion(group: Settings, halves: Halves) -> None:
+    """Let AdamW's half decay as Muon's does."""
+    if "adamw" in halves:
+        halves["adamw"]["decay_mode"] = "cautious" if group["cautious"] else "full"
+
+
+def _adjust_muonium(group: Settings, halves: Halves) -> None:
+    """Multiply Muon's decay by √max(1, rows/cols), as muonium does; leading dims are a batch there."""
+    shapes = [tuple(parameter.shape) for parameter in group.get("params", ())]
+    if group["flatten"]:
+        shapes = [(shape[0], prod(shape[1:])) for shape in shapes]
+    matrices = {shape[-2:] for shape in shapes if len(shape) > 1}
+    factors = sorted({sqrt(max(1.0, rows / cols)) for rows, cols in matrices}) or [1.0]
+    if "muon" not in halves:
+        return
+    if len(factors) > 1 and group["weight_decay"]:
+        found = f"a weight decay of {group['weight_decay']} that muonium multiplies by factors of the shape, {factors}"
+        write = "Convert the matrices of each shape by themselves, as a group of their own"
+        raise ValueError(explain_error("group", found, "one decay for the group", write))
+    halves["muon"]["weight_decay"] *= factors[0]
+
+
+PACKAGES: dict[str, Package] = {
+    "adamw": Package(  # torch's AdamW and Adam, and the Adams of DeepSpeed
+        {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "decoupled_weight_decay": True},
+        halves=("adamw",),
+        adjust=_adjust_adamw,
+        without={"amsgrad": _OFF, "maximize": _OFF, "differentiable": _OFF},
+        # The last is that of DeepSpeed's FusedAdam and DeepSpeedCPUAdam.
+        beside=_SWITCHES | {"bias_correction"},
+    ),
+    "torch": Package(  # torch 2.13
+        {
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_coefficients": JORDAN,
+            "ns_steps": 5,
+            "adjust_lr_fn": None,
+        },
+        {"adjust_lr_fn": "scale_mode"},
+        halves=("muon",),
+        scales=_TORCHS,
+        coefficients=lambda group: named(group["ns_coefficients"]),
+        without={"adjust_lr_fn": (*_TORCHS,)},
+        beside=frozenset({"eps"}),  # ours has none: no gradient is too small
+    ),
+    "keller_jordan": Package(  # KellerJordan/Muon, `muon-optimizer` 0.1.0
+        {
+            "lr": None,
+            "momentum": 0.95,
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.95),
+            "eps": 1e-10,
+            "use_muon": True,
+        },
+        halves=("adamw",),  # use_muon says otherwise
+        rates=_JORDANS,
+    ),
+    "dion": Package(  # microsoft/dion 0.1.0
+        {
+            "lr": 0.01,
+            "mu": 0.95,
+            "betas": (0.9, 0.95),
+            "weight_decay": 0.01,
+            "cautious_wd": False,
+            "epsilon": 1e-8,
+            "nesterov": False,
+            "adjust_lr": "spectral_norm",
+            "use_polar_express": True,
+            "algorithm": None,
+        },
+        {"mu": "momentum", "epsilon": "eps", "cautious_wd": "cautious", "adjust_lr": "scale_mode"},
+        scales=_DIONS,
+        coefficients=lambda group: polar_express_102(5) if group["use_polar_express"] else "quintic",
+        adjust=_adjust_dion,
+        without={
+            "adjust_lr": (*_DIONS,),
+            "algorithm": _ALGORITHMS,
+            "use_gram_newton_schulz": _OFF,
+            "newton_schulz_func": _OFF,
+            "split_sizes": _OFF,
+            "num_heads": _OFF,
+        },
+        beside=frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
+        memory=Memory("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
+    ),
+    "deepspeed": Package(  # DeepSpeed 0.19: a group of the optimizer, or the configuration, which speaks of both halves
+        {
+            "lr": None,
+            "muon_lr": None,
+            "adam_lr": None,
+            "momentum": 0.95,
+            "weight_decay": 0.0,
+            "betas": (0.9, 0.95),
+            "eps": 1e-10,
+            "use_muon": None,
+        },
+        {"adam_lr": "adamw_lr"},
+        rates=_JORDANS,
+        without={"adam_w_mode": _DECOUPLED},
+        beside=frozenset({"ns_method", "torch_adam", "fp32_optimizer_states", "bias_correction"}),
+    ),
+    "emerging_optimizers": Package(  # Emerging-Optimizers 0.3
+        {
+            "lr": 3e-4,
+            "momentum": 0.95,
+            "weight_decay": 0.01,
+            "nesterov": False,
+            "coefficient_type": "quintic",
+            "num_ns_steps": 5,
+            "scale_mode": "spectral",
+            "extra_scale_factor": 1.0,
+        },
+        {"num_ns_steps": "ns_steps"},
+        halves=("muon",),
+        scales=_NVIDIAS,
+        coefficients=lambda group: group["coefficient_type"],
+        without={
+            "scale_mode": (*_NVIDIAS,),
+            "weight_decay_method": ("decoupled",),
+            "coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4"),
+        },
+        beside=frozenset({"fp32_matmul_prec", "use_syrk"}),
+    ),
+    # The fields of an OptimizerConfig; Megatron-Core builds Emerging-Optimizers' Muon from them, always "quintic".
+    "megatron": Package(  # Megatron-Core 0.16
+        {
+            "lr": None,
+            "weight_decay": 0.01,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_eps": 1e-8,
+            "muon_momentum": 0.95,
+            "muon_use_nesterov": False,
+            "muon_num_ns_steps": 5,
+            "muon_scale_mode": "spectral",
+            "muon_extra_scale_factor": 1.0,
+        },
+        {
+            "adam_beta1": "beta1",
+            "adam_beta2": "beta2",
+            "adam_eps": "eps",
+            "muon_momentum": "momentum",
+            "muon_use_nesterov": "nesterov",
+            "muon_num_ns_steps": "ns_steps",
+            "muon_scale_mode": "scale_mode",
+            "muon_extra_scale_factor": "extra_scale_factor",
+        },
+        scales=_NVIDIAS,
+        coefficients=lambda group: "quintic",
+        without={"muon_scale_mode": (*_NVIDIAS,), "decoupled_weight_decay": _DECOUPLED},
+        # q, k and v are matrices of their own with us, and a matrix is whole under tensor parallelism.
+        beside=frozenset({"optimizer", "muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
+    ),
+    "muonium": Package(  # muonium 0.2.0
+        {
+            "lr": 1e-3,
+            "wd": 0.1,
+            "use_cautious_wd": True,
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_steps": 5,
+            "orthogonalization_strategy": "polar_express",
+            "adam_betas": (0.9, 0.95),
+            "adam_eps": 1e-8,
+            "algorithm": None,
+            "flatten": False,
+        },
+        {"wd": "weight_decay", "use_cautious_wd": "cautious", "adam_betas": "betas", "adam_eps": "eps"},
+        coefficients=lambda group: (
+            polar_express_102(group["ns_steps"]) if group["orthogonalization_strategy"] == "polar_express" else "simple"
+        ),
+        adjust=_adjust_muonium,
+        without={
+            "algorithm": _ALGORITHMS,
+            "maximize": _OFF,
+            "amsgrad": _OFF,
+            "is_adamw": _DECOUPLED,
+            "decoupled_weight_decay": _DECOUPLED,
+            "split_sizes": _OFF,
+            "differentiable": _OFF,
+        },
+        beside=_SWITCHES | {"betas", "eps", "use_muon", "fused_adam", "foreach_adam", "batch_size", "has_complex"},
+        memory=Memory(sums=True, beside=frozenset({"step", "lr_ratio"})),
+    ),
+}
