@@ -158,21 +158,23 @@ def _dim(saved: int) -> int:
 
 def _joined(cuts: list[Any], users: dict[Any, list[Any]]) -> bool:
     """Whether what is cut comes together again, side by side: the turned and the other part of a query."""
-    starts = [[after for cut in cuts for after in users[cut]]] if len(cuts) == 1 else [users[cut] for cut in cuts]
+    starts: dict[Any, list[Any]] = {}
+    for cut in cuts:
+        for after in users[cut]:
+            for before, number in after.next_functions:
+                if before is cut:
+                    starts.setdefault((cut, number), []).append(after)
     joints = []
-    for start in starts:
-        seen: list[Any] = []
-        todo = [(node, 0) for node in start]
+    for todo in starts.values():
+        seen: set[Any] = set()
         while todo:
-            node, steps = todo.pop()
-            if node.name().startswith("CatBackward"):
-                seen.append(node)
-            elif steps < 8 and not node.name().startswith(_PRODUCTS):
-                todo += [(after, steps + 1) for after in users[node]]
-        joints.append(seen)
-    if len(cuts) == 1:  # one node that makes all parts: a joint reads two of its outputs
-        return any(joints[0].count(joint) > 1 for joint in joints[0])
-    return bool(set(joints[0]).intersection(*joints[1:]))
+            node = todo.pop(0)
+            if node not in seen and len(seen) < 50:
+                seen.add(node)
+                if not node.name().startswith(("ScaledDotProduct", *_PRODUCTS)):
+                    todo += users[node]
+        joints.append({node for node in seen if node.name().startswith("CatBackward")})
+    return bool(set.intersection(*joints)) if joints else False
 
 
 def differences(model: nn.Module, outputs: Any, results: Any, heads: bool = True) -> set[tuple[str, str]]:
