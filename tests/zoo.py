@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,20 +21,20 @@ _META.impl("_local_scalar_dense", lambda found: True if found.dtype == torch.boo
 _VIDEO = re.compile("Video|Vivit|Timesformer|VJEPA")
 
 
-@cache
-def classes() -> tuple[str, ...]:
-    """The names of all classes of models that `transformers` exports and that have a configuration."""
-    found = []
-    for name in sorted(dir(transformers)):
-        if not re.search("Model|For|Head", name) or name.endswith(("Config", "PreTrainedModel")):
-            continue
-        try:
-            kind = getattr(transformers, name)
-        except (ImportError, AttributeError):  # needs a package that is not here
-            continue
-        if inspect.isclass(kind) and issubclass(kind, PreTrainedModel) and getattr(kind, "config_class", None):
-            found.append(name)
-    return tuple(found)
+def names() -> list[str]:
+    """What `transformers` exports that may be a class of models, by its name; nothing is imported."""
+    found = (name for name in sorted(dir(transformers)) if re.search("Model|For|Head", name) and name[0].isupper())
+    return [name for name in found if not name.endswith(("Config", "PreTrainedModel", "Output", "Processor"))]
+
+
+def is_model(name: str) -> bool:
+    """Whether it is a class of models with a configuration of its own."""
+    try:
+        kind = getattr(transformers, name)
+    except (ImportError, AttributeError):  # needs a package that is not here
+        return False
+    known = inspect.isclass(kind) and issubclass(kind, PreTrainedModel)
+    return known and getattr(kind, "config_class", None) is not None
 
 
 def build(name: str) -> nn.Module:
