@@ -102,7 +102,7 @@ $(TIMM)/.ready: $(BUILT) constraints.txt
 	touch $@
 
 test-timm: $(TIMM)/.ready
-	$(TIMM)/bin/python -m pytest --noconftest tests/hosts_all/test_timm.py $(ARGS)
+	$(TIMM)/bin/python -m pytest --noconftest -p tests.hosts_all.without_torchvision_ops tests/hosts_all/test_timm.py $(ARGS)
 
 test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready test-timm
 	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py \

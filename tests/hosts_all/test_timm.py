@@ -1,6 +1,6 @@
 """A hundred models of timm on `meta`: their input layers, output layers and fused weights by their graph.
 
-As `tests/unit/test_model_zoo.py`, with the models by name.
+The Makefile has `without_torchvision_ops` imported before timm. As `tests/unit/test_model_zoo.py`, with the models by name.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import timm
 import torch
-
-import tests.hosts_all.without_torchvision_ops  # noqa: F401, before timm
-import timm  # isort: skip
 
 from tests.dataflow import differences
 
-MODELS = """
+NAMES = """
 aimv2_1b_patch14_224 bat_resnext26ts beit3_base_patch16_224 beit_base_patch16_224 beitv2_base_patch16_224
 botnet26t_256 caformer_b36 cait_m36_384 coat_lite_medium coatnet_0_224 coatnext_nano_rw_224 convformer_b36
 convit_base convmixer_768_32 convnext_atto convnextv2_atto cpubone_b0_bfrobust crossvit_9_240 cs3darknet_focus_l
@@ -31,7 +29,8 @@ inception_resnet_v2 inception_v3 inception_v4 lambda_resnet26rpt_256 lamhalobotn
 legacy_senet154 legacy_xception levit_128 lowformer_b0 mambaout_base maxvit_base_tf_224 maxxvit_rmlp_nano_rw_256
 maxxvitv2_nano_rw_256 mixer_b16_224 mixnet_l mnasnet_050 mobilenet_edgetpu_100 mobilenetv1_100 mobilenetv3_large_075
 mobilenetv5_300m mobileone_s0 mobilevit_s mobilevitv2_050
-""".split()
+"""
+MODELS = NAMES.split()
 
 # The kind, an expression for the name, and the reason; see docs/groups.md.
 KNOWN: list[tuple[str, str, str]] = []

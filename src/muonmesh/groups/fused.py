@@ -50,10 +50,12 @@ def _gated_query(owner: Any, out: int) -> tuple[Any, ...]:
 
 
 def _falcon(owner: Any, out: int) -> tuple[Any, ...]:
-    if owner.new_decoder_architecture:  # a group of queries, one key, one value, again and again
+    if (
+        owner.new_decoder_architecture and owner.num_heads != owner.num_kv_heads
+    ):  # a group of queries, one key, one value, again and again
         queries = owner.num_heads // owner.num_kv_heads
         return ("interleaved", (queries * owner.head_dim, owner.head_dim, owner.head_dim), 0)
-    if owner.multi_query:
+    if owner.multi_query and not owner.new_decoder_architecture:
         return ("rows", owner.num_heads * owner.head_dim, owner.head_dim, owner.head_dim)
     return ("interleaved", 3, 0, owner.head_dim)
 
@@ -72,7 +74,8 @@ def _mamba2(owner: Any, out: int) -> tuple[Any, ...]:
 
 
 def _latent_keys_values(owner: Any, out: int) -> tuple[Any, ...]:
-    return ("interleaved", (owner.qk_nope_head_dim, owner.v_head_dim), 0)
+    key, value = owner.qk_nope_head_dim, owner.v_head_dim
+    return ("interleaved", 2, 0, value) if key == value else ("interleaved", (key, value), 0)
 
 
 # The first match counts, so exceptions stand before the convention they break. transformers 5.23.
