@@ -6,13 +6,14 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-megatron test-megatron-lm test-hosts test-hosts-all soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-megatron test-megatron-lm test-hosts test-hosts-all test-timm soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test that needs no GPU and no other framework"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
-	@echo "make test-hosts-all  the tests with ms-swift, Axolotl and verl, likewise"
+	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl and timm, likewise"
+	@echo "make test-timm       those with timm alone"
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
@@ -91,8 +92,21 @@ $(VERL)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 trl==0.27.0
 	touch $@
 
-test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready
-	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py $(ARGS)
+# timm has models and no optimizer of ours to run: what is tested is how split_params sorts them, on meta.
+TIMM := .venv-hosts-timm
+$(TIMM)/.ready: $(BUILT) constraints.txt
+	$(PYTHON) -m venv $(TIMM)
+	$(TIMM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(TIMM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		timm==1.0.31 torchvision==0.28.0 numpy pytest
+	touch $@
+
+test-timm: $(TIMM)/.ready
+	$(TIMM)/bin/python -m pytest --noconftest -p tests.hosts_all.without_torchvision_ops tests/hosts_all/test_timm.py $(ARGS)
+
+test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready test-timm
+	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py \
+		--ignore=tests/hosts_all/test_timm.py $(ARGS)
 	$(VERL)/bin/python -m pytest --noconftest tests/hosts_all/test_verl.py $(ARGS)
 
 check: setup
@@ -143,4 +157,4 @@ docs: $(DOCS)/.ready
 	$(DOCS)/bin/python docs/site/check.py site
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(HOSTS) $(HOSTS_ALL) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(MEGATRON) $(HOSTS) $(HOSTS_ALL) $(TIMM) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -67,7 +67,8 @@ def specs(draw: st.DrawFn, largest: int = 300) -> tuple[tuple[int, ...], Any]:
     if draw(st.integers(0, 7)) == 7:
         kernel = st.integers(1, 4)
         shape = (draw(sizes(largest)), *draw(st.lists(kernel, max_size=2)), draw(sizes(largest)))
-        return shape[:2] + shape[2:][::-1], "flatten"
+        halves = "flatten" if shape[0] % 2 else ("flatten", ("heads", 2, 0))
+        return shape[:2] + shape[2:][::-1], draw(st.sampled_from(["flatten", halves]))
     stacked = draw(st.integers(0, 3)) == 3
     (rows, cols), spec = draw(_flat_specs(20 if stacked else largest))
     if stacked:

@@ -31,7 +31,7 @@ def split(x: Tensor, spec: Any) -> list[Tensor]:
         case "whole" if x.ndim == 2:
             return [x]
         case "flatten":  # (out, ...) -> out × everything else
-            return [x.reshape(x.shape[0], -1)]
+            return split(x.reshape(x.shape[0], -1), rest[0] if rest else "whole")
         case "rows" | "cols" if sum(rest) == x.shape[kind == "cols"]:
             return list(x.split(rest, dim=int(kind == "cols")))
         case "heads":  # n equal blocks of the axis

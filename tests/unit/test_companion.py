@@ -42,6 +42,7 @@ def numbers_of(matrix: Tensor, side: Side) -> Tensor:
         ((5, 6, 4), "stack", (5, 6, 1), (5, 1, 4), (5, 1, 1)),
         ((5, 6, 4), ("stack", ("rows", 3, 3)), (5, 6, 1), (5, 2, 4), (5, 2, 1)),
         ((6, 4, 3, 3), "flatten", (6, 1, 1, 1), (1, 4, 3, 3), (1, 1, 1, 1)),
+        ((6, 4, 3, 3), ("flatten", ("rows", 2, 4)), (6, 1, 1, 1), (2, 4, 3, 3), (2, 1, 1, 1)),
     ],
 )
 def test_a_companion_has_one_number_for_each(

@@ -1142,11 +1142,11 @@ def test_a_stack_of_experts_in_one_matrix() -> None:
     assert [tuple(p.shape) for p in split(experts.w2, found["experts.w2"])] == [(8, 6)] * 4  # out × in
 
 
-def test_latents_of_unequal_size_are_left_whole() -> None:
+def test_keys_and_values_of_unequal_size_take_turns() -> None:
     with torch.device("meta"):
         model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK | {"v_head_dim": 4}))
     found = assigned(split_params(model))
-    assert found["model.layers.0.self_attn.kv_b_proj.weight"] == "whole"
+    assert found["model.layers.0.self_attn.kv_b_proj.weight"] == ("interleaved", (8, 4), 0)
     assert found["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == ("rows", 12, 4)
 
 

@@ -34,7 +34,9 @@ def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
     size = st.integers(1, 13)
     form = draw(st.sampled_from(["whole", "rows", "cols", "heads", "interleaved", "blocks", "flatten", "stack"]))
     if form == "flatten":
-        return tuple(draw(st.lists(size, min_size=2, max_size=4))), "flatten"
+        shape = draw(st.lists(size, min_size=2, max_size=4))
+        halves: Any = ("flatten", ("heads", 2, 0)) if shape[0] % 2 == 0 else ("flatten", ("rows", shape[0]))
+        return tuple(shape), draw(st.sampled_from(["flatten", halves]))
     rows, cols = draw(size), draw(size)
     dim = draw(st.integers(0, 1))
     spec: Any = "whole"
@@ -326,6 +328,8 @@ def test_cover_is_proved_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
         ((4, 6, 2), ("rows", 2, 2), "nest it"),
         ((4, 6), ("transposed", "stack"), "other way round"),
         ((4, 6), ("whole", 3), "wrong number"),
+        ((4, 6, 2), ("flatten", ("cols", 4, 8)), "cuts dim 0"),
+        ((4, 6, 2), ("flatten", "transposed"), "cuts dim 0"),
         ((4, 6), 7, "unknown form"),
         ((4,), None, "needed a matrix"),
         ((4, 6, 3, 3), None, "flatten"),

@@ -50,8 +50,11 @@ def _gated_query(owner: Any, out: int) -> tuple[Any, ...]:
 
 
 def _falcon(owner: Any, out: int) -> tuple[Any, ...]:
-    if owner.new_decoder_architecture and owner.num_heads != owner.num_kv_heads:
-        return ()  # a group of queries, one key, one value, again and again: blocks of unequal size
+    if (
+        owner.new_decoder_architecture and owner.num_heads != owner.num_kv_heads
+    ):  # a group of queries, one key, one value, again and again
+        queries = owner.num_heads // owner.num_kv_heads
+        return ("interleaved", (queries * owner.head_dim, owner.head_dim, owner.head_dim), 0)
     if owner.multi_query and not owner.new_decoder_architecture:
         return ("rows", owner.num_heads * owner.head_dim, owner.head_dim, owner.head_dim)
     return ("interleaved", 3, 0, owner.head_dim)
@@ -71,9 +74,8 @@ def _mamba2(owner: Any, out: int) -> tuple[Any, ...]:
 
 
 def _latent_keys_values(owner: Any, out: int) -> tuple[Any, ...]:
-    if owner.qk_nope_head_dim != owner.v_head_dim:
-        return ()  # unequal turns: no `matrices` entry says that
-    return ("interleaved", 2, 0, owner.v_head_dim)
+    key, value = owner.qk_nope_head_dim, owner.v_head_dim
+    return ("interleaved", 2, 0, value) if key == value else ("interleaved", (key, value), 0)
 
 
 # The first match counts, so exceptions stand before the convention they break. transformers 5.23.
@@ -168,8 +170,9 @@ def _fits(order: tuple[Any, ...], out: int) -> bool:
     kind, *sizes = order
     if kind == "rows":
         return bool(min(sizes) > 0 and sum(sizes) == out)
-    count, _, block = sizes
-    return bool(block > 0 and out % (count * block) == 0)
+    count, _, block = (*sizes, 1)[:3]
+    turn = sum(count) if isinstance(count, tuple) else count * block
+    return bool(turn > 0 and out % turn == 0)
 
 
 def expert_order(module: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[Matrices, str]:

@@ -156,14 +156,10 @@ def _cut(
         if count is None or size is None or count * size != length:
             refuse_heads(site, owner, named[0], count, size, length)
         return ("heads", count, dim)
-    if form == "whole" and named == ("k", "v"):  # DeepSeek's, whose heads of k and v differ in size
-        count, _ = heads_of(owner, "q")
-        key, value = getattr(owner, "qk_nope_head_dim", None), getattr(owner, "v_head_dim", None)
-        if count is None or key is None or value is None or count * (key + value) != length:
-            refuse_heads(site, owner, "k, v", count, None if key is None or value is None else key + value, length)
-        return ("rows", *(key, value) * count)
     if isinstance(form, tuple) and form[0] == "interleaved":
         runs = form[1] if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
+        if named == ("k", "v") and runs[0] != runs[-1]:  # DeepSeek's, whose heads of k and v differ in size
+            return ("rows", *tuple(runs) * (length // sum(runs)))
         _, size = heads_of(owner, "k")
         size = min(runs) if size is None else size
         if any(run % size for run in runs) or length % size:

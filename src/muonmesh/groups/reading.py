@@ -18,19 +18,19 @@ from torch import nn
 
 _SHAPES = ("view", "reshape", "unflatten")
 _CUTS = ("chunk", "split", "tensor_split", "unbind")
-_ORDERED = ("permute", "transpose", "contiguous", "movedim", "clamp", "to", "type_as")  # leave the rows what they are
+_ORDERED = ("transpose", "contiguous", "movedim", "clamp", "to", "type_as")  # leave the rows what they are
 _Step = tuple[str, list[ast.expr]]
 
 
-def cut_by_code(owner: nn.Module, attribute: str, out: int) -> tuple[Any, ...] | None:
-    """Return the split of the `out` rows of the linear layer `owner.attribute`, as the owner's code cuts its output.
+def cut_by_code(owner: nn.Module, attribute: str, out: int, convolution: bool) -> tuple[Any, ...] | None:
+    """Return the split of the `out` rows of the layer `owner.attribute`, as the owner's code cuts its output.
 
     None where the code is not there, does not cut it, or cuts it in a way that is not known.
     """
     found: set[tuple[Any, ...] | None] = set()
     kind: Any = type(owner)
     for method in _methods(kind):
-        found.update(_order(owner, steps, out) for steps in _chains(method, attribute))
+        found.update(_order(owner, steps, out, convolution) for steps in _chains(method, attribute))
     return found.pop() if len(found) == 1 else None
 
 
@@ -86,21 +86,26 @@ def _steps(value: ast.expr, attribute: str, held: dict[str, list[_Step]]) -> lis
     return None if before is None else [*before, (name, arguments)]
 
 
-def _order(owner: nn.Module, steps: list[_Step], out: int) -> tuple[Any, ...] | None:
-    shape: list[ast.expr] | None = None
+def _order(owner: nn.Module, steps: list[_Step], out: int, convolution: bool) -> tuple[Any, ...] | None:
+    turn: int | None = out
+    place, rank = (1, 4) if convolution else (-1, 3)  # the dim in which the rows are, of how many
     for name, arguments in steps:
         if name in _SHAPES:
             last = arguments[-1:] if name == "unflatten" else arguments
             shape = list(last[0].elts) if len(last) == 1 and isinstance(last[0], ast.Tuple) else last
-            if (order := _counted(owner, shape, out)) is not None:
+            if (order := _counted(owner, shape[:-1] if convolution else shape, out)) is not None:
                 return order
+            place, rank = -2 if convolution else -1, len(shape)
+            turn = _number(owner, shape[place]) if len(shape) > 1 else None
+        elif name == "permute":
+            dims = [_number(owner, dim) for dim in arguments]
+            if len(dims) > 2 and place % len(dims) in dims:
+                place, rank = dims.index(place % len(dims)), len(dims)
         elif name in _CUTS:
-            sizes = arguments[0] if arguments else None
             along = _number(owner, arguments[1]) if len(arguments) > 1 else 0
-            turn = out if shape is None else _number(owner, shape[-1]) if shape else None
-            if turn is None or turn <= 0 or out % turn or along not in (-1, 2 if shape is None else len(shape) - 1):
+            if turn is None or turn <= 0 or out % turn or along is None or along % rank != place % rank:
                 return None
-            runs = _runs(owner, name, sizes, turn)
+            runs = _runs(owner, name, arguments[0] if arguments else None, turn)
             if runs is None:
                 return None
             return ("rows", *runs) if turn == out else ("interleaved", runs, 0)

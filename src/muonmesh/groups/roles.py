@@ -7,6 +7,7 @@ else tells, and the reason says so.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -89,8 +90,8 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
         layer, known = last
         how = "output layer: the model's last layer, inside no block" + ("" if known else GUESS)
         found.setdefault(id(layer), ("head", how))
-    for layer, how in _input_layers(model):
-        found.setdefault(id(layer), ("embeddings", f"input layer: {how}"))
+    for layer, kind, how in _input_layers(model):
+        found.setdefault(id(layer), (kind, how))
     return found
 
 
@@ -129,7 +130,7 @@ def _label_layers(module: nn.Module, outermost: bool) -> Iterator[tuple[nn.Modul
             yield layer, "outside the base model, and no later layer there can read it, in"
 
 
-def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
     """The layers that read data: no layer registered before them makes numbers of which theirs may consist.
 
     That is a convolution of at most 4 channels anywhere. In models of transformers and timm, which are whole, it is any
@@ -147,7 +148,9 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         ]
         in_blocks = {out for block in blocks for m in block.modules() if (out := _outputs(m)) is not None}
 
-    def walk(module: nn.Module, blocked: bool) -> Iterator[tuple[nn.Module, str]]:
+    entire = whole
+
+    def walk(module: nn.Module, blocked: bool) -> Iterator[tuple[nn.Module, Kind, str]]:
         nonlocal whole
         for child in module._modules.values():
             if child is None:
@@ -158,10 +161,15 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             out, into = _outputs(child), _inputs(child)
             if out is not None and into is not None:
                 plain = not convolution or (child.groups == 1 and not isinstance(child, _ConvTransposeNd))
-                foreign = plain and not any(into == width or (width >= 16 and into % width == 0) for width in made)
-                narrow = into <= 4 and (convolution or whole)
+                coordinates = into <= 4 and whole and not convolution
+                makers = set(map(_outputs, module.children())) if coordinates else made  # boxes are read anew
+                foreign = plain and not any(into == w or (w and w >= 16 and into % w == 0) for w in makers)
+                narrow = coordinates or (into <= 4 and convolution)
                 if foreign and (narrow or (whole and not blocked and into not in in_blocks)):
-                    yield child, f"{'convolution' if convolution else 'linear map'} of {into} inputs, made by no layer"
+                    what = f"{'convolution' if convolution else 'linear map'} of {into} inputs, made by no layer"
+                    yield child, "embeddings", f"input layer: {what}"
+                elif entire and not blocked and not convolution and 1 < out <= 4:
+                    yield child, "head", f"output layer: {out} numbers, outside the blocks"
                 made.add(out)
             elif isinstance(child, nn.Embedding | nn.EmbeddingBag):
                 made.add(child.embedding_dim)
@@ -478,7 +486,31 @@ def _convolution(site: Site, known: Ends) -> Role | None:
         return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", "flatten")
     if isinstance(module, _ConvTransposeNd):
         return _adamw("matrices", "transposed convolution, stored in × out × kernel", "flatten")
-    return _muon("convolution", "flatten")
+    matrices, fused, guess = _parts(site, module.out_channels, module.in_channels)
+    flattened: Matrices = "flatten" if matrices == "whole" else ("flatten", matrices)
+    return replace(_muon(f"convolution{fused}", flattened), guess=guess)
+
+
+def _parts(site: Site, out: int, into: int) -> tuple[Matrices, str, bool]:
+    """Return how the `out` rows of a layer split, how that is known, and whether it is not.
+
+    What holds nothing but the layer, such as a convolution and its norm, stands for the layer.
+    """
+    for (attribute, _), (_, owner) in itertools.pairwise(site.owners):
+        convolution = isinstance(site.module, _ConvNd)
+        if (order := fused_order(owner, attribute, out)) is not None:
+            matrices, parts = order
+            return matrices, f", fused: {parts} ({class_of(owner)})", False
+        if (
+            named_parts(attribute) not in (("q",), ("k",), ("v",))
+            and (read := cut_by_code(owner, attribute, out, convolution)) is not None
+        ):
+            return read, f", fused: as the code of {class_of(owner)} cuts its output", False
+        if LOOKS_FUSED.search(attribute) and out > into:
+            return "whole", f"; {attribute!r} may be fused, but how {class_of(owner)} stores it is not known", True
+        if sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
+            break
+    return "whole", "", False
 
 
 def _features(module: nn.Module) -> tuple[int, int] | None:
@@ -502,16 +534,8 @@ def _linear(site: Site, known: Ends) -> Role | None:
     transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
     if not transposed and shape != (out, into):
         return None
-    matrices: Matrices = "whole"
-    reason, guess = "linear", False
-    attribute, owner = (site.owners[0][0], site.owners[1][1]) if len(site.owners) > 1 else ("", module)
-    if (order := fused_order(owner, attribute, out)) is not None:
-        matrices, parts = order
-        reason = f"linear, fused: {parts} ({class_of(owner)})"
-    elif len(named_parts(attribute)) != 1 and (read := cut_by_code(owner, attribute, out)) is not None:
-        matrices, reason = read, f"linear, fused: as the code of {class_of(owner)} cuts its output"
-    elif guess := LOOKS_FUSED.search(attribute) is not None and out > into:
-        reason = f"linear; {attribute!r} may be fused, but how {class_of(owner)} stores it is not known: one matrix"
+    matrices, fused, guess = _parts(site, out, into)
+    reason = f"linear{fused}"
     if transposed:
         matrices, reason = ("transposed", matrices), f"{reason}, stored in × out"
     return replace(_muon(reason, matrices), guess=guess)

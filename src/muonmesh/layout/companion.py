@@ -78,8 +78,9 @@ def _companion(
         (rows, cols), own = _companion((shape[1], shape[0]), inner, side)
         return (cols, rows), ("transposed", own)
     if form == "flatten":
-        first, rest = shape[0], shape[1:]
-        return (first if side == "rows" else 1, *((1,) * len(rest) if side != "cols" else rest)), ("flatten",)
+        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
+        (rows, _), own = _companion((shape[0], math.prod(shape[1:])), inner, side)
+        return (rows, *(shape[1:] if side == "cols" else (1,) * (len(shape) - 1))), ("flatten", own)
     if form == "whole":
         return (shape[0] if side == "rows" else 1, shape[1] if side == "cols" else 1), ("whole",)
     # The other forms cut one dim into matrices. Along it the companion keeps every index, or one for each matrix.

@@ -14,12 +14,13 @@ from muonmesh.layout.region import Block, Region, row_major
 
 MatrixSpec = Any
 """``"whole"``, ``"stack"``, ``"flatten"``, ``("rows", …)``, ``("cols", …)``, ``("heads", n, dim)``,
-``("interleaved", k, dim[, block])``, ``("interleaved", (runs…), dim)``, ``("transposed", spec)`` or
-``("stack", spec)``; see `split_matrices`."""
+``("interleaved", k, dim[, block])``, ``("interleaved", (runs…), dim)``, ``("transposed", spec)``,
+``("flatten", spec)`` or ``("stack", spec)``; see `split_matrices`."""
 
 _FORMS = (
     '"whole", "stack", "flatten", ("rows", sizes...), ("cols", sizes...), ("heads", n, dim), '
-    '("interleaved", k, dim[, block]), ("interleaved", (runs...), dim), ("transposed", spec) or ("stack", spec)'
+    '("interleaved", k, dim[, block]), ("interleaved", (runs...), dim), ("transposed", spec), ("flatten", spec) or '
+    '("stack", spec)'
 )
 
 
@@ -81,7 +82,8 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
         name: The parameter's name, for messages and for the result.
         shape: Global shape.
         spec: How the parameter splits. ``"whole"`` (default for 2-D); ``"stack"``, leading dims are a batch
-            (default for 3-D); ``"flatten"``, (out, …) as out × rest, for convolutions; ``("rows", a, b)`` and
+            (default for 3-D); ``"flatten"``, (out, …) as out × rest, for convolutions, which splits by a spec if
+            there is one, ``("flatten", spec)``; ``("rows", a, b)`` and
             ``("cols", a, b)``, consecutive blocks of those sizes; ``("heads", n, dim)``, n equal blocks along
             dim 0 or 1; ``("interleaved", k, dim, block)``, k matrices that alternate along dim in runs of
             ``block`` (1 if left out); ``("interleaved", (q, k, v), dim)``, matrices that alternate along dim in
@@ -125,10 +127,14 @@ _Part = tuple[_View, list[tuple[_Span, _Span]]]
 def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[_Part]:
     form, *arguments = spec
     if form == "flatten":
-        _arity(arguments, 0, 0)
+        _arity(arguments, 0, 1)
         if len(shape) < 2:
             raise _Misfit("flatten needs at least two dims")
-        return _split(_View(shape, (), (0,), tuple(range(1, len(shape)))), ("whole",))
+        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
+        parts = _split(_View(shape, (), (0,), tuple(range(1, len(shape)))), inner)
+        if any(view.row_dims != (0,) or cols[2] != math.prod(shape[1:]) for view, spans in parts for _, cols in spans):
+            raise _Misfit("inside flatten stands what cuts dim 0")
+        return parts
     if form == "stack":
         _arity(arguments, 0, 1)
         if len(shape) < 3:

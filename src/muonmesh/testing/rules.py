@@ -41,6 +41,7 @@ _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
     ((5, 6, 14), "stack"),
     ((3, 8, 10), ("stack", ("rows", 4, 4))),
     ((9, 4, 3, 3), "flatten"),
+    ((8, 3, 2, 2), ("flatten", ("rows", 6, 2))),
 )
 """Shapes and splittings: smaller than the ranks, divided by none of their numbers, tall, wide and square."""
 

@@ -82,7 +82,7 @@ def set_state(engine: Any, state: Mapping[str, Any]) -> None:
     found: list[Fit] = []
     with optimizer.whole(engine.module, write=True):
         untrained = {name: (tensor, Storage(None, tuple(tensor.shape))) for name, tensor in _untrained(engine).items()}
-        names = {name for some in gathered([*(r.name for r in records), *untrained]) for name in some}
+        names = {name for some in tell_all([*(r.name for r in records), *untrained]) for name in some}
 
         def work_out() -> None:
             if saved_groups is not None:
@@ -120,7 +120,7 @@ def _cut_by_rows(shares: Mapping[str, Share], mesh: DeviceMesh) -> dict[str, Ten
 
     Counts, and what is one number for each matrix, are whole on every rank.
     """
-    everyone = gathered({name: (tuple(s.shape), s.dtype, list(s.boxes)) for name, s in shares.items()})
+    everyone = tell_all({name: (tuple(s.shape), s.dtype, list(s.boxes)) for name, s in shares.items()})
     told = {name: said for some in everyone for name, said in some.items()}
     first = {
         (name, at): rank for rank, some in reversed([*enumerate(everyone)]) for name in some for at in some[name][2]

@@ -1,0 +1,131 @@
+"""Every model class of `transformers`, built on `meta` from its own default configuration with two layers, and run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_DEPTH = re.compile(r"num_.*(layers|blocks)|n_layers?|.*_layers|encoder_depth|n_layer")
+_INTERNAL = re.compile(
+    "hidden|attention|past|cross|embeds|states|features|encoder|pooler|conv|mems|cache|router|intermediate|init_ref|_model_output"
+)
+# A check of a mask, such as `if mask.all()`, asks for a number, and `meta` has none: it is told yes, or one.
+_META = torch.library.Library("aten", "IMPL")
+_META.impl("_local_scalar_dense", lambda found: True if found.dtype == torch.bool else 1, "Meta")
+_VIDEO = re.compile("Video|Vivit|Timesformer|VJEPA")
+
+
+def names() -> list[str]:
+    """What `transformers` exports that may be a class of models, by its name; nothing is imported."""
+    found = (name for name in sorted(dir(transformers)) if re.search("Model|For|Head", name) and name[0].isupper())
+    return [name for name in found if not name.endswith(("Config", "PreTrainedModel", "Output", "Processor"))]
+
+
+def is_model(name: str) -> bool:
+    """Whether it is a class of models with a configuration of its own."""
+    try:
+        kind = getattr(transformers, name)
+    except (ImportError, AttributeError):  # needs a package that is not here
+        return False
+    known = inspect.isclass(kind) and issubclass(kind, PreTrainedModel)
+    return known and getattr(kind, "config_class", None) is not None
+
+
+def build(name: str) -> nn.Module:
+    """A model of this class with two layers in each stack, or, where that cannot be, with as many as it has."""
+    kind: Any = getattr(transformers, name)
+    config = kind.config_class()
+    _shorten(config)
+    if getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = 0
+    try:
+        with torch.device("meta"):
+            return _ready(kind(config))
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RuntimeError):
+        with torch.device("meta"):
+            return _ready(kind(kind.config_class()))
+
+
+def _ready(model: Any) -> nn.Module:
+    model.config.use_cache = False
+    ready: nn.Module = model.float().eval()
+    return ready
+
+
+def _shorten(config: Any) -> None:
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _shorten(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and _DEPTH.fullmatch(key) and value > 2:
+            setattr(config, key, 2)
+        elif key in ("layer_types", "mlp_layer_types") and isinstance(value, list | tuple) and len(value) > 2:
+            setattr(config, key, (list(dict.fromkeys(value)) * 2)[:2])
+
+
+def _said(config: Any, *names: str) -> Any:
+    """What a configuration, or one inside it, says under the first of these names that it has."""
+    own = [value for name in names if (value := getattr(config, name, None)) is not None]
+    inner = (_said(value, *names) for value in vars(config).values() if isinstance(value, PreTrainedConfig))
+    return own[0] if own else next((value for value in inner if value is not None), None)
+
+
+def inputs(model: Any) -> dict[str, Tensor]:
+    """Tensors of the shapes that its forward reads, as far as its configuration tells them."""
+    config, name = model.config, type(model).__name__
+    size = _said(config, "image_size", "img_size")
+    height, width = size if isinstance(size, list | tuple) else (size, size) if isinstance(size, int) else (224, 224)
+    colours = _said(config, "num_channels", "in_channels") or 3
+    frames = _said(config, "num_frames", "frames_per_clip") or 16
+    mels = _said(config, "num_mel_bins", "input_dim", "mel_dim") or 80
+    ids = torch.ones(2, 8, dtype=torch.long)
+    video = torch.empty(2, frames, colours, height, width)
+    known = {
+        "input_ids": ids,
+        "decoder_input_ids": ids,
+        "pixel_values": video if _VIDEO.search(name) else torch.empty(2, colours, height, width),
+        "pixel_values_videos": video,
+        "bbox": ids[..., None].expand(-1, -1, 4),
+        "input_features": torch.empty(2, mels, 3000) if "Whisper" in name else torch.empty(2, 128, mels),
+        "input_values": torch.empty(2, 16000),
+        "decoder_input_values": torch.empty(2, 8, mels),
+        "past_values": torch.empty(
+            2, _said(config, "context_length") or 32, _said(config, "num_input_channels", "input_size") or 1
+        ),
+        "states": torch.empty(2, 8, _said(config, "state_dim") or 17),
+        "actions": torch.empty(2, 8, _said(config, "act_dim") or 4),
+        "rewards": torch.empty(2, 8, 1),
+        "returns_to_go": torch.empty(2, 8, 1),
+        "timesteps": ids,
+    }
+    if name.startswith("AST"):
+        known["input_values"] = torch.empty(2, _said(config, "max_length") or 128, mels)
+    if "Wav2Vec2Bert" in name:
+        known["input_features"] = torch.empty(2, 128, 160)
+    given = {key: known[key] for key in inspect.signature(model.forward).parameters if key in known}
+    if "states" not in given or "actions" not in given:  # a decision transformer's, and nobody else's
+        given = {key: value for key, value in given.items() if key not in ("states", "actions", "rewards", "timesteps")}
+    if "MultipleChoice" in name:
+        given = {key: value[:, None].expand(2, 3, *value.shape[1:]) for key, value in given.items()}
+    return {key: value.to("meta") for key, value in given.items()}
+
+
+def run(model: nn.Module) -> tuple[Any, Any]:
+    """All outputs of a forward, and those that are results."""
+    given = inputs(model)
+    with torch.device("meta"):
+        try:
+            outputs = model(**given)
+        except RuntimeError as error:
+            if "BF16" not in str(error):  # what grouped products of experts take alone
+                raise
+            given = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
+            outputs = model.bfloat16()(**given)
+    if not hasattr(outputs, "items"):
+        return outputs, outputs
+    return outputs, {key: value for key, value in outputs.items() if not _INTERNAL.search(key)}
