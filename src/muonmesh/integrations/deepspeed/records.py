@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonmesh.errors import LayoutError, about, explain_error
+from muonmesh.comm.telling import tell_all
+from muonmesh.errors import LayoutError, explain_error
 from muonmesh.integrations.deepspeed.shards import Shard
 from muonmesh.layout import FlatShards, Interval
 
@@ -131,19 +132,19 @@ def prove(flats: Sequence[Flat], shards: dict[int, Shard], error: Exception | No
         LayoutError: on every rank, if any finds that the records do not describe its flat tensors.
     """
     error = error or _unequal(flats, shards)
-    told = _meet(_told(flats, shards) if error is None else None, error)
+    told = tell_all(_told(flats, shards) if error is None else None, error, kind=LayoutError)
     placed: list[Placed] = []
     try:
         placed = [_place(number, flat, shards, told) for number, flat in enumerate(flats)]
     except LayoutError as found:
         error = found
-    _meet(None, error)  # before the ranks gather parameters together
+    tell_all(None, error, kind=LayoutError)  # before the ranks gather parameters together
     try:
         for entry in placed:
             _compare(entry, shards)
     except LayoutError as found:
         error = found
-    _meet(None, error)
+    tell_all(None, error, kind=LayoutError)
     return placed
 
 
@@ -155,16 +156,6 @@ def _unequal(flats: Sequence[Flat], shards: dict[int, Shard]) -> LayoutError | N
     missing = sorted(shard.name for key, shard in shards.items() if key not in held)
     found = f"{len(held - shards.keys())} parameters in its flat tensors that it was not given, and not {missing}"
     return LayoutError(explain_error("DeepSpeed", found, "those of the groups, each once", _DIFFERENT))
-
-
-def _meet(told: Any, error: Exception | None) -> list[Any]:
-    """Return what every rank of the world tells; raise on every rank if any has an error."""
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (told, None if error is None else str(error)))
-    for rank, (_, message) in enumerate(outcomes):
-        if message is not None:
-            raise LayoutError(about(f"rank {rank}", message)) from error
-    return [mine for mine, _ in outcomes]
 
 
 def _told(flats: Sequence[Flat], shards: dict[int, Shard]) -> list[tuple[tuple[int, ...], int, dict[str, Interval]]]:

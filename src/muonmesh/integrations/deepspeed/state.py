@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from muonmesh.checkpoint.entries import flat
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.groups import settings_of
-from muonmesh.checkpoint.ranks import agreed, gathered
+from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import Storage
