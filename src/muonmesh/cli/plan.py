@@ -131,7 +131,7 @@ def print_plan(found: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from muonmesh.cli.plan_text import HEADINGS, lines_of, rows_of
+    from muonmesh.cli.plan_page import HEADINGS, lines_of, rows_of
     from muonmesh.cli.terminal import make_console
 
     console = make_console()
