@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.archive import change_in
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
@@ -148,19 +147,6 @@ def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
         else:
             found[f"{prefix}{key}"] = value
     return found
-
-
-def check_finite(state: Mapping[str, Any], kept: str) -> None:
-    """Make sure that all that this rank holds of a state is finite.
-
-    Raises:
-        FileError: naming the first tensor that is not; ``kept`` is said too.
-    """
-    for name, tensor in flat(state).items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if wrong_numbers(name, local.detach()):
-            remedy = "Start again with a lower --lr or --adamw-lr"
-            raise FileError(f"{name}: not finite, so it is not saved. {kept}{remedy}")
 
 
 def wrong_numbers(name: str, tensor: Tensor) -> str:

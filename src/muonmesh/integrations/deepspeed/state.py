@@ -19,6 +19,7 @@ from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import Storage
+from muonmesh.comm.telling import tell_all
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.names import canonical_name
 from muonmesh.step.slots import RUNNING
