@@ -1,6 +1,6 @@
 """A hundred models of timm on `meta`: their input layers, output layers and fused weights by their graph.
 
-The Makefile has `without_torchvision_ops` imported before timm. As `tests/unit/test_model_zoo.py`, with the models by name.
+As `tests/unit/test_model_zoo.py`, with the models by name. The Makefile imports `without_torchvision_ops` before timm.
 """
 
 from __future__ import annotations
