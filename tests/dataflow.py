@@ -20,6 +20,7 @@ _PRODUCTS = ("MmBackward", "AddmmBackward", "BmmBackward", "BaddbmmBackward", "C
 _PRODUCTS += ("GroupedMm",)
 _VIEWS = ("TBackward", "Transpose", "View", "UnsafeView", "ReshapeAlias", "Permute", "Expand", "ToCopy", "Unsqueeze")
 _SAME = (
+    "NativeBatchNorm",
     "View",
     "UnsafeView",
     "ReshapeAlias",

@@ -34,7 +34,14 @@ mobilenetv5_300m mobileone_s0 mobilevit_s mobilevitv2_050
 MODELS = NAMES.split()
 
 # The kind, an expression for the name, and the reason; see docs/groups.md.
-KNOWN: list[tuple[str, str, str]] = []
+KNOWN: list[tuple[str, str, str]] = [
+    ("cut", r"\.pwise\.", "CPUBone and LowFormer hold q, k and v in a convolution of a Sequential of several"),
+    ("cut", r"modulation\.f\.", "FocalNet cuts it by the width of its input, which its code does not tell"),
+    ("cut", r"blocks\.\*\.fc1", "MambaOut cuts it by sizes in a list of the module"),
+    ("first", r"rel_pos\.mlp\.fc1", "reads two coordinates, as many as its sibling makes where there are two heads"),
+    ("first", r"pos_embd\.token_projection", "EdgeNeXt's, which reads fixed positions"),
+    ("not first", r"attn\.conv\.|conv_lambda", "squeezed channels of CSATv2, and the one channel of a lambda layer"),
+]
 
 
 @pytest.mark.parametrize("name", MODELS)

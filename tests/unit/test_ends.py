@@ -295,3 +295,20 @@ def test_no_decay_where_a_model_or_a_parameter_says_so() -> None:
     assert undecayed(model) == biases | {f"backbone.{n}" for n in ("pos_embed", "table_of_all", "state")}
     told = split_params(model, overrides={"backbone.pos_embed": {"weight_decay": 0.3}})
     assert next(g for g in told if "backbone.pos_embed" in g["param_names"])["weight_decay"] == 0.3
+
+
+class Pointwise(nn.Module):  # timm's MaxxVit, and what else holds q, k and v in a convolution with its norm
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Sequential(nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = torch.split(self.qkv(x), [8, 8, 8], dim=1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_convolution_is_cut_as_its_code_cuts_it() -> None:
+    model = nn.ModuleDict({"a": Pointwise(), "head": nn.Linear(8, 5)})
+    assert placed(split_params(model))["a.qkv.0.weight"] == ("muon", ("flatten", ("rows", 8, 8, 8)))
+    seen = flow(model["a"], model["a"](torch.ones(2, 8, 3, 3))).cut["qkv.0.weight"]
+    assert sorted(map(sorted, seen)) == [list(range(start, start + 8)) for start in (0, 8, 16)]

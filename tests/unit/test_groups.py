@@ -526,7 +526,11 @@ order(
     {2},
     {0, 1},
 )
-for _settings, _spec in (({"multi_query": True}, ("rows", 32, 8, 8)), ({"multi_query": False}, HEADS)):
+for _settings, _spec in (
+    ({"multi_query": True}, ("rows", 32, 8, 8)),
+    ({"multi_query": False}, HEADS),
+    ({"new_decoder_architecture": True, "num_kv_heads": 2}, ("interleaved", (16, 8, 8), 0)),
+):
     order("FalconForCausalLM", N_SMALL | _settings, "transformer.h.0.self_attention.", QKV, "dense", _spec, {2}, {0, 1})
 order(
     "Phi3ForCausalLM",

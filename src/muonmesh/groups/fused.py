@@ -50,9 +50,8 @@ def _gated_query(owner: Any, out: int) -> tuple[Any, ...]:
 
 
 def _falcon(owner: Any, out: int) -> tuple[Any, ...]:
-    if (
-        owner.new_decoder_architecture and owner.num_heads != owner.num_kv_heads
-    ):  # a group of queries, one key, one value, again and again
+    if owner.new_decoder_architecture and owner.num_heads != owner.num_kv_heads:
+        # A group of queries, one key, one value, again and again.
         queries = owner.num_heads // owner.num_kv_heads
         return ("interleaved", (queries * owner.head_dim, owner.head_dim, owner.head_dim), 0)
     if owner.multi_query and not owner.new_decoder_architecture:
