@@ -204,7 +204,7 @@ def of_an_older_version(place: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
-    "nan without manifest": (nan_in_a_file, "momentum_buffer could not be read: another checksum"),
+    "nan without manifest": (nan_in_a_file, "__1_0.distcp: found infinity or NaN in "),
     "cut": (cut, "__0_0.distcp: found"),
     "cut without manifest": (lambda place: (without_manifest(place), cut(place)), "__0_0.distcp: found"),
     "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: not there"),

@@ -105,7 +105,7 @@ class Checkpoints:
         reader = CheckpointReader(folder, read_metadata(folder))
         held: Any = reader.metadata.state_dict_metadata
         tensors = {
-            name: torch.empty(held[name].size, dtype=held[name].properties.dtype)
+            name: torch.empty(held[name].size, dtype=held[name].properties.dtype, device="cpu")
             for name in held
             if name.startswith(begin) and name.endswith(end)
         }

@@ -134,12 +134,7 @@ def _blocks(
     queries, _ = heads_of(owner, "q")
     assert queries is not None
     spans: list[tuple[str, int, int]] = []
-    if form == "whole" and named == ("k", "v"):  # DeepSeek's, whose heads of k and v differ in size
-        key, value = said_by(owner, "qk_nope_head_dim"), said_by(owner, "v_head_dim")
-        if key is None or value is None or queries * (key + value) != length:
-            refuse_heads(site, owner, "k, v", queries, None, length)
-        spans = [("k", start, key) for start in range(0, length, key + value)]
-    elif form == "whole" and len(named) == 1:
+    if form == "whole" and len(named) == 1:
         count, size = heads_of(owner, named[0])
         if count is None or size is None or count * size != length:
             refuse_heads(site, owner, named[0], count, size, length)
@@ -154,13 +149,14 @@ def _blocks(
             start += rows
     elif isinstance(form, tuple) and form[0] == "interleaved":
         runs = list(form[1]) if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
-        size = min(runs)
-        known = said_by(owner, "qk_nope_head_dim") if named == ("k", "v") else heads_of(owner, "k")[1]
-        if known != size or len(runs) != len(named) or any(run % size for run in runs):
+        latent = named == ("k", "v")  # DeepSeek's, whose heads of k and v may differ in size
+        sizes = runs if latent else [min(runs)] * len(runs)
+        known = said_by(owner, "qk_nope_head_dim") if latent else heads_of(owner, "k")[1]
+        if known != sizes[0] or len(runs) != len(named) or any(map(int.__mod__, runs, sizes)):
             refuse_heads(site, owner, ", ".join(named), queries, known, length)
         for turn in range(0, length, sum(runs)):
             start = turn
-            for part, run in zip(named, runs, strict=True):
+            for part, run, size in zip(named, runs, sizes, strict=True):
                 spans += [(part, start + at, size) for at in range(0, run, size)]
                 start += run
     else:
