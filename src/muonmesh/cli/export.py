@@ -42,7 +42,7 @@ def export(folder: Path, config: Any, weights: dict[str, Tensor], *, tokenizer: 
         shutil.rmtree(scratch, ignore_errors=True)
         with torch.device("meta"):
             model: Any = build_model(config)
-        model.save_pretrained(scratch, state_dict=weights)
+        model.save_pretrained(scratch, state_dict={**weights})  # which it empties
         ready = load_tokenizer(str(tokenizer))
         mark = ready.itself.id_to_token(config.get_text_config().eos_token_id)
         PreTrainedTokenizerFast(tokenizer_object=ready.itself, eos_token=mark, bos_token=mark).save_pretrained(scratch)
