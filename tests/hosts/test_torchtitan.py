@@ -191,7 +191,7 @@ def test_fused_parameters_are_taken_apart_as_their_modules_do() -> None:
 
 
 def test_an_override_without_a_rate_or_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
-    for given, message in (("{}", "no lr"), ('{"lr": 1, "betas": 3}', "the setting 'betas'")):
+    for given, message in (("{}", "no lr"), ('{"lr": 1, "better": 3}', "the setting 'better'")):
         made = titan.config(tmp_path, [f"muonmesh.integrations.torchtitan.muon={given}"])
         with pytest.raises(TypeError, match=message):
             titan.apply_overrides(made.override, made)
