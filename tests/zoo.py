@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +17,15 @@ _DEPTH = re.compile(r"num_.*(layers|blocks)|n_layers?|.*_layers|encoder_depth|n_
 _INTERNAL = re.compile(
     "hidden|attention|past|cross|embeds|states|features|encoder|pooler|conv|mems|cache|router|intermediate|init_ref|_model_output"
 )
-# A check of a mask, such as `if mask.all()`, asks for a number, and `meta` has none: it is told yes, or one.
-_META = torch.library.Library("aten", "IMPL")
-_META.impl("_local_scalar_dense", lambda found: True if found.dtype == torch.bool else 1, "Meta")
 _VIDEO = re.compile("Video|Vivit|Timesformer|VJEPA")
+
+
+@contextmanager
+def numbers_on_meta() -> Iterator[None]:
+    """Inside, a check of a mask, such as `if mask.all()`, is told yes, or one; `meta` has no number of its own."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_local_scalar_dense", lambda found: True if found.dtype == torch.bool else 1, "Meta")
+        yield
 
 
 def names() -> list[str]:
