@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import subprocess
@@ -23,8 +24,9 @@ from torch.distributed.tensor import Replicate, Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import muonmesh as mm
+from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
-from tests.pages import run
+from tests.pages import run, snippets
 from tests.workers import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +41,7 @@ ONE_PROCESS = (
     "docs/performance.md",
     "docs/migrating.md",
 )
-RANKS = ("docs/layouts.md", "docs/deepspeed.md")
+RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md")
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
@@ -345,6 +347,61 @@ def test_the_page_about_deepspeed(tmp_path: Path) -> None:
         assert pool.run(differences_on_the_page_about_deepspeed, str(tmp_path), timeout=240.0) == [[], []]
     finally:
         pool.close()
+
+
+FUSED = {"fused": {"algorithm": "muon", "matrices": ("rows", 32, 32, 32)}}
+
+
+def what_the_new_framework_trains(path: str) -> dict[str, Tensor]:
+    """Run the page about a framework of one's own; return its weights, and the largest difference to one process."""
+    gradients: list[dict[str, Tensor]] = []
+    torch.manual_seed(0)
+    written = run("docs/new-framework.md", *[{"path": path} for _ in range(7)])
+    next(written)
+    names = next(written)
+    host, groups = names["host"], names["groups"]
+    unregister(names["framework_modules"])
+    alone = copy.deepcopy(host.model)
+    backward = host.backward
+
+    def recorded(loss: Tensor) -> None:
+        backward(loss)
+        total = {}
+        for name, shard in host.shards.items():
+            pieces = [torch.empty_like(rows) for rows in alone.get_parameter(name).tensor_split(2)]
+            dist.all_gather(pieces, host.gradients[shard])
+            total[name] = torch.cat(pieces)
+        gradients.append(total)
+
+    host.backward = recorded
+    splits = {
+        name: spec
+        for group in groups
+        if "matrices" in group
+        for name, spec in zip(group["param_names"], group["matrices"], strict=True)
+    }
+    assert splits["fused"] == ("rows", 32, 32, 32)
+    assert len([*written]) == 5
+    one = mm.from_model(alone, lr=0.02, process_group="local", overrides=FUSED)
+    for given in gradients:
+        for name, parameter in alone.named_parameters():
+            parameter.grad = given[name].clone()
+        one.clip_grad_norm_(1.0)
+        one.step()
+    assert {name: p for name, p in host.model.named_parameters() if not torch.equal(p, alone.get_parameter(name))} == {}
+    return {name: p.detach() for name, p in alone.named_parameters()}
+
+
+def test_the_page_about_a_new_framework(workers: Callable[[int], Pool], tmp_path: Path) -> None:
+    trained, same = workers(2).run(what_the_new_framework_trains, str(tmp_path / "saved"))
+    assert len(trained) == 3
+    assert all(torch.equal(trained[name], same[name]) for name in trained)
+    names: dict[str, Any] = {}
+    exec(snippets("docs/new-framework.md")[0], names)
+    model = names["Attention"](32)
+    optimizer = mm.from_model(model, lr=0.02, overrides=FUSED)
+    mm.checkpoint.load(tmp_path / "saved", model, optimizer)
+    assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
 # ------------------------------------------------------------------ pictures
