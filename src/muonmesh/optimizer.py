@@ -67,6 +67,7 @@ from muonmesh.step.members import Member, group_for, keep_gradients_of_views
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
+from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Runtime
 from muonmesh.step.settings_digest import SettingsDigest
@@ -375,7 +376,7 @@ class Muon(torch.optim.Optimizer):
         offload = runtime.offload_of(planned)
         half = MuonStepTogether if runtime.works_together(planned) else MuonStep
         rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
-        work = half(
+        ready = ReadyParameters(
             planned.plan,
             planned.momentum_holdings,
             slots.muon,
@@ -383,12 +384,15 @@ class Muon(torch.optim.Optimizer):
             flags,
             runtime.precision,
             device=planned.device,
+            blocks=planned.blocks if runtime.precision.int8 else None,
+            offload=offload,
+        )
+        work = half(
+            ready,
             step_elementwise=lambda: step_elementwise(
                 groups, slots.adamw, runtime.precision, flags, runtime.update_squares, offload
             ),
             update_squares=runtime.update_squares,
-            blocks=planned.blocks if runtime.precision.int8 else None,
-            offload=offload,
         )
         runtime.interrupted = f"step {exchange.steps} of this plan"
         exchange.run(work)
@@ -396,7 +400,7 @@ class Muon(torch.optim.Optimizer):
         runtime.brought_back = None if offload is None else offload.last
         keep_running_norms(clip, self.state, flags.stop)
         runtime.interrupted = None
-        runtime.tell(unsuited_of(planned, rules, work.unsuited, runtime.unsuited_told))
+        runtime.tell(unsuited_of(planned, rules, work.summands.unsuited, runtime.unsuited_told))
 
     def finish(self) -> None:
         """Wait until state that is kept on the host (``state_device="cpu"``) has been copied back after a step.

@@ -74,7 +74,7 @@ def load_full(
 
 
 def _members(state: Mapping[str, Any]) -> dict[str, Any]:
-    """By the name of each parameter that is in a group, and by that of each setting of its group, nothing."""
+    """Return a dict whose keys name each parameter in a group and each setting of its group; the values are None."""
     found: dict[str, Any] = {}
     for group in state["param_groups"]:
         for name in group["params"]:
@@ -84,7 +84,7 @@ def _members(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(what: str, needed: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Say what is missing, what is too much and what has another shape."""
+    """Return a sentence for each tensor that is missing, that nothing asks for, or that has another shape."""
     lost, spare = needed.keys() - given.keys(), given.keys() - needed.keys()
     said = [f"no {what} {name}{nearest(name, spare or given)}" for name in sorted(lost)]
     said += [f"{what} {name}, which nothing here has{nearest(name, lost or needed)}" for name in sorted(spare)]

@@ -20,7 +20,7 @@ ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a call of `Muon.clip_grad_norm_` asks for; its arguments."""
+    """The arguments of one call of `Muon.clip_grad_norm_`, which documents them."""
 
     max_norm: float
     policy: ClipPolicy
@@ -57,7 +57,7 @@ class Limits:
 
     @property
     def digest(self) -> int:
-        """A number below 2**20 made of the arguments, the same on every rank that was given the same."""
+        """A hash of the arguments below 2**20: ranks add it up to find out whether their arguments are equal."""
         text = f"{self.policy} {float(self.max_norm)} {float(self.skip_above)}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) % 2**20
 
@@ -71,7 +71,7 @@ class Limits:
     def coefficients(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> dict[int, Tensor]:
         """Return min(1, max_norm / norm), as torch's function computes it, for each half that is clipped as one.
 
-        They are by the places of the halves in the sums.
+        The keys are the places of the halves in the sums.
         """
         by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
         return {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.wire import Wire
-from muonmesh.comm.work import Work
+from muonmesh.comm.work import CompanionState
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg, Routes
 
@@ -68,16 +68,16 @@ class CompanionExchange:
             if assignment.owner == self._rank
         }
 
-    def gather(self, work: Work) -> None:
-        """Bring what is kept to the owners, and give it to the work; all ranks call it."""
+    def gather(self, state: CompanionState) -> None:
+        """Bring what is kept to the owners, and give it to their state; all ranks call it."""
         to_owners, _ = self._routes
         stored, owned = to_owners.stored, to_owners.assembled
         for leg in stored.get(self._rank, ()):
-            self._read(work, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
+            self._read(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if self._moves[0]:
             send, sent = self._segments(stored)
             for leg, view in self._travelling(stored, send, sent):
-                self._read(work, leg, view)
+                self._read(state, leg, view)
             receive, received = self._segments(owned)
             transfer = self._wire.swap("the gather of what rules keep", send, receive, sent=sent, received=received)
             self._wire.finish(transfer)
@@ -87,14 +87,14 @@ class CompanionExchange:
         for number, numbers in self._owned.items():
             assignment, companion = self._carried.of[number]
             kept.setdefault(assignment, {})[companion.key] = numbers
-        work.take_kept(kept)
+        state.take(kept)
 
-    def scatter(self, work: Work) -> None:
-        """Bring what the work has made of it to all ranks that store it; all ranks call it."""
+    def scatter(self, state: CompanionState) -> None:
+        """Bring what the owners have made of it to all ranks that store it; all ranks call it."""
         _, back = self._routes
         stored, owned = back.stored, back.assembled
         for leg in stored.get(self._rank, ()):
-            self._write(work, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
+            self._write(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if self._moves[1]:
             send, sent = self._segments(owned)
             for leg, view in self._travelling(owned, send, sent):
@@ -103,15 +103,15 @@ class CompanionExchange:
             transfer = self._wire.swap("the scatter of what rules keep", send, receive, sent=sent, received=received)
             self._wire.finish(transfer)
             for leg, view in self._travelling(stored, receive, received):
-                self._write(work, leg, view)
+                self._write(state, leg, view)
 
-    def _read(self, work: Work, leg: Leg, into: Tensor) -> None:
+    def _read(self, state: CompanionState, leg: Leg, into: Tensor) -> None:
         assignment, companion = self._carried.of[leg.assignment]
-        work.read_kept(assignment, companion.key, leg.piece, into)
+        state.read(assignment, companion.key, leg.piece, into)
 
-    def _write(self, work: Work, leg: Leg, numbers: Tensor) -> None:
+    def _write(self, state: CompanionState, leg: Leg, numbers: Tensor) -> None:
         assignment, companion = self._carried.of[leg.assignment]
-        work.write_kept(assignment, companion.key, leg.piece, numbers)
+        state.write(assignment, companion.key, leg.piece, numbers)
 
     def _segments(self, legs: Mapping[int, Sequence[Leg]]) -> tuple[Tensor, list[int]]:
         """Return a buffer for what travels, and the elements of each rank's segment of it; this rank's is empty."""

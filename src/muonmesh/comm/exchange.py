@@ -102,7 +102,7 @@ class Exchange:
                 self.counts.seconds_waiting += time.perf_counter() - started
                 self.counts.collectives += 1
         if self._carried is not None:
-            self._carried.gather(work)
+            self._carried.gather(work.companions)
         self._owners.run(work, work.step_elementwise)
         if self._carried is not None:
-            self._carried.scatter(work)
+            self._carried.scatter(work.companions)

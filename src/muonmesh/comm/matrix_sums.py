@@ -18,7 +18,7 @@ from torch import Tensor
 
 from muonmesh.comm.views import contiguous
 from muonmesh.comm.wire import Wire
-from muonmesh.comm.work import Ends, Work
+from muonmesh.comm.work import Ends, Summands
 from muonmesh.layout import Plan
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.exact import total_of
@@ -39,14 +39,14 @@ class MatrixSums:
         self._plan, self._rank, self._device, self._wire = plan, rank, device, wire
         self._counting: dict[int, bool] = {}
 
-    def take(self, asked: Mapping[int, int], ends: Ends, work: Work, *, what: str = "a matrix") -> None:
-        """Give the work the sums over some matrices; all ranks of the wire call it with the same ones.
+    def take(self, asked: Mapping[int, int], ends: Ends, summands: Summands, *, what: str = "a matrix") -> None:
+        """Give this rank the sums over some matrices; all ranks of the wire call it with the same ones.
 
         Args:
             asked: `Plan.summed` of the matrices, at least one.
             ends: The updates of all that this rank stores of them and that counts (`Plan.counts`); what is there
                 besides is left out.
-            work: Computes the summands, and is given the sums.
+            summands: Computes what this rank adds, and is given the sums.
             what: Names the matrices in errors.
         """
         counted = [end for end in ends if end[0].assignment in asked and self._counts(end[0].assignment)]
@@ -56,7 +56,7 @@ class MatrixSums:
         total = sum(asked.values())
 
         exponents = torch.zeros(total, dtype=torch.int64, device=self._device)
-        for leg, found in self._of_each(counted, asked, (), work.exponents):
+        for leg, found in self._of_each(counted, asked, (), summands.exponents):
             mine = exponents[sums_of[leg.assignment]]
             torch.maximum(mine, found, out=mine)
         self._reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
@@ -69,10 +69,10 @@ class MatrixSums:
         limbs = numbers[: 2 * total].view(total, 2)
         # What an owner keeps goes along as the bits of fp64 numbers, to which the other ranks add zeros.
         for number, told in told_of.items():
-            work.write_told(number, numbers[told].view(torch.float64))
+            summands.tell(number, numbers[told].view(torch.float64))
 
         def add(leg: Leg, update: Tensor, into: Tensor) -> None:
-            work.limbs(leg, update, exponents[sums_of[leg.assignment]], into)
+            summands.limbs(leg, update, exponents[sums_of[leg.assignment]], into)
 
         for leg, found in self._of_each(counted, asked, (2,), add):
             limbs[sums_of[leg.assignment]] += found
@@ -81,7 +81,7 @@ class MatrixSums:
         for number, sums in sums_of.items():
             count = self._plan.assignments[number].matrix.numel
             told_now = numbers[told_of[number]].view(torch.float64)
-            work.take_sums(number, total_of(limbs[sums], exponents[sums], count=count), told_now)
+            summands.take(number, total_of(limbs[sums], exponents[sums], count=count), told_now)
 
     def _of_each(
         self,

@@ -87,8 +87,7 @@ class OwnerExchange:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
         work.fetch(self.schedule.moving(number + 1))
         stage = self._gathered[number] = self.schedule.gather(number)
-        work.prepare(stage.moving)
-        work.read(stage.reads)
+        work.read(stage.moving, stage.reads)
         self._under_way[number] = self._start(stage.swap)
 
     def _compute(self, number: int, work: Work) -> None:
@@ -145,7 +144,9 @@ class OwnerExchange:
         """
         stage = self._computed[number]
         if stage.summed:
-            self._matrix_sums.take(stage.summed, (*stage.staying, *arrived), work, what=self.schedule.name(number))
+            self._matrix_sums.take(
+                stage.summed, (*stage.staying, *arrived), work.summands, what=self.schedule.name(number)
+            )
             work.write(stage.staying)
             self._computed[number] = replace(stage, summed={}, staying=())
 

@@ -44,59 +44,27 @@ class Local:
         return self.read[0].piece.storage_start
 
 
-class Work(Protocol):
-    """What the exchange asks of the optimizer, of which it knows nothing else.
+class CompanionState(Protocol):
+    """What rules keep by row, column or matrix, as far as a rank stores it."""
 
-    A `Leg` names elements of one matrix: where they lie in the local storage of parameter number ``leg.parameter`` of
-    the plan, read as a contiguous array, and where they lie in the assembled matrix.
-    """
-
-    def measure_blocks(self, into: Tensor) -> None:
-        """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
-
-        Called before anything else where momentum is kept in int8 and there are such blocks. Keep ``into``: when the
-        momentum is written, it has the maxima over all ranks.
-        """
-
-    def fetch(self, assignments: Sequence[int]) -> None:
-        """Begin to bring the state of matrices that lies on the host: called a bucket before they are prepared."""
-
-    def prepare(self, assignments: Sequence[int]) -> None:
-        """Get ready to read what this rank stores of these matrices.
-
-        Each matrix that moves is prepared once a step, right before `read` is called for it, on every rank, also on
-        those that store nothing of it.
-        """
-
-    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Read, orthogonalise and write matrices that are this rank's alone; they have not been prepared.
-
-        Those of one sequence have one shape and one setting.
-        """
-
-    def read(self, ends: Ends) -> None:
-        """Write what is orthogonalised of each leg's elements into a tensor of the shape of its piece, any strides."""
-
-    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-        """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and their assignments.
-
-        Those of one batch share their settings.
-        """
-
-    def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
-        """Write what is kept by row, column or matrix ``into`` a tensor of the shape of the piece, any strides.
+    def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
+        """Write what is kept of a matrix ``into`` a tensor of the shape of the piece, any strides.
 
         ``key`` names it among what is kept of the parameter of the assignment.
         """
 
-    def take_kept(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take what rules keep by row, column or matrix of the matrices that this rank owns: by assignment and key.
+    def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take what is kept of the matrices that this rank owns, by assignment and key.
 
-        The work writes it in place, and it is read from there when it travels back.
+        It is written in place, and read from there when it travels back.
         """
 
-    def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Keep numbers that `read_kept` has read and the owner has changed, unless their matrix is left alone."""
+    def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
+        """Keep numbers that `read` has read and the owner has changed, unless their matrix is left alone."""
+
+
+class Summands(Protocol):
+    """What a rank adds to the sums that rules take over whole matrices, and what it does with the sums."""
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that is taken over their matrix.
@@ -117,14 +85,59 @@ class Work(Protocol):
             into: int64 (sums, 2); zeros before.
         """
 
-    def write_told(self, assignment: int, into: Tensor) -> None:
+    def tell(self, assignment: int, into: Tensor) -> None:
         """Write what is kept of a matrix as one number, if this rank owns it: fp64 (numbers,), zeros before.
 
         In the order of `Plan.told`.
         """
 
-    def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:
+    def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
         """Take the sums over a matrix, fp64 (sums,), and what its owner has told, before any of it is written."""
+
+
+class Work(Protocol):
+    """What the exchange asks of the optimizer, of which it knows nothing else.
+
+    A `Leg` names elements of one matrix: where they lie in the local storage of parameter number ``leg.parameter`` of
+    the plan, read as a contiguous array, and where they lie in the assembled matrix.
+    """
+
+    @property
+    def companions(self) -> CompanionState:
+        """What rules keep by row, column or matrix."""
+
+    @property
+    def summands(self) -> Summands:
+        """What this rank adds to sums over matrices."""
+
+    def measure_blocks(self, into: Tensor) -> None:
+        """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
+
+        Called before anything else where momentum is kept in int8 and there are such blocks. Keep ``into``: when the
+        momentum is written, it has the maxima over all ranks.
+        """
+
+    def fetch(self, assignments: Sequence[int]) -> None:
+        """Begin to bring the state of matrices that lies on the host: called a bucket before they are read."""
+
+    def read(self, assignments: Sequence[int], ends: Ends) -> None:
+        """Fold the gradients into the momenta of matrices, and write what is orthogonalised of each leg's elements.
+
+        Each matrix that moves is read once a step, on every rank, also on those that store nothing of it. What is
+        written has the shape of the leg's piece, any strides.
+        """
+
+    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
+        """Read, orthogonalise and write matrices that are this rank's alone; `read` has not been called for them.
+
+        Those of one sequence have one shape and one setting.
+        """
+
+    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
+        """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and their assignments.
+
+        Those of one batch share their settings.
+        """
 
     def write(self, ends: Ends) -> None:
         """Apply to each leg's elements an update of the shape of its piece, any strides."""
@@ -136,52 +149,56 @@ class Work(Protocol):
 class Idle:
     """Work of a rank that takes part in what others wait for, and has nothing to read, compute or write itself."""
 
+    def __init__(self) -> None:
+        self.companions, self.summands = _NothingKept(), _NothingAdded()
+
     def measure_blocks(self, into: Tensor) -> None:
         """Say that this rank has none of them."""
 
     def fetch(self, assignments: Sequence[int]) -> None:
         """Nothing."""
 
-    def prepare(self, assignments: Sequence[int]) -> None:
-        """Nothing."""
-
-    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Nothing."""
-
-    def read(self, ends: Ends) -> None:
+    def read(self, assignments: Sequence[int], ends: Ends) -> None:
         """Send zeros."""
         for _, into in ends:
             into.zero_()
+
+    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
+        """Nothing."""
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
         """Send back zeros."""
         for _, out, _ in batches:
             out.zero_()
 
-    def read_kept(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
+    def write(self, ends: Ends) -> None:
+        """Nothing."""
+
+    def step_elementwise(self) -> None:
+        """Nothing."""
+
+
+class _NothingKept:
+    def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Send zeros."""
         into.zero_()
 
-    def take_kept(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Nothing."""
 
-    def write_kept(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
+    def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Nothing."""
 
+
+class _NothingAdded:
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Say that all elements are zero."""
 
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Add nothing."""
 
-    def write_told(self, assignment: int, into: Tensor) -> None:
+    def tell(self, assignment: int, into: Tensor) -> None:
         """Nothing."""
 
-    def take_sums(self, assignment: int, sums: Tensor, told: Tensor) -> None:
-        """Nothing."""
-
-    def write(self, ends: Ends) -> None:
-        """Nothing."""
-
-    def step_elementwise(self) -> None:
+    def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
         """Nothing."""

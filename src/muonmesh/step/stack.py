@@ -22,9 +22,9 @@ class Stack:
     """Matrices of one shape, stored in one order, under one rule with one scale; each has a gradient that counts.
 
     Attributes:
-        rule: Theirs.
-        scale: Their update scale.
-        transposed: Whether they are stored so, as against how they are assembled.
+        rule: The rule of all these matrices.
+        scale: The update scale of each matrix.
+        transposed: Whether the parameters store the matrices transposed, compared with how they are assembled.
     """
 
     rule: Rule
@@ -33,14 +33,14 @@ class Stack:
     _columns: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
     def add(self, run: AdjacentMatrices, shape: tuple[int, int], **tensors: Mapping[str, Tensor]) -> None:
-        """Add the matrices of a run.
+        """Add matrices that lie one after the other in one parameter.
 
         Args:
-            run: Where they are in the storage of their parameter.
-            shape: Of each of them, as it is stored.
-            tensors: Storages: ``gradient``, read only; what is written: ``momenta`` and ``beside``, what the rule keeps
-                as "momentum" and as "weights", by key; ``weights``, or masters, and ``rounded``, weights that masters
-                are rounded to, if there are any. All contiguous.
+            run: The place of the matrices in the storage of the parameter.
+            shape: The shape of each matrix, as the parameter stores it.
+            tensors: Contiguous storages of the parameter, by key. ``gradient`` is read. These are written: ``momenta``
+                and ``beside``, the state that the rule keeps as "momentum" and as "weights"; ``weights``, the masters
+                if there are any; and ``rounded``, the weights to which masters are rounded.
         """
         alone = run.count == 1 and tensors["weights"][""].shape == shape  # the common case, and all are shaped alike
         for name, held in tensors.items():

@@ -28,7 +28,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _places(here, cols, gap, GAPS: tl.constexpr):
-    """Where elements lie whose rows are so many elements apart."""
+    """Return the places of elements in memory where ``gap`` elements lie between two rows."""
     return here + here // cols * gap if GAPS else here
 
 
@@ -36,7 +36,7 @@ def _places(here, cols, gap, GAPS: tl.constexpr):
 def measure(
     x, exponents, squares, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of a part of a matrix: the exponent e of its largest entry, and the sum of squares of the entries times 2⁻ᵉ."""
+    """Store the exponent e of the largest entry of a part of a matrix, and the sum of squares of the entries · 2⁻ᵉ."""
     program = tl.program_id(0)
     x += (program // parts).to(tl.int64) * numel
     first = (program % parts).to(tl.int64) * CHUNK
@@ -60,7 +60,7 @@ def measure(
 
 @triton.jit(do_not_specialize=["parts"])
 def norms(exponents, squares, power, inverse, inverse_square, parts, BLOCK: tl.constexpr, NEAR: tl.constexpr):
-    """Of a matrix: what it is multiplied by, and 1/ν and 1/ν² of what it is then."""
+    """Store the power of two that scales a matrix, and 1/ν and 1/ν² of the scaled matrix, where ν is its norm."""
     matrix = tl.program_id(0)
     exponents += matrix * parts
     squares += matrix * parts

@@ -105,14 +105,14 @@ class Factors:
     """What the pieces of each matrix are multiplied by in one step, worked out for all matrices at once.
 
     Attributes:
-        rule: Whose.
+        rule: The rule of the param group.
         active: For each matrix whether anything is written, bool (n,).
-        scales: The update scale of each, fp64 (n,), on the same device.
+        scales: The update scale of each matrix, fp64 (n,), on the same device.
         only_zeros: Whether a gradient is left out only where it is exactly zero, so that it cannot be NaN then.
     """
 
     def __init__(self, rule: Rule, active: Tensor, scales: Tensor, *, only_zeros: bool = False) -> None:
-        """Take them; nothing is computed before it is asked for."""
+        """Keep the arguments. Each factor is computed when it is first read."""
         self.rule, self.active, self.scales, self.only_zeros = rule, active, scales, only_zeros
         self._rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 

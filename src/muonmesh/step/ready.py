@@ -1,0 +1,276 @@
+"""ReadyParameters: what this rank stores of the parameters of a step, as the pieces of their matrices index it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.comm.work import Ends
+from muonmesh.layout import Layout, Matrix, Plan, overlap
+from muonmesh.layout.routes import Leg
+from muonmesh.numerics.rules import Rule
+from muonmesh.settings import Precision
+from muonmesh.step.blocks import Blocks, Momentum
+from muonmesh.step.device_copies import DeviceCopies
+from muonmesh.step.flags import Flags
+from muonmesh.step.offload import Offload
+from muonmesh.step.planning import Holdings
+from muonmesh.step.slots import Slot, create_state
+
+
+class ReadyParameter(NamedTuple):
+    """A `Slot` whose tensors are local and contiguous, as pieces index them.
+
+    Attributes:
+        slot: The slot.
+        rule: The rule of its group.
+        weights: The parameter, or a copy of one that is not contiguous, which `ReadyParameters.finish` writes back.
+        momenta: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
+            codes stand for. None if there is no state: no rank has ever had a gradient. Where the host does not
+            wait for the flags, this rank has not, and the parameter is no shard of which another rank may have one.
+        beside: What the rule keeps as "weights", by key, written in place together with them.
+        gradient: The gradient of the elements whose momentum is stored here; zeros where only this rank has none. None
+            if ``momenta`` is.
+        master: The master copy of the weights, written in place and then rounded to them; None if there is none.
+    """
+
+    slot: Slot
+    rule: Rule
+    weights: Tensor
+    momenta: Mapping[str, Tensor | Momentum] | None
+    beside: dict[str, Tensor]
+    gradient: Tensor | None
+    master: Tensor | None
+
+    @property
+    def written(self) -> Tensor:
+        """The weights that a step changes: the master where there is one."""
+        return self.weights if self.master is None else self.master
+
+
+class ReadyParameters:
+    """The parameters of one step on this rank, each made ready when the first of its matrices is worked on.
+
+    State that is missing is created then. State that lies on the host is brought, and given back when nothing needs it.
+
+    Args:
+        plan: Who orthogonalises what.
+        holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
+        slots: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
+        rules: For each param group the snapshot of its rule; None for AdamW's groups.
+        flags: What all ranks agreed on.
+        precision: The optimizer's dtypes.
+        device: Where the parameters are.
+        blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
+        offload: Brings state that lies on the host; None where it is with the parameters.
+
+    Attributes:
+        nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
+        copies: The copies of state that lies on the host; None where it is with the parameters.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        holdings: Holdings,
+        slots: Sequence[Slot | None],
+        rules: Sequence[Rule | None],
+        flags: Flags,
+        precision: Precision,
+        *,
+        device: torch.device,
+        blocks: Blocks | None = None,
+        offload: Offload | None = None,
+    ) -> None:
+        self.plan, self.holdings, self.slots, self.rules = plan, holdings, slots, rules
+        self.flags, self.precision, self.device, self.blocks = flags, precision, device, blocks
+        self.nonzero: Sequence[bool] | Tensor = flags.nonzero
+        self.copies = None if offload is None else DeviceCopies(offload, plan, holdings, slots)
+        self._found: dict[int, ReadyParameter] = {}  # by parameter; filled before threads read it
+        self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters
+        self._scales: dict[tuple[int, int, int], float] = {}
+
+    # ---------------------------------------------------------------- by the number of a matrix
+
+    def matrix(self, number: int) -> Matrix:
+        """Return a matrix by its number in the plan."""
+        return self.plan.assignments[number].matrix
+
+    def slot(self, number: int) -> Slot | None:
+        """Return the parameter that a matrix is part of; None if this rank stores nothing of it."""
+        return self.slots[self.plan.assignments[number].parameter]
+
+    def group(self, number: int) -> int:
+        """Return the number of the param group of a matrix of which this rank stores something."""
+        slot = self.slot(number)
+        assert slot is not None
+        return slot.group
+
+    def rule(self, number: int) -> Rule:
+        """Return the rule of a matrix of which this rank stores something."""
+        rule = self.rules[self.group(number)]
+        assert rule is not None
+        return rule
+
+    def scale(self, number: int) -> float:
+        """Return the update scale of a whole matrix; there are few shapes and many pieces."""
+        matrix, group = self.matrix(number), self.group(number)
+        key = group, matrix.rows, matrix.cols
+        found = self._scales.get(key)
+        if found is None:
+            found = self._scales[key] = self.rule(number).scale(matrix.rows, matrix.cols)
+        return found
+
+    def of(self, number: int) -> ReadyParameter | None:
+        """Return the ready parameter that a matrix is part of; None if this rank stores nothing of it."""
+        return self._found.get(self.plan.assignments[number].parameter)
+
+    def __getitem__(self, parameter: int) -> ReadyParameter:
+        """Return a ready parameter by its number in the plan."""
+        return self._found[parameter]
+
+    def changes(self, leg: Leg) -> bool:
+        """Whether a leg's elements may change: there is state, and the host does not know that the matrix stays."""
+        return self.nonzero[leg.assignment] is not False and self[leg.parameter].slot.created
+
+    def mask(self, number: int) -> Tensor | None:
+        """Return whether a matrix is written, a 0-d bool tensor; None where the host knows that it is."""
+        flag = self.nonzero[number]
+        return flag if isinstance(flag, Tensor) else None
+
+    # ---------------------------------------------------------------- making them ready
+
+    def collect(self, numbers: Iterable[int]) -> None:
+        """Make the parameters of some matrices ready; each parameter once a step.
+
+        A rank that stores nothing of a matrix may be asked all the same. State that lies on the host may be on its way
+        when this returns; `arrive` waits for it.
+        """
+        wanted = dict.fromkeys(self.plan.assignments[number].parameter for number in numbers)
+        fresh = {n: slot for n in wanted if (slot := self.slots[n]) is not None and n not in self._found}
+        for number, slot in fresh.items():
+            self.create(number, slot)
+        if self.copies is not None:
+            self.copies.take(fresh.values())
+        for number, slot in fresh.items():
+            self._found[number] = self._ready(slot)
+
+    def arrive(self, numbers: Sequence[int]) -> None:
+        """`collect`, and let what is computed from now on wait for state that is on its way."""
+        self.collect(numbers)
+        if self.copies is not None:
+            self.copies.arrive(slot for slot in map(self.slot, numbers) if slot is not None)
+
+    def create(self, parameter: int, slot: Slot) -> None:
+        """Create the state of a parameter that is missing, if it may have a gradient."""
+        if not slot.is_complete(self.precision) and (self.flags.present[parameter] or self._another_may_have(slot)):
+            create_state(slot, self.precision)
+
+    def _ready(self, slot: Slot) -> ReadyParameter:
+        rule = self.rules[slot.group]
+        assert rule is not None
+        here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(slot)
+        gradient, master = slot.gradient, here.get("master", slot.state.get("master"))
+        momenta: Mapping[str, Tensor | Momentum] | None = None
+        if slot.created:
+            momenta = {key: here.get(key, kept) for key, kept in slot.kept_as("momentum").items()}
+            if self.blocks is not None:
+                momenta = {key: self._momentum(slot, key, self.blocks) for key in momenta}
+            if gradient is None:  # missing on this shard only: counts as zero
+                shape = local_shape(slot.momentum_storage)
+                gradient = torch.zeros(shape, dtype=self.precision.state, device=self.device)
+            elif slot.momentum_storage is not slot.storage:
+                gradient = _restricted(gradient, slot.storage, slot.momentum_storage)
+        local = local_of(slot.tensor)
+        weights = local if local.is_contiguous() else local.contiguous()
+        beside = {key: here.get(key, kept) for key, kept in slot.kept_as("weights").items()}
+        return ReadyParameter(
+            slot, rule, weights, momenta, beside, gradient, None if master is None else local_of(master)
+        )
+
+    def _momentum(self, slot: Slot, key: str, blocks: Blocks) -> Momentum:
+        """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
+        place = slot.tensor, key
+        if place not in self._coded:
+            local = local_of(slot.state[key])
+            found = Momentum.of(blocks, slot.name, slot.tensor, key, local, slot.state)
+            if found.codes is not local:
+                slot.state[key] = slot.state_layouts[key].storage.wrap(found.codes)
+            self._coded[place] = found
+        return self._coded[place]
+
+    def _another_may_have(self, slot: Slot) -> bool:
+        """Whether the gradient of another shard may make the whole matrix move, for all that this rank knows.
+
+        Where the host waits, ``flags.present`` says whether any rank has a gradient. Where it does not wait, that says
+        only whether this rank has one. So a shard has its state from the first step on, and its writes are masked on
+        the device. Replicas all have a gradient, or none of them has.
+        """
+        layout = slot.storage.layout
+        return self.flags.stop is not None and layout is not None and slot.storage.copies < len(layout.ranks)
+
+    # ---------------------------------------------------------------- when they are not needed any more
+
+    def have_read(self, numbers: Iterable[int]) -> None:
+        """Give the momentum of matrices back that has been read, where it lies on the host."""
+        if self.copies is not None:
+            for parameter in self.copies.have_read(numbers):
+                if parameter in self._found:  # of a flat buffer it may be a parameter of which nothing is here
+                    self._found[parameter] = self._found[parameter]._replace(momenta={})
+
+    def have_written(self, ends: Ends) -> None:
+        """Give the other state back of what is written, likewise."""
+        if self.copies is not None:
+            for parameter in self.copies.have_written(ends):
+                if parameter in self._found:
+                    self._found[parameter] = self._found[parameter]._replace(beside={}, master=None)
+
+    def finish(self) -> None:
+        """Write back the storages that were worked on in a copy, and create the state of what was not worked on.
+
+        A rank may hold an empty shard, of which it has nothing to fold or to write. Its state is empty too, but
+        checkpoints look for it on every rank.
+        """
+        for ready in self._found.values():
+            local = local_of(ready.slot.tensor)
+            if ready.weights is not local:
+                local.copy_(ready.weights)
+        for parameter, slot in enumerate(self.slots):
+            if slot is None or parameter in self._found or not self.flags.present[parameter]:
+                continue
+            if not slot.is_complete(self.precision):
+                create_state(slot, self.precision)
+        if self.copies is not None:
+            self.copies.finish()
+
+
+def _layout(storage: Storage) -> Layout:
+    assert storage.layout is not None  # only AdamW steps parameters of which nobody said where they live
+    return storage.layout
+
+
+def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
+    """Return the elements of a local tensor whose momentum this rank stores, in the order of the momentum.
+
+    Where replicas share the momentum (``shard_state``), each of them has the whole gradient of its shard and keeps the
+    momentum of a part of it.
+
+    Args:
+        local: Laid out as ``storage`` says, contiguous.
+        storage: Where the parameter lives.
+        place: Where its momentum lives; this rank stores nothing there that it does not store in ``storage``.
+    """
+    rank = this_rank()
+    own = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
+    first = local.storage_offset()  # of a gradient that is a view into a bucket of DDP's or FSDP2's
+    for target in _layout(place).blocks(rank):
+        for block in _layout(storage).blocks(rank):
+            shared = overlap(block, target)  # ``matrix_*`` of this Piece are places in the momentum
+            if shared is not None:
+                part = local.as_strided(shared.shape, shared.storage_strides, first + shared.storage_start)
+                own.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
+    return own

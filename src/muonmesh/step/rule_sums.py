@@ -1,0 +1,83 @@
+"""RuleSums: what this rank adds to the sums that rules take over whole matrices, and what the rules make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from muonmesh.comm.work import Ends
+from muonmesh.layout.routes import Leg
+from muonmesh.numerics.rules import parts
+from muonmesh.numerics.rules.together import Updated
+from muonmesh.step.kept import KeptState
+from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.slots import view_in_storage
+
+
+class RuleSums:
+    """`muonmesh.comm.work.Summands` of one step.
+
+    Args:
+        ready: The parameters of the step.
+        kept: What rules keep of the matrices that this rank owns.
+
+    Attributes:
+        unsuited: By assignment, whether a matrix does not suit its rule, 0-d bool.
+    """
+
+    def __init__(self, ready: ReadyParameters, kept: KeptState) -> None:
+        self._ready, self._kept = ready, kept
+        self.unsuited: dict[int, Tensor] = {}
+        # By assignment: its sums, and what its rule keeps of the matrix as one number.
+        self._found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = {}
+
+    def updates(self, ends: Ends) -> list[Updated]:
+        """Return the pieces of weights that legs name, with their updates and sums; none that do not change."""
+        found = []
+        for leg, update in ends:
+            if self._ready.changes(leg):
+                sums, told = self._found.get(leg.assignment, ((), {}))
+                found.append(self._updated(leg, update)._replace(sums=sums, told=told))
+        return found
+
+    def _updated(self, leg: Leg, update: Tensor) -> Updated:
+        ready, piece = self._ready[leg.parameter], leg.piece
+        rounded = None if ready.master is None else view_in_storage(ready.weights, piece)
+        beside = {key: view_in_storage(kept, piece) for key, kept in ready.beside.items()}
+        weights, scale = view_in_storage(ready.written, piece), self._ready.scale(leg.assignment)
+        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, ready.slot.storage.copies)
+
+    def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
+        """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
+        if self._ready.changes(leg):
+            some = self._updated(leg, update)
+            rule = self._ready.rule(leg.assignment)
+            into.copy_(parts.exponents(rule, some.weights, update, some.state, scale=some.scale))
+
+    def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
+        """Write what a leg's elements add to these sums."""
+        if self._ready.changes(leg):
+            some, count = self._updated(leg, update), self._ready.matrix(leg.assignment).numel
+            rule = self._ready.rule(leg.assignment)
+            into.copy_(parts.limbs(rule, some.weights, update, some.state, exponents, scale=some.scale, count=count))
+
+    def tell(self, assignment: int, into: Tensor) -> None:
+        """Write what is kept of a matrix as one number, if this rank owns it."""
+        kept = self._kept.owned.get(assignment, {})
+        for key, number in zip(self._ready.plan.told(assignment), into.unbind(), strict=True):
+            if key in kept:
+                number.copy_(kept[key].view(()))
+
+    def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
+        """Take the sums over a matrix and what is kept of it, for what writes it; keep what the rule makes of them."""
+        keys, found = self._ready.plan.told(assignment), sums.unbind()
+        self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
+        if self._ready.slot(assignment) is None:
+            return
+        rule, kept = self._ready.rule(assignment), self._kept.owned.get(assignment, {})
+        if all(key in kept for key in keys):
+            rule.keep({key: kept[key].view(()) for key in keys}, found)
+        unsuited, flag = rule.unsuited(found), self._ready.nonzero[assignment]
+        if unsuited is not None and flag is not False:  # of a matrix that is left alone nothing is added up
+            self.unsuited[assignment] = unsuited if flag is True else unsuited & flag
