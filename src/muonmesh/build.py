@@ -6,30 +6,15 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
-from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.meeting import note_failure
-from muonmesh.comm.storage import Declared
 from muonmesh.comm.wrappers import group_of_wrapper
 from muonmesh.errors import explain_error
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
-from muonmesh.numerics.coefficients import Coefficients
-from muonmesh.numerics.newton_schulz import Method
-from muonmesh.numerics.rules import DecayMode
-from muonmesh.numerics.scale import ScaleMode
 from muonmesh.optimizer import Muon
-from muonmesh.settings import (
-    ADAMW_BETAS,
-    ADAMW_EPS,
-    KernelName,
-    ProcessGroup,
-    StateDevice,
-    StateDtype,
-    TorchsArguments,
-)
+from muonmesh.settings import MuonSettings, shows_settings
 
 
 @functools.wraps(split_locally)
@@ -49,6 +34,7 @@ def split_params(
         raise
 
 
+@shows_settings
 def from_model(
     model: nn.Module = None,  # type: ignore[assignment]
     lr: float | Tensor = 3e-4,
@@ -58,28 +44,7 @@ def from_model(
     overrides: Mapping[str, Any] | None = None,
     per_head: bool | Collection[HeadPart] = False,
     rule: str = "muon",
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    weight_decay: float = 0.1,
-    decay_mode: DecayMode = "full",
-    scale_mode: ScaleMode = "match_rms_adamw",
-    extra_scale_factor: float = 1.0,
-    ns_coefficients: Coefficients = "polar_express",
-    ns_steps: int | None = None,
-    ns_method: Method = "auto",
-    adamw_betas: tuple[float, float] = ADAMW_BETAS,
-    adamw_eps: float = ADAMW_EPS,
-    compute_dtype: torch.dtype = torch.bfloat16,
-    kernels: KernelName = "auto",
-    state_dtype: StateDtype = torch.float32,
-    state_device: StateDevice = None,
-    master_dtype: torch.dtype | None = None,
-    process_group: ProcessGroup = None,
-    layouts: Mapping[str, Declared] | None = None,
-    shard_state: bool = False,
-    bucket_cap_mb: float = 16.0,
-    gradients: GradientSource | None = None,
-    **others: Unpack[TorchsArguments],
+    **settings: Unpack[MuonSettings],
 ) -> Muon:
     """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
 
@@ -91,29 +56,8 @@ def from_model(
         overrides: Which parameters are treated otherwise, likewise.
         per_head: Which attention weights are one matrix for each head, likewise.
         rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
-        momentum: How much of the momentum stays. Like what follows, an argument of `Muon`, whose docstring says more.
-        nesterov: Whether to look ahead with the momentum.
-        weight_decay: Of both halves; norms, biases and other vectors have none.
-        decay_mode: Which weights decay.
-        scale_mode: How large an update is, see `update_scale`.
-        extra_scale_factor: Multiplies that.
-        ns_coefficients: Newton–Schulz coefficients, see `orthogonalize`.
-        ns_steps: Newton–Schulz steps; None: what the coefficients are made for.
-        ns_method: Newton–Schulz method.
-        adamw_betas: AdamW's decay rates of the moments.
-        adamw_eps: AdamW's ε.
-        compute_dtype: Dtype of orthogonalisation and wire.
-        kernels: What multiplies.
-        state_dtype: Dtype of the momentum.
-        state_device: "cpu" keeps state on the host.
-        master_dtype: Of masters of lower-precision parameters.
-        process_group: Who holds plain matrices: "world", "local", "auto" or a ProcessGroup; None: those of the
-            DistributedDataParallel that ``model`` is, if it is one.
-        layouts: Where plain local shards live, by name.
-        shard_state: Whether replicas share the momentum.
-        bucket_cap_mb: MiB of matrices that one owner computes at a time.
-        gradients: Where gradients are kept if not in ``parameter.grad``.
-        others: ``betas`` and ``eps``, by which torch.optim.AdamW calls ``adamw_betas`` and ``adamw_eps``.
+        settings: Further arguments of `Muon`, such as ``momentum`` and ``process_group``; its docstring describes them.
+            Without ``process_group`` it is the one of the DistributedDataParallel that ``model`` is, if it is one.
 
     Raises:
         ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their
@@ -127,37 +71,12 @@ def from_model(
     try:
         groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
     except Exception as error:
-        if process_group != "local":
+        if settings.get("process_group") != "local":
             note_failure(error)
         raise
     for group in groups:
         if group["algorithm"] == "muon":
             group["algorithm"] = rule
-    if process_group is None:
-        process_group = group_of_wrapper(model)
-    return Muon(
-        groups,
-        lr,
-        momentum=momentum,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        decay_mode=decay_mode,
-        scale_mode=scale_mode,
-        extra_scale_factor=extra_scale_factor,
-        ns_coefficients=ns_coefficients,
-        ns_steps=ns_steps,
-        ns_method=ns_method,
-        adamw_betas=adamw_betas,
-        adamw_eps=adamw_eps,
-        compute_dtype=compute_dtype,
-        kernels=kernels,
-        state_dtype=state_dtype,
-        state_device=state_device,
-        master_dtype=master_dtype,
-        process_group=process_group,
-        layouts=layouts,
-        shard_state=shard_state,
-        bucket_cap_mb=bucket_cap_mb,
-        gradients=gradients,
-        **others,
-    )
+    if settings.get("process_group") is None:
+        settings["process_group"] = group_of_wrapper(model)
+    return Muon(groups, lr, **settings)

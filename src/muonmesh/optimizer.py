@@ -32,32 +32,24 @@ from muonmesh.comm.storage import Declared
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, caller, explain_error, warn
 from muonmesh.groups import ParamGroups
-from muonmesh.numerics.coefficients import Coefficients
-from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.precision import plain_modes
-from muonmesh.numerics.rules import DecayMode, is_matrix_rule, rule_of
-from muonmesh.numerics.scale import ScaleMode
+from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
-    ADAMW_BETAS,
-    ADAMW_EPS,
     LOST_GROUP,
     LOST_LAYOUTS,
-    KernelName,
+    MuonSettings,
     Precision,
     ProcessGroup,
     SettingsFound,
-    StateDevice,
-    StateDtype,
-    TorchsArguments,
     algorithm_of,
     check_groups,
-    check_optimizer,
     check_process_group,
+    read_settings,
     refuse_engine,
     refuse_partitioner,
-    with_torchs_names,
+    shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise import step_elementwise
@@ -108,8 +100,8 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Newton–Schulz steps; None: as many as a sequence of one's own has polynomials, and of a published set
             5, of "deepseekv4" 10, of "aol" 4, of "deflated" 3, of "qdwh" 1.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
-        adamw_betas: AdamW's decay rates of the moments.
-        adamw_eps: AdamW's ε.
+        adamw_betas: AdamW's decay rates of the moments; ``betas`` is accepted for it, as torch.optim.AdamW calls it.
+        adamw_eps: AdamW's ε; ``eps`` is accepted for it.
         compute_dtype: Dtype of orthogonalisation and wire.
         kernels: What multiplies, see `orthogonalize`; the same on all ranks. "compiled" is the fastest on CPUs with
             AVX-512 bf16 (`docs/performance.md`).
@@ -132,7 +124,6 @@ class Muon(torch.optim.Optimizer):
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.
-        others: ``betas`` and ``eps``, by which torch.optim.AdamW calls ``adamw_betas`` and ``adamw_eps``.
 
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
@@ -143,62 +134,15 @@ class Muon(torch.optim.Optimizer):
 
     _runtime: Runtime
 
+    @shows_settings
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]],
         lr: float | Tensor = 3e-4,
-        *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        weight_decay: float = 0.1,
-        decay_mode: DecayMode = "full",
-        scale_mode: ScaleMode = "match_rms_adamw",
-        extra_scale_factor: float = 1.0,
-        ns_coefficients: Coefficients = "polar_express",
-        ns_steps: int | None = None,
-        ns_method: Method = "auto",
-        adamw_betas: tuple[float, float] = ADAMW_BETAS,
-        adamw_eps: float = ADAMW_EPS,
-        compute_dtype: torch.dtype = torch.bfloat16,
-        kernels: KernelName = "auto",
-        state_dtype: StateDtype = torch.float32,
-        state_device: StateDevice = None,
-        master_dtype: torch.dtype | None = None,
-        process_group: ProcessGroup = None,
-        layouts: Mapping[str, Declared] | None = None,
-        shard_state: bool = False,
-        bucket_cap_mb: float = 16.0,
-        gradients: GradientSource | None = None,
-        **others: Unpack[TorchsArguments],
+        **settings: Unpack[MuonSettings],
     ) -> None:
         try:
-            check_optimizer(
-                compute_dtype=compute_dtype,
-                kernels=kernels,
-                state_dtype=state_dtype,
-                state_device=state_device,
-                master_dtype=master_dtype,
-                process_group=process_group,
-                layouts=layouts,
-                shard_state=shard_state,
-                bucket_cap_mb=bucket_cap_mb,
-            )
-            check_source(gradients)
-            defaults = {
-                "lr": lr,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "weight_decay": weight_decay,
-                "decay_mode": decay_mode,
-                "scale_mode": scale_mode,
-                "extra_scale_factor": extra_scale_factor,
-                "ns_coefficients": ns_coefficients,
-                "ns_steps": ns_steps,
-                "ns_method": ns_method,
-                "adamw_betas": adamw_betas,
-                "adamw_eps": adamw_eps,
-            }
-            defaults = with_torchs_names(defaults, others)
+            defaults, shared = read_settings(lr, settings)
             if isinstance(params, nn.Module):
                 write = "Write muonmesh.from_model(model, lr=...)"
                 raise TypeError(explain_error("params", "a module", "param groups", write))
@@ -209,14 +153,16 @@ class Muon(torch.optim.Optimizer):
             while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
                 frame = frame.f_back
             refuse_partitioner(frame.f_locals.get("self"))
-            precision = Precision.of(compute_dtype, state_dtype, master_dtype, kernels, state_device)
+            precision, group = Precision.of(shared), shared["process_group"]
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
-            self._runtime = Runtime(precision, process_group, dict(layouts or {}), shard_state, float(bucket_cap_mb))
-            self._runtime.source = PARAMETER_GRAD if gradients is None else gradients
+            layouts, cap = dict(shared["layouts"] or {}), float(shared["bucket_cap_mb"])
+            self._runtime = Runtime(precision, group, layouts, shared["shard_state"], cap)
+            self._runtime.source = PARAMETER_GRAD if shared["gradients"] is None else shared["gradients"]
             if isinstance(params, ParamGroups):
                 self._runtime.idle = IdleParameters(params.model, params.frozen)
             super().__init__(params, defaults)
         except Exception as error:
+            process_group = settings.get("process_group")
             if process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup):
                 note_failure(error)
             raise

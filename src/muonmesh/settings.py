@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.gradients import GradientSource, check_source
+from muonmesh.comm.storage import Declared
 from muonmesh.errors import about, explain_error
+from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
-from muonmesh.numerics.kernels import KernelName as KernelName
-from muonmesh.numerics.kernels import check_kernels
+from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
 from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule, rule_of
 from muonmesh.numerics.scale import ScaleMode
@@ -36,30 +39,91 @@ LOST_GROUP: Any = "a ProcessGroup that was lost in pickling"
 LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
 """Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
 
-_SETTINGS = (
-    "lr",
-    "momentum",
-    "nesterov",
-    "weight_decay",
-    "decay_mode",
-    "scale_mode",
-    "extra_scale_factor",
-    "ns_coefficients",
-    "ns_steps",
-    "ns_method",
-    "adamw_betas",
-    "adamw_eps",
-)
-ADAMW_BETAS = (0.9, 0.95)
-ADAMW_EPS = 1e-8
-"""AdamW's defaults. These very objects stand for "nothing was said", so that `with_torchs_names` sees what was."""
 
-TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
-"""What torch.optim.AdamW calls our settings."""
+class Setting(NamedTuple):
+    """The default of a setting, what values fit, and what an error says is needed."""
+
+    default: Any
+    fits: Callable[[Any], bool] = lambda _: True
+    needed: str = ""
 
 
-class TorchsArguments(TypedDict, total=False):
-    """Arguments of torch.optim.AdamW: two that are known by its names, and switches, which must be off."""
+def _choice(default: str, words: object) -> Setting:
+    """Return a setting that is one of the words of a Literal."""
+    known = get_args(words)
+    needed = "one of " + ", ".join(map(repr, known))
+    return Setting(default, lambda value: isinstance(value, str) and value in known, needed)
+
+
+def _number(default: float, fits: Callable[[float], bool], needed: str) -> Setting:
+    """Return a setting that is a finite number."""
+    return Setting(default, lambda value: _is_number(value) and fits(value), needed)
+
+
+def _switch(default: bool) -> Setting:
+    return Setting(default, lambda value: isinstance(value, bool), "True or False")
+
+
+def _are_betas(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_number(b) and 0 <= b < 1 for b in value)
+
+
+def _are_steps(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+
+
+_NOT_NEGATIVE = "a number of at least 0"
+_STEPS = "a whole number of at least 1, or None for what the set is made for"
+_STATE = f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
+_MASTER = f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
+_LAYOUTS = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
+
+
+class GroupSettings(TypedDict, total=False):
+    """Settings beside ``lr`` that each group may have of its own; `Muon` describes them."""
+
+    momentum: Annotated[float, _number(0.95, lambda value: 0 <= value < 1, "a number in [0, 1)")]
+    nesterov: Annotated[bool, _switch(True)]
+    weight_decay: Annotated[float, _number(0.1, lambda value: value >= 0, _NOT_NEGATIVE)]
+    decay_mode: Annotated[DecayMode, _choice("full", DecayMode)]
+    scale_mode: Annotated[ScaleMode, _choice("match_rms_adamw", ScaleMode)]
+    extra_scale_factor: Annotated[float, _number(1.0, lambda value: value > 0, "a positive number")]
+    ns_coefficients: Annotated[Coefficients, Setting("polar_express")]
+    ns_steps: Annotated[int | None, Setting(None, _are_steps, _STEPS)]
+    ns_method: Annotated[Method, _choice("auto", Method)]
+    adamw_betas: Annotated[tuple[float, float], Setting((0.9, 0.95), _are_betas, "two numbers in [0, 1)")]
+    adamw_eps: Annotated[float, _number(1e-8, lambda value: value >= 0, _NOT_NEGATIVE)]
+
+
+class OptimizerSettings(TypedDict, total=False):
+    """Settings that all groups share; `Muon` describes them."""
+
+    compute_dtype: Annotated[
+        torch.dtype,
+        Setting(
+            torch.bfloat16,
+            lambda value: value in COMPUTE_DTYPES,
+            f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16",
+        ),
+    ]
+    kernels: Annotated[KernelName, _choice("auto", KernelName)]
+    state_dtype: Annotated[StateDtype, Setting(torch.float32, lambda value: value in (*HELD_DTYPES, "int8"), _STATE)]
+    state_device: Annotated[
+        StateDevice, Setting(None, lambda value: value in (None, "cpu"), '"cpu", or None for where the parameters are')
+    ]
+    master_dtype: Annotated[torch.dtype | None, Setting(None, lambda value: value in (None, *HELD_DTYPES), _MASTER)]
+    process_group: Annotated[ProcessGroup, Setting(None)]
+    layouts: Annotated[
+        Mapping[str, Declared] | None,
+        Setting(None, lambda value: value is None or isinstance(value, Mapping), _LAYOUTS),
+    ]
+    shard_state: Annotated[bool, _switch(False)]
+    bucket_cap_mb: Annotated[float, _number(16.0, lambda value: value > 0, "a positive number")]
+    gradients: Annotated[GradientSource | None, Setting(None)]
+
+
+class MuonSettings(GroupSettings, OptimizerSettings, total=False):
+    """Keyword arguments of `Muon`: two also by the names that torch.optim.AdamW has for them, and its switches."""
 
     betas: tuple[float, float]
     eps: float
@@ -67,8 +131,37 @@ class TorchsArguments(TypedDict, total=False):
     fused: bool | None
 
 
+def _settings_of(declared: type) -> dict[str, Setting]:
+    hints = get_type_hints(declared, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+GROUP_SETTINGS = _settings_of(GroupSettings)
+OPTIMIZER_SETTINGS = _settings_of(OptimizerSettings)
+SETTINGS = {**GROUP_SETTINGS, **OPTIMIZER_SETTINGS}
+"""The declared settings by name: of a group, of the optimizer as a whole, and both. ``lr`` stands in signatures."""
+
+TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
+"""What torch.optim.AdamW calls our settings."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def shows_settings(function: _Function) -> _Function:
+    """Give a function that takes `MuonSettings` as ``**settings`` a signature with their types and defaults."""
+    *own, _ = inspect.signature(function).parameters.values()
+    types = get_type_hints(MuonSettings)
+    each = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=types[name])
+        for name, setting in SETTINGS.items()
+    ]
+    vars(function)["__signature__"] = inspect.signature(function).replace(parameters=[*own, *each])
+    return function
+
+
 _GROUP_KEYS = (
-    *_SETTINGS,
+    "lr",
+    *GROUP_SETTINGS,
     "algorithm",
     "matrices",
     "params",
@@ -129,17 +222,14 @@ class Precision:
     on_host: bool = False
 
     @staticmethod
-    def of(
-        compute: torch.dtype,
-        state: StateDtype,
-        master: torch.dtype | None,
-        kernels: KernelName,
-        device: StateDevice,
-    ) -> Precision:
-        """Return what the arguments of `Muon` say."""
-        if isinstance(state, str):
+    def of(shared: Mapping[str, Any]) -> Precision:
+        """Return what the settings that all groups share say."""
+        compute, state, master, kernels = (
+            shared[name] for name in ("compute_dtype", "state_dtype", "master_dtype", "kernels")
+        )
+        if state == "int8":
             return Precision(compute, torch.float32, master, kernels, int8=True)
-        return Precision(compute, state, master, kernels, on_host=device is not None)
+        return Precision(compute, state, master, kernels, on_host=shared["state_device"] is not None)
 
     def leaves(self, device: torch.device) -> bool:
         """Whether what has a number for each element is kept elsewhere than its parameter on ``device``."""
@@ -182,44 +272,22 @@ class SettingsFound(NamedTuple):
         return None
 
 
-def check_optimizer(
-    *,
-    compute_dtype: object,
-    state_dtype: object,
-    state_device: object,
-    master_dtype: object,
-    kernels: object,
-    process_group: object,
-    layouts: object,
-    shard_state: object,
-    bucket_cap_mb: object,
-) -> None:
+def _check_optimizer(given: Mapping[str, Any]) -> None:
     """Check the settings that all groups share.
 
     Raises:
-        ValueError: one is out of range, or this version does not have it.
+        ValueError, TypeError: one is out of range, or this version does not have it.
     """
-    needed = "a mapping of names to (mesh, placements), FlatShards or a list of FlatParameter"
-    _check(layouts is None or isinstance(layouts, Mapping), "layouts", layouts, needed)
-    _check(isinstance(shard_state, bool), "shard_state", shard_state, "True or False")
-    found, needed = compute_dtype, f"{NEEDED_COMPUTE}. Write compute_dtype=torch.bfloat16"
-    _check(found in COMPUTE_DTYPES, "compute_dtype", found, needed)
-    found, needed = state_dtype, f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
-    _check(found in (*HELD_DTYPES, "int8"), "state_dtype", found, needed)
-    known = state_device is None or state_device == "cpu"
-    _check(known, "state_device", state_device, '"cpu", or None for where the parameters are')
-    if state_device is not None and state_dtype == "int8":
+    for name, setting in OPTIMIZER_SETTINGS.items():
+        _check(setting.fits(given[name]), name, given[name], setting.needed)
+    check_process_group(given["process_group"])
+    check_source(given["gradients"])
+    if given["state_device"] is not None and given["state_dtype"] == "int8":
         found, needed = 'state_device="cpu" with state_dtype="int8"', "momentum in floating point: ranks agree on the "
         needed += "blocks of all int8 momentum before the first bucket, so all of it would be on the device at once"
         raise ValueError(explain_error("Muon", found, needed, "Write state_dtype=torch.bfloat16, or no state_device"))
-    found, needed = master_dtype, f"None or {NEEDED_HELD}. Write master_dtype=torch.float32"
-    _check(found is None or found in HELD_DTYPES, "master_dtype", found, needed)
-    _check(kernels in get_args(KernelName), "kernels", kernels, ", ".join(f'"{k}"' for k in get_args(KernelName)))
-    if kernels == "compiled":  # before anything is planned; whether parameters are on a CPU is known then
-        check_kernels(kernels, device=torch.device("cpu"), dtype=cast(torch.dtype, compute_dtype))
-    check_process_group(process_group)
-    positive = isinstance(bucket_cap_mb, (int, float)) and _is_number(bucket_cap_mb) and bucket_cap_mb > 0
-    _check(positive, "bucket_cap_mb", bucket_cap_mb, "a positive number")
+    if given["kernels"] == "compiled":  # before anything is planned; whether parameters are on a CPU is known then
+        check_kernels("compiled", device=torch.device("cpu"), dtype=given["compute_dtype"])
 
 
 def check_process_group(process_group: object, words: Sequence[str] = ("world", "local", "auto")) -> None:
@@ -342,39 +410,21 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
     Raises:
         ValueError: one is out of range, or nobody reads a key; the message says what was found and what is needed.
     """
-    for key in _SETTINGS:
+    for key in ("lr", *GROUP_SETTINGS):
         if key not in group:
             raise ValueError(explain_error(where, f"no {key!r}", "every setting", f"Set group[{key!r}] again"))
     lr = group["lr"]
     if isinstance(lr, Tensor):
         _check(lr.numel() == 1 and not lr.is_complex(), f"{where}: lr", lr, "a real tensor of one element")
-        if (lr.device.type == "cpu" or read) and not lr.is_meta:
-            value = float(lr.detach())
-            _check(math.isfinite(value) and value >= 0, f"{where}: lr", lr, "a number of at least 0")
-    else:
-        _check(_is_number(lr) and lr >= 0, f"{where}: lr", lr, "a number of at least 0")
-    momentum = group["momentum"]
-    _check(_is_number(momentum) and 0 <= momentum < 1, f"{where}: momentum", momentum, "a number in [0, 1)")
-    _check(isinstance(group["nesterov"], bool), f"{where}: nesterov", group["nesterov"], "True or False")
-    for key in ("weight_decay", "adamw_eps"):
-        _check(_is_number(group[key]) and group[key] >= 0, f"{where}: {key}", group[key], "a number of at least 0")
-    factor = group["extra_scale_factor"]
-    _check(_is_number(factor) and factor > 0, f"{where}: extra_scale_factor", factor, "a positive number")
-    betas = group["adamw_betas"]
-    fits = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
-    _check(fits, f"{where}: adamw_betas", betas, "two numbers in [0, 1)")
+    known_here = not isinstance(lr, Tensor) or ((lr.device.type == "cpu" or read) and not lr.is_meta)
+    if known_here:
+        value = float(lr.detach()) if isinstance(lr, Tensor) else lr
+        _check(_is_number(value) and value >= 0, f"{where}: lr", lr, _NOT_NEGATIVE)
+    for key, setting in GROUP_SETTINGS.items():
+        if not setting.fits(group[key]):
+            raise ValueError(explain_error(f"{where}: {key}", f"{group[key]!r}", setting.needed))
     _check_keys(where, group)
-    named = {
-        "scale_mode": get_args(ScaleMode),
-        "ns_method": get_args(Method),
-        "decay_mode": get_args(DecayMode),
-    }
-    for key, choices in named.items():
-        known = isinstance(group[key], str) and group[key] in choices
-        _check(known, f"{where}: {key}", group[key], "one of " + ", ".join(map(repr, choices)))
     steps = group["ns_steps"]
-    whole = steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1)
-    _check(whole, f"{where}: ns_steps", steps, "a whole number of at least 1, or None for what the set is made for")
     coefficients, method = group["ns_coefficients"], group["ns_method"]
     try:  # whether the method fits the polynomials depends on neither shape nor dtype
         resolve_method(1, 1, coefficients=coefficients, steps=steps, method=method)
@@ -389,29 +439,35 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
             raise ValueError(about(where, str(error))) from None
 
 
-def with_torchs_names(defaults: Mapping[str, Any], others: TorchsArguments) -> dict[str, Any]:
-    """Return the settings of all groups, with those that were given by the names of torch.optim.AdamW.
+def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Check the arguments of an optimizer, and fill in the defaults.
 
     Args:
-        defaults: What our arguments say.
-        others: Keyword arguments that are none of ours.
+        lr: Learning rate.
+        given: The other arguments, by our names or by those of torch.optim.AdamW.
+
+    Returns:
+        What groups have where they say nothing, and what all groups share.
 
     Raises:
         ValueError: a setting is out of range, or was given by both names.
         TypeError: nobody reads an argument.
     """
-    found, rest = dict(defaults), dict[str, object](others)
+    rest = dict[str, Any](given)
     for theirs, ours in TORCHS_NAMES.items():
         if theirs in rest:
-            if found[ours] is not ADAMW_BETAS and found[ours] is not ADAMW_EPS:
+            if ours in rest:
                 raise ValueError(explain_error("Muon", f"{theirs}= and {ours}=", "one of them", f"Remove {theirs}="))
-            found[ours] = rest.pop(theirs)
+            rest[ours] = rest.pop(theirs)
+    of_groups = {"lr": lr, **{name: rest.pop(name, each.default) for name, each in GROUP_SETTINGS.items()}}
+    shared = {name: rest.pop(name, each.default) for name, each in OPTIMIZER_SETTINGS.items()}
     for name in rest.keys() - {*_TORCH_SWITCHES}:
-        meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _SETTINGS, 1)), None)
+        meant = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, ["lr", *SETTINGS], 1)), None)
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
         raise TypeError(explain_error("Muon", f"the argument {name!r}", "an argument of muonmesh.Muon", write))
-    check_group("Muon", {**found, **rest})
-    return found
+    _check_optimizer(shared)
+    check_group("Muon", {**of_groups, **rest})
+    return of_groups, shared
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:

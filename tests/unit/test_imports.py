@@ -23,7 +23,8 @@ LEVELS = (
     ("optimizer",),
     ("checkpoint", "clip", "report"),
     ("migration", "step"),
-    ("comm", "groups", "settings"),
+    ("settings",),
+    ("comm", "groups"),
     ("files", "layout", "names", "numerics"),
     ("numerics.kernels",),
 )

@@ -142,7 +142,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)
-    own = {"model", "muon", "adamw", "overrides", "per_head", "rule", "others"}
+    own = {"model", "muon", "adamw", "overrides", "per_head", "rule"}
     assert given.keys() == signature.parameters.keys() - own
     assert not [name for name in given if given[name] == signature.parameters[name].default]
     optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), **given)

@@ -18,9 +18,6 @@ from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.model import parallelise
 from muonmesh.cli.settings import Optimizer, Settings
 
-ADAMW_BETAS = (0.9, 0.95)  # as in Muon's AdamW groups
-ADAMW_EPS = 1e-8
-
 
 class Engine:
     """A model that learns under torch's own parallelism. Every method is called on all ranks.
@@ -45,14 +42,16 @@ class Engine:
         self.optimizer = self.saved = mm.Muon(
             mm.split_params(self.model, overrides=None if name == "muon" else {".*": "adamw"}),
             process_group="world" if settings.parallel == "ddp" else None,
-            **shared_settings(name, settings),
+            lr=settings.lr_of(name),
+            weight_decay=settings.weight_decay,
         )
         if name == "adamw":
             groups = [
                 {"params": group["params"], "weight_decay": group["weight_decay"]} for group in self.saved.param_groups
             ]
-            rate = settings.adamw_lr
-            self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=ADAMW_BETAS, eps=ADAMW_EPS, fused=True)
+            known = self.saved.defaults
+            betas, eps = known["adamw_betas"], known["adamw_eps"]
+            self.optimizer = torch.optim.AdamW(groups, lr=known["lr"], betas=betas, eps=eps, fused=True)
             self.optimizer.state = self.saved.state
 
     def begin(self) -> None:
@@ -89,7 +88,8 @@ class Engine:
         """Return who goes where and why, as text."""
         if isinstance(self.optimizer, mm.Muon):
             return str(self.optimizer.explain())
-        lines = [f"torch.optim.AdamW, betas {ADAMW_BETAS}, eps {ADAMW_EPS}"]
+        known = self.optimizer.defaults
+        lines = [f"torch.optim.AdamW, betas {known['betas']}, eps {known['eps']}"]
         for number, group in enumerate(self.optimizer.param_groups):
             count = sum(parameter.numel() for parameter in group["params"])
             lines.append(
@@ -123,7 +123,7 @@ class ZeroEngine(Engine):
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         if settings.device == "cpu":  # it would compile an extension for shared memory, which only inference uses
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        optimizer = shared_settings(name, settings)
+        optimizer = {"lr": settings.lr_of(name), "weight_decay": settings.weight_decay}
         config = {
             "train_micro_batch_size_per_gpu": settings.micro_batch,
             "gradient_accumulation_steps": settings.grad_accum,
@@ -169,13 +169,3 @@ class ZeroEngine(Engine):
     def close(self) -> None:
         """Take the engine's hooks off the model, which keep both alive."""
         self.model.destroy()
-
-
-def shared_settings(name: Optimizer, settings: Settings) -> dict[str, Any]:
-    """Return the settings of the optimizer that both engines take."""
-    return {
-        "lr": settings.lr_of(name),
-        "weight_decay": settings.weight_decay,
-        "adamw_betas": ADAMW_BETAS,
-        "adamw_eps": ADAMW_EPS,
-    }

@@ -28,13 +28,14 @@ from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.traffic import Traffic, traffic
+from muonmesh.settings import OPTIMIZER_SETTINGS
 
 COEFFICIENTS: CoefficientName = "polar_express"
 STEPS = 5
 DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
 WIRE = 2  # bytes: directions travel and are orthogonalised in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
-BUCKET_ELEMENTS = 16 * 2**20 // WIRE  # the default of bucket_cap_mb
+BUCKET_ELEMENTS = int(OPTIMIZER_SETTINGS["bucket_cap_mb"].default * 2**20) // WIRE
 
 # Launches, counted by dry runs: of a step, of a bucket that travels, and of orthogonalising a batch of equal matrices.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET = 32, 13

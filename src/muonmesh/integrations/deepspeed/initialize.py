@@ -32,12 +32,12 @@ from muonmesh.layout import FlatParameter, Replicate
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
-from muonmesh.settings import TORCHS_NAMES
+from muonmesh.settings import GROUP_SETTINGS, OPTIMIZER_SETTINGS, TORCHS_NAMES
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
-_ENGINES = ("process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients")
-_OURS = frozenset(inspect.signature(Muon).parameters) - {"params", "others", *_ENGINES} | TORCHS_NAMES.keys()
-_SHARED = ("compute_dtype", "kernels", "bucket_cap_mb")
+_ENGINES = {"process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients"}
+_SHARED = OPTIMIZER_SETTINGS.keys() - _ENGINES
+_OURS = {"lr", *GROUP_SETTINGS, *_SHARED, *TORCHS_NAMES}
 
 
 def initialize(

@@ -58,8 +58,8 @@ def get_megatron_optimizer(
         pg_collection: Megatron's groups; None: those of `parallel_state`.
         dump_param_to_param_group_map: Must be None; ``optimizer.explain()`` tells more.
         muon: Settings of Muon's groups, such as ``{"lr": 0.02, "momentum": 0.95}``, ``"rule"`` (see `Muon`), and of
-            the optimizer as a whole: ``compute_dtype``, ``kernels``, ``state_dtype``, ``exchange``,
-            ``bucket_cap_mb``, ``shard_state``.
+            the optimizer as a whole: ``compute_dtype``, ``kernels``, ``state_dtype``,
+            ``state_device``, ``bucket_cap_mb``, ``shard_state``.
         adamw: Settings of AdamW's groups.
         overrides: Name or regular expression → "muon", "adamw" or settings, as `split_params` takes them. Names are
             those of the whole model: layers and experts have the numbers that they have there.
