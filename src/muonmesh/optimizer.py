@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -560,7 +561,7 @@ class Muon(torch.optim.Optimizer):
         runtime = self._runtime
         lost = isinstance(runtime.process_group, dist.ProcessGroup)
         fresh = Runtime(
-            runtime.precision,
+            replace(runtime.precision, kernels=runtime.asked),
             LOST_GROUP if lost else runtime.process_group,
             LOST_LAYOUTS if runtime.layouts else {},
             runtime.shard_state,

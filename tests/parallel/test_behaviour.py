@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
+from muonmesh.numerics.kernels import auto_takes, compiled
 from tests import problem
 
 
@@ -238,6 +240,56 @@ def test_plans_that_differ_are_an_error_on_every_rank(workers, kind: str, messag
     for outcome in workers(2).run_expecting_errors(different_plans, kind, timeout=20):
         assert outcome.error in (mm.PlanError, mm.LayoutError), outcome
         assert message in outcome.message, outcome.message
+        assert outcome.seconds < 10
+
+
+def products_of_one_rank(asked: str, without: int) -> tuple[list[str], list[str], bool]:
+    """Step with a package that has no library of products on one rank; return warnings, differences, and who takes C.
+
+    What differs is compared with torch's products everywhere.
+    """
+    own = compiled.__file__
+    results = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for kernels, lacks in ((asked, without), ("torch", -1)):
+                compiled.__file__ = "/nowhere/compiled.py" if dist.get_rank() == lacks else own
+                compiled.library.cache_clear()
+                auto_takes.cache_clear()
+                weights = [torch.randn(100 + n, 130, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+                shards = [distribute_tensor(weight, mesh(), [Shard(0)], src_data_rank=None) for weight in weights]
+                named = [(f"w{n}", nn.Parameter(shard)) for n, shard in enumerate(shards)]
+                optimizer = mm.Muon(named, lr=0.1, kernels=kernels)
+                for _ in range(2):
+                    for _, parameter in named:
+                        parameter.grad = parameter.detach().sin()
+                    optimizer.step()
+                copy.deepcopy(optimizer)
+                results.append({name: parameter.full_tensor() for name, parameter in named})
+    finally:
+        compiled.__file__ = own
+        compiled.library.cache_clear()
+        auto_takes.cache_clear()
+    told = [str(warning.message) for warning in caught if "kernels" in str(warning.message)]
+    return told, problem.differing(*results), auto_takes()[0] > 0
+
+
+def test_ranks_take_the_products_that_all_of_them_have(workers) -> None:
+    """Torch's, and rank 0 says so once. Where all have ours, all take ours, which have other bits."""
+    for without in (0, 1):
+        (told, differing, _), (other, differing_there, _) = workers(2).run(products_of_one_rank, "auto", without)
+        assert (differing, differing_there, other) == ([], [], [])
+        assert len(told) == 1
+        assert 'all ranks multiply with torch\'s products. Install the same wheel' in told[0]
+    for told, differing, ours in workers(2).run(products_of_one_rank, "auto", -1):
+        assert told == []
+        assert bool(differing) == ours
+
+
+def test_products_that_one_rank_lacks_are_an_error_on_every_rank_where_asked_for(workers, products) -> None:
+    for outcome in workers(2).run_expecting_errors(products_of_one_rank, "compiled", 1, timeout=20):
+        assert "no products.so in the package" in outcome.message
         assert outcome.seconds < 10
 
 

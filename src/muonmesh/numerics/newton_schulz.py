@@ -25,7 +25,7 @@ from muonmesh.numerics.coefficients import (
 from muonmesh.numerics.deflation import deflate
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.gram_form import factor_of_all, factored
-from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, select
+from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
@@ -70,7 +70,8 @@ def orthogonalize(
             "deepseekv4" 10, of "aol" 4, of "deflated" 3, of "qdwh" 1 after its rational step.
         method: "standard", "gram" or "auto", see `resolve_method`.
         dtype: Compute dtype: bf16, fp32 or fp64.
-        kernels: Implementation of the matrix products.
+        kernels: What multiplies. "auto": what is expected to be the fastest of what this process has. "torch": torch's
+            products. "triton" and "compiled": those, or an error where they cannot be.
         out: Contiguous tensor of x's shape, dtype and device to write, not overlapping x.
         overwrite: Whether x may be used as working memory; its contents are lost then.
         times: What the results are multiplied by, 1-D fp32 or wider, one number for each matrix. It is multiplied
@@ -97,8 +98,8 @@ def orthogonalize(
     coefficients, steps = for_rows(coefficients, steps, rows)
     chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
     prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
-    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols)
-    whole = takes_all_at_once(rows, coefficients, chosen, kernels)
+    whole = takes_all_at_once(rows, coefficients, chosen, kernels, device=x.device, dtype=dtype)
+    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, whole=whole)
     segments = (schedule,) if whole else tuple(_segments(schedule, chosen))
 
     if room is not None:
@@ -197,11 +198,18 @@ def resolve_method(
 
 
 def takes_all_at_once(
-    rows: int, coefficients: Coefficients, method: Literal["standard", "gram"], kernels: KernelName
+    rows: int,
+    coefficients: Coefficients,
+    method: Literal["standard", "gram"],
+    kernels: KernelName,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> bool:
     """Say whether all steps are taken on one Gram matrix: those after deflation, by kernels that keep its rounding."""
     taken, _ = for_rows(coefficients, None, rows)
-    return method == "gram" and kernels == "compiled" and coefficient_set(taken).deflated > 0
+    deflates = method == "gram" and coefficient_set(taken).deflated > 0
+    return deflates and resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True) == "compiled"
 
 
 def _check_input(x: Tensor) -> None:

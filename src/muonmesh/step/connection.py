@@ -7,21 +7,25 @@ been done for these very parameters. `outdated` says whether that must be done a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
-from muonmesh.comm.storage import mesh_groups, refuse_flattened, world_size
+from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
+from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
+from muonmesh.numerics.kernels import auto_takes
 from muonmesh.numerics.rules import is_matrix_rule
-from muonmesh.settings import check_dtype, check_group, check_structure
+from muonmesh.settings import KernelName, check_dtype, check_group, check_structure
 from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor, unknown_matrix
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.replicas import claims_of
@@ -76,7 +80,8 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
     group = group_of(ranks, candidates)
     copies, wrong = find_copies(group, None if planned is None else claims_of(planned, ranks, runtime.source))
     error = error or wrong
-    if copies and error is None:
+    changed = _agree_on_products(group, runtime, None if error is not None else planned)
+    if (copies or changed) and error is None:
         planned, _, error = _read(groups, runtime, copies)
     error = error or unknown_matrix([] if planned is None else planned.members)
     views = agree_on_plan(group, planned.plan if planned is not None else None, error)
@@ -98,6 +103,33 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         runtime.warned = True
         runtime.tell(rounding_of(planned, groups, runtime.precision))
     return planned, planned.exchange
+
+
+def _agree_on_products(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned | None) -> bool:
+    """Let all ranks of a group take what all can multiply with, if they leave that to us; whether this rank changes.
+
+    Args:
+        group: The ranks that work together.
+        runtime: Written.
+        planned: What this rank has planned; None if something is wrong, which is raised later.
+    """
+    compute, ranks = runtime.precision.compute, [0] if group is None else dist.get_process_group_ranks(group)
+    bf16 = planned is not None and planned.device.type == "cpu" and compute == torch.bfloat16
+    mine = None if planned is None else (runtime.asked, auto_takes() if bf16 else None)
+    told = dict(zip(ranks, tell_all(mine, group=group) if group is not None else [mine], strict=True))
+    first = ranks[0]
+    other = next((rank for rank in ranks if told[rank] != told[first]), None)
+    everywhere = all(entry is not None and entry[0] == "auto" for entry in told.values())
+    kernels: KernelName = "torch" if everywhere and other is not None else runtime.asked
+    if kernels == runtime.precision.kernels:
+        return False
+    runtime.precision = replace(runtime.precision, kernels=kernels)
+    if kernels != runtime.asked and this_rank() == first:
+        found = f"compiled products on this CPU that rank {first} takes and rank {other} does not, or for other matrices"
+        needed = "the same on every rank, so all ranks multiply with torch's products"
+        write = 'Install the same wheel on hosts with the same kind of CPU, or write kernels="torch"'
+        warn(explain_error('kernels="auto"', found, needed, write))
+    return True
 
 
 def outdated(groups: Groups, runtime: Runtime, error: Exception | None) -> tuple[Planned, Exchange] | None:

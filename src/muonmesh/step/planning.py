@@ -317,7 +317,14 @@ def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -
             *shape,
             degrees=degrees[shape],
             gram=methods[shape] == "gram",
-            at_once=takes_all_at_once(min(shape), group["ns_coefficients"], methods[shape], precision.kernels),
+            at_once=takes_all_at_once(
+                min(shape),
+                group["ns_coefficients"],
+                methods[shape],
+                precision.kernels,
+                device=member.tensor.device,
+                dtype=precision.compute,
+            ),
         )
         for shape in shapes
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
-from muonmesh.settings import Precision, ProcessGroup
+from muonmesh.settings import KernelName, Precision, ProcessGroup
 from muonmesh.step.idle import IdleParameters
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
@@ -66,6 +66,7 @@ class Runtime:
         stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
         interrupted: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
+        asked: What was asked to multiply; `precision` says what all ranks take.
     """
 
     precision: Precision
@@ -92,6 +93,11 @@ class Runtime:
     interrupted: str | None = None
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None
+    asked: KernelName = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Keep what was asked for."""
+        self.asked = self.precision.kernels
 
     @property
     def holders(self) -> ProcessGroup:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from functools import cache
 from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from muonmesh.numerics.kernels.blocked import BLOCKED
-from muonmesh.numerics.kernels.compiled import NoLibrary, compiled_products, library
+from muonmesh.numerics.kernels.compiled import ORDER_OF_SUMS, NoLibrary, compiled_products, library
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.table import Exact, Matmuls
@@ -17,17 +19,25 @@ from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.kernels.widened import widened
 
 KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
-"""Who multiplies: "auto" is what is expected to be the fastest on the device of what is installed, "torch" needs
-nothing but torch, "compiled" a package that was built where there is a C compiler, and bf16 on a CPU."""
+"""Who multiplies: "auto" is what is expected to be the fastest on the device of what is installed, and what all ranks
+can do; "torch" needs nothing but torch; "compiled" needs a package that was built where there is a C compiler, and bf16
+on a CPU."""
 
 __all__ = [
     "Exact",
     "KernelName",
     "Matmuls",
+    "auto_takes",
     "check_kernels",
     "multiplies_bf16",
+    "resolve",
     "select",
+    "told_products",
 ]
+
+# Matrices of how many rows compiled products multiply faster than torch's, by the instructions that they have
+# [measured]. On ARM nobody has measured it. Up to 16 rows torch's are faster everywhere.
+_GAIN = {"avx512bf16": range(17, sys.maxsize), "avx512": range(17, sys.maxsize), "avx2": range(96, 512)}
 
 # From here on column blocks save more than they cost [measured].
 _BLOCKED_FROM_ROWS = 384
@@ -46,8 +56,9 @@ def select(
     dtype: torch.dtype,
     rows: int,
     cols: int,
+    whole: bool = False,
 ) -> Matmuls:
-    """Choose the products for matrices of one shape; the only function that looks at the hardware.
+    """Choose the products for matrices of one shape.
 
     On the CPU a matrix is multiplied in the same way whatever comes with it: in fp32 and fp64 alone, because the
     bits of a batched product differ there, in bf16 with others of its shape, if it is small.
@@ -58,6 +69,7 @@ def select(
         dtype: The compute dtype.
         rows: Rows of one matrix, the smaller side.
         cols: Columns of one matrix.
+        whole: See `resolve`.
 
     Returns:
         The table.
@@ -68,16 +80,63 @@ def select(
     check_kernels(kernels, device=device, dtype=dtype)
     matrix_bytes = rows * cols * dtype.itemsize
     cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes) if dtype == torch.bfloat16 else 1
-    if kernels == "compiled":
+    taken = resolve(kernels, device=device, dtype=dtype, rows=rows, whole=whole)
+    if taken == "compiled":
         return compiled_products(at_once=1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once)
-    by_triton = kernels == "auto" and device.type == "cuda" and dtype == torch.bfloat16
-    if kernels == "triton" or (by_triton and _has_tensor_cores(device) and is_usable(device)):
+    if taken == "triton":
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=cpu_at_once)
     narrow = multiplies_bf16() and rows >= _NARROW_FROM_ROWS
     return widened(table) if dtype == torch.bfloat16 and not narrow else table
+
+
+def resolve(
+    kernels: KernelName, *, device: torch.device, dtype: torch.dtype, rows: int, whole: bool = False
+) -> KernelName:
+    """Return who multiplies where "auto" was asked for; the only function that looks at the hardware.
+
+    Args:
+        kernels: As for `select`.
+        device: As for `select`.
+        dtype: As for `select`.
+        rows: As for `select`.
+        whole: Whether all steps would be taken on one Gram matrix, which needs the compiled products and saves more
+            than they lose on large matrices.
+    """
+    if kernels != "auto":
+        return kernels
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        order, gain = auto_takes()
+        return "compiled" if order and (rows in gain or (whole and rows >= gain.start)) else "torch"
+    by_triton = device.type == "cuda" and dtype == torch.bfloat16
+    return "triton" if by_triton and _has_tensor_cores(device) and is_usable(device) else "torch"
+
+
+@cache
+def auto_takes() -> tuple[int, range]:
+    """Return what "auto" leaves to the compiled products on this CPU in bf16; ranks compare it, and all take what all can.
+
+    Returns:
+        The number of their order of sums, 0 for none, and the rows of matrices that gain.
+    """
+    try:
+        gain = _GAIN.get(library().variant, range(0))
+    except NoLibrary:
+        gain = range(0)
+    # torch's products use AMX and these do not: torch's are preferred until somebody has measured.
+    return (ORDER_OF_SUMS, gain) if gain and not torch.cpu._is_amx_tile_supported() else (0, range(0))
+
+
+def told_products(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> str:
+    """Say in a few words which products multiply, the same words for the same bits."""
+    order, gain = auto_takes()
+    if kernels == "auto" and device.type == "cpu" and dtype == torch.bfloat16 and order:
+        below = f" to {gain[-1]}" if gain.stop < sys.maxsize else ""
+        return f"compiled {order} from {gain.start} rows{below}"
+    taken = resolve(kernels, device=device, dtype=dtype, rows=1)
+    return f"compiled {ORDER_OF_SUMS}" if taken == "compiled" else taken
 
 
 def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -97,8 +156,13 @@ def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dty
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether this CPU multiplies bf16 faster than fp32, or at least as fast; oneDNN says so from AVX-512 on."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether this CPU multiplies bf16 faster than fp32, or at least as fast.
+
+    oneDNN says from AVX-512 on that it multiplies bf16. Without bf16 instructions it takes two to three times as long as
+    in fp32 there.
+    """
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (not x86 or torch.cpu._is_avx512_bf16_supported())
 
 
 def _check_compiled(device: torch.device, dtype: torch.dtype) -> None:

@@ -22,6 +22,9 @@ from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.table import Exact, Matmuls
 from muonmesh.numerics.kernels.threads import run_parts
 
+ORDER_OF_SUMS = 1
+"""Which sums these are: whoever changes their order, and with it the bits, counts on. Ranks compare it."""
+
 _WORTH_A_THREAD = 1 << 24
 """Multiplications of one product from which on all threads divide it."""
 
