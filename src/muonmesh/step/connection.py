@@ -23,9 +23,9 @@ from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
-from muonmesh.numerics.kernels import auto_takes
+from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import is_matrix_rule
-from muonmesh.settings import KernelName, check_dtype, check_group, check_structure
+from muonmesh.settings import check_dtype, check_group, check_structure
 from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor, unknown_matrix
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.replicas import claims_of
@@ -125,7 +125,7 @@ def _agree_on_products(group: dist.ProcessGroup | None, runtime: Runtime, planne
         return False
     runtime.precision = replace(runtime.precision, kernels=kernels)
     if kernels != runtime.asked and this_rank() == first:
-        found = f"compiled products on this CPU that rank {first} takes and rank {other} does not, or for other matrices"
+        found = f"compiled products that rank {first} takes and rank {other} does not, or for other matrices"
         needed = "the same on every rank, so all ranks multiply with torch's products"
         write = 'Install the same wheel on hosts with the same kind of CPU, or write kernels="torch"'
         warn(explain_error('kernels="auto"', found, needed, write))

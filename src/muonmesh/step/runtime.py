@@ -12,7 +12,8 @@ from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
-from muonmesh.settings import KernelName, Precision, ProcessGroup
+from muonmesh.numerics.kernels import KernelName
+from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.idle import IdleParameters
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
