@@ -72,9 +72,12 @@ def _mamba2(owner: Any, out: int) -> tuple[Any, ...]:
     return ("rows", owner.intermediate_size, owner.intermediate_size, state, state, owner.num_heads)
 
 
-def _latent_keys_values(owner: Any, out: int) -> tuple[Any, ...]:
-    key, value = owner.qk_nope_head_dim, owner.v_head_dim
-    return ("interleaved", 2, 0, value) if key == value else ("interleaved", (key, value), 0)
+def _two_per_head(*dims: str) -> Callable[[Any, int], tuple[Any, ...]]:
+    def order(owner: Any, out: int) -> tuple[Any, ...]:
+        one, other = (getattr(owner, dim) for dim in dims)
+        return ("interleaved", 2, 0, other) if one == other else ("interleaved", (one, other), 0)
+
+    return order
 
 
 # The first match counts, so exceptions stand before the convention they break. transformers 5.23.
@@ -104,7 +107,8 @@ FUSED = (
         lambda o, out: ("rows", o.kv_lora_rank, o.qk_rope_head_dim),
         "latent, rotary key",
     ),
-    Fused(".*Attention", "kv_b_proj", _latent_keys_values, "k, v head by head"),
+    Fused(".*Attention", "kv_b_proj", _two_per_head("qk_nope_head_dim", "v_head_dim"), "k, v head by head"),
+    Fused("AXK2Attention", "q_gate_proj", _two_per_head("qk_head_dim", "v_head_dim"), "q, gate head by head"),
     Fused(
         "(Mamba2|FalconH1|Bamba|NemotronHMamba2|Zamba2Mamba)Mixer|GraniteMoeHybridMambaLayer",
         "in_proj",
