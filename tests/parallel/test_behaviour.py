@@ -281,7 +281,7 @@ def test_ranks_take_the_products_that_all_of_them_have(workers) -> None:
         (told, differing, _), (other, differing_there, _) = workers(2).run(products_of_one_rank, "auto", without)
         assert (differing, differing_there, other) == ([], [], [])
         assert len(told) == 1
-        assert 'all ranks multiply with torch\'s products. Install the same wheel' in told[0]
+        assert "all ranks multiply with torch's products. Install the same wheel" in told[0]
     for told, differing, ours in workers(2).run(products_of_one_rank, "auto", -1):
         assert told == []
         assert bool(differing) == ours

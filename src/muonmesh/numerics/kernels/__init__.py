@@ -116,7 +116,7 @@ def resolve(
 
 @cache
 def auto_takes() -> tuple[int, range]:
-    """Return what "auto" leaves to the compiled products on this CPU in bf16; ranks compare it, and all take what all can.
+    """Return what "auto" leaves to the compiled products on this CPU in bf16; ranks compare it.
 
     Returns:
         The number of their order of sums, 0 for none, and the rows of matrices that gain.
@@ -158,8 +158,8 @@ def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dty
 def multiplies_bf16() -> bool:
     """Whether this CPU multiplies bf16 faster than fp32, or at least as fast.
 
-    oneDNN says from AVX-512 on that it multiplies bf16. Without bf16 instructions it takes two to three times as long as
-    in fp32 there.
+    oneDNN says from AVX-512 on that it multiplies bf16. Without bf16 instructions it takes two to three times as long
+    there as in fp32.
     """
     x86 = platform.machine() in ("x86_64", "AMD64")
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (not x86 or torch.cpu._is_avx512_bf16_supported())
