@@ -104,8 +104,8 @@ class Muon(torch.optim.Optimizer):
         adamw_betas: AdamW's decay rates of the moments; ``betas`` is accepted for it, as torch.optim.AdamW calls it.
         adamw_eps: AdamW's ε; ``eps`` is accepted for it.
         compute_dtype: Dtype of orthogonalisation and wire.
-        kernels: What multiplies, see `orthogonalize`; the same on all ranks. "compiled" is the fastest on CPUs with
-            AVX-512 bf16 (`docs/performance.md`).
+        kernels: What multiplies, see `orthogonalize`; the same on all ranks. "auto" takes torch's products, with a
+            warning, where the ranks cannot all do what is expected to be the fastest.
         state_dtype: Dtype of the momentum, kept through ``load_state_dict``. "int8": in blocks of 256 elements with an
             fp32 scale each, 1.02 bytes an element; saved in fp32, so any checkpoint can be loaded into any other.
         state_device: "cpu" keeps what has a number for each element on the host, pinned: momentum, what rules and AdamW

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import muonmesh as mm
+from muonmesh.numerics import kernels
 from tests import problem
 from tests.workers import Pool
 
@@ -63,6 +64,27 @@ def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
 def test_bit_for_bit_with_compiled_products(workers, products: None, layout: str) -> None:
     for differing, _ in workers(4).run(run, layout, torch.bfloat16, kernels="compiled"):
+        assert differing == []
+
+
+def run_as_with_avx512(layout: str, **settings: Any) -> tuple[list[str], bool]:
+    """`run`, with products taken as where the processor has AVX-512: from 17 rows on; also whether it has any."""
+    taken = dict(kernels._GAIN)
+    kernels._GAIN.update(dict.fromkeys(taken, taken["avx512"]))
+    kernels.auto_takes.cache_clear()
+    try:
+        return run(layout, torch.bfloat16, **settings)[0], kernels.auto_takes()[0] > 0
+    finally:
+        kernels._GAIN.update(taken)
+        kernels.auto_takes.cache_clear()
+
+
+@pytest.mark.parametrize("coefficients", ["polar_express", "deflated"])
+@pytest.mark.parametrize("layout", problem.LAYOUTS)
+def test_bit_for_bit_where_auto_takes_compiled_products(
+    workers, products: None, layout: str, coefficients: str
+) -> None:
+    for differing, _ in workers(2).run(run_as_with_avx512, layout, ns_coefficients=coefficients):
         assert differing == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,24 @@ def test_before_the_first_step_there_is_no_state_to_save_or_to_load(tmp_path: Pa
     for pair in ((model, optimizer), (fresh, untouched)):
         advance(*pair, 3)
     assert problem.differing(everything(model, optimizer), everything(fresh, untouched)) == []
+
+
+def test_who_goes_on_with_other_products_is_told_once(tmp_path: Path, products: None) -> None:
+    def stepped(kernels: str) -> tuple[nn.Module, mm.Muon]:
+        model = nn.Linear(130, 100, bias=False)
+        optimizer = mm.Muon(model.named_parameters(), process_group="local", kernels=kernels)
+        advance(model, optimizer, 1)
+        return model, optimizer
+
+    mm.checkpoint.save(tmp_path / "checkpoint", *stepped("torch"))
+    with pytest.warns(
+        UserWarning, match=r"by the products 'torch'; needed those .* 'compiled 1'.* kernels=\"torch\""
+    ) as told:
+        mm.checkpoint.load(tmp_path / "checkpoint", *stepped("compiled"))
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.checkpoint.load(tmp_path / "checkpoint", *stepped("torch"))
 
 
 def test_momentum_in_int8_is_saved_in_fp32_and_goes_on_alike(tmp_path: Path) -> None:

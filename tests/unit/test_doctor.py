@@ -21,6 +21,7 @@ from muonmesh.checkpoint.folder import write
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, write_manifest
 from muonmesh.checkpoint.place import before_at
 from muonmesh.cli.app import app
+from muonmesh.numerics.kernels import auto_takes, compiled
 from tests.mutations import Acts
 
 STATE = {
@@ -64,6 +65,25 @@ def doctor(path: Path, *options: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["doctor", str(path), *options])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
+
+
+def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def asked() -> str:
+        compiled.library.cache_clear()
+        auto_takes.cache_clear()
+        result = CliRunner().invoke(app, ["doctor"])
+        assert result.exit_code == 0
+        return result.output
+
+    here = asked()
+    if auto_takes()[0]:
+        assert f'variant {compiled.library().variant}. kernels="auto" takes them for bf16 matrices' in here
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
+        told = asked()
+    assert "compiled products: none. Found no products.so in the package" in told
+    assert "torch multiplies. To have them, build the package where there is a C compiler" in told
+    assert asked() == here
 
 
 def data(path: Path) -> Path:

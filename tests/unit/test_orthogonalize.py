@@ -364,14 +364,18 @@ def test_of_few_rows_deflated_is_polar_express() -> None:
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 12))])
 def test_deflated_lets_no_singular_value_grow(seed: int) -> None:
-    """The Schatten norm bounds the largest singular value, whatever deflation has found."""
+    """The Schatten norm bounds the largest singular value, whatever deflation has found.
+
+    All steps on one Gram matrix, which "auto" takes where it has the products, leave a little more.
+    """
     for cols in (384, 800):
         u, _, vh = torch.linalg.svd(matrix(384, cols, "gaussian", seed), full_matrices=False)
         along = torch.linspace(0, 1, 384, dtype=torch.float64)
         for s in (10 ** (-along * (seed + 1)), (along > 0.1 * seed) + 1e-4, (along <= along[1]) + 10.0**-seed):
             x = ((u * s) @ vh).bfloat16()
-            largest = torch.linalg.matrix_norm(orthogonalize(x, coefficients="deflated").double(), 2)
-            assert float(largest) < 1.09, cols
+            for kernels, bound in (("torch", 1.09), ("auto", 1.17)):
+                found = orthogonalize(x, coefficients="deflated", kernels=kernels).double()
+                assert float(torch.linalg.matrix_norm(found, 2)) < bound, (cols, kernels)
 
 
 # --- scale ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch import Tensor
 from muonmesh.checkpoint.groups import fitting_settings, set_group, typed_spec
 from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, fill, wanted
 from muonmesh.checkpoint.share import Share
-from muonmesh.comm.storage import Storage, local_of
-from muonmesh.errors import StateError, explain_error
+from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.step.slots import RUNNING
 
@@ -34,6 +34,7 @@ class Fit:
         untrained: What nobody trains in the model, with its name and where it lives.
         measured: Parameters that split into other matrices than when they were saved. Each with the name of the saved
             tensor that says how many gradients the running norms of these matrices had seen.
+        told: A warning for whoever loads, empty for none.
     """
 
     shares: dict[str, Share] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Fit:
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     untrained: list[tuple[str, Tensor, Storage]] = field(default_factory=list)
     measured: list[tuple[Record, str]] = field(default_factory=list)
+    told: str = ""
 
     def check_counts(self) -> None:
         """Look at what was read for whether it fits.
@@ -76,6 +78,8 @@ class Fit:
             record.take_state(part, None if key is None else self.shares.pop(key))
         for group, settings in self.settings:
             set_group(group, settings)
+        if self.told and this_rank() == 0:
+            warn(self.told)
 
 
 def fit(
@@ -139,6 +143,12 @@ def fit(
         groups.setdefault(id(record.group), []).append(record)
     for some in groups.values():
         found.settings.append((some[0].group, fitting_settings(some[0].group, some, saved)))
+    here, there_products = {record.products for record in records if record.is_matrix}, saved.get("products")
+    if there_products and not here <= {*there_products}:
+        told = f"a run that multiplied matrices by the products {', '.join(map(repr, there_products))}"
+        needed = f"those of this process, {', '.join(map(repr, sorted(here)))}, for the same bits"
+        write = "The run goes on and rounds otherwise. torch's products are to be had everywhere"
+        found.told = explain_error(str(path), told, needed, f'{write}: Muon(..., kernels="torch")')
     return found
 
 

@@ -23,8 +23,9 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
     """Return what a checkpoint says of the parameters on this rank, as JSON can say it.
 
     Returns:
-        ``{"groups": [{"name", "algorithm", "settings"}], "parameters": {name: {"group", "matrices", "fresh"}}}``, where
-        ``group`` counts the groups and ``fresh`` says that no step has made state for the parameter.
+        ``{"groups": [{"name", "algorithm", "settings"}], "parameters": {name: {"group", "matrices", "fresh"}},
+        "products": [...]}``, where ``group`` counts the groups, ``fresh`` says that no step has made state for the
+        parameter, and ``products`` says what has multiplied matrices.
 
     Raises:
         StateError: a setting is not plain data.
@@ -32,6 +33,7 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     numbers: dict[int, int] = {}
     parameters = {}
+    products = set()
     for record in records:
         group = record.group
         if id(group) not in numbers:
@@ -45,11 +47,13 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
             "matrices": matrices,
             "fresh": not record.created,
         }
-    return {"groups": groups, "parameters": parameters}
+        if record.is_matrix and record.created:
+            products.add(record.products)
+    return {"groups": groups, "parameters": parameters, "products": sorted(products)}
 
 
 def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what all ranks say, each group and each parameter once.
+    """Return what all ranks say, each group, each parameter and each kind of products once.
 
     Raises:
         StateError: they say different things of a parameter.
@@ -64,7 +68,8 @@ def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if parameters.setdefault(name, mine) != mine:
                 found = f"other settings on rank {rank} than on the ranks before"
                 raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
-    return {"groups": [json.loads(text) for text in numbers], "parameters": parameters}
+    products = sorted({kind for said in some for kind in said["products"]})
+    return {"groups": [json.loads(text) for text in numbers], "parameters": parameters, "products": products}
 
 
 def check_saved(path: Path, saved: dict[str, Any]) -> None:
@@ -73,7 +78,8 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     Raises:
         FileError: they are not.
     """
-    check_fields(path, saved, {"groups": "an array", "parameters": "an object"})
+    fields = {"groups": "an array", "parameters": "an object", "products": "an array"}
+    check_fields(path, {"products": [], **saved}, fields)  # earlier versions did not write products
     for group in saved["groups"]:
         known = group if isinstance(group, dict) else {}
         check_fields(path, known, {"name": "a string", "algorithm": "a string", "settings": "an object"})

@@ -15,6 +15,7 @@ from muonmesh.checkpoint.share import Share, boxes_of, first_copy
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Layout, split_matrices
+from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.offload import fresh_copy, fresh_zeros
@@ -79,7 +80,7 @@ class Record:
         group: The param group, whose settings are written too.
         spec: How it splits into matrices.
         master: Dtype of the master that the optimizer keeps beside weights of a lower precision; None without.
-        precision: Says where what has a number for each element is kept.
+        precision: Says where what has a number for each element is kept, and what multiplies.
     """
 
     name: str
@@ -106,6 +107,12 @@ class Record:
     def is_matrix(self) -> bool:
         """Whether it is stepped as matrices, and not by AdamW."""
         return is_matrix_rule(self.algorithm)
+
+    @property
+    def products(self) -> str:
+        """Which products multiply its matrices."""
+        told = self.precision
+        return told_products(told.kernels, device=local_of(self.tensor).device, dtype=told.compute)
 
     @property
     def weights(self) -> Tensor:

@@ -19,20 +19,20 @@ WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2
 
 def doctor(
     path: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             help="A run of muonmesh train, a folder of muonmesh.checkpoint.save or of torch.distributed.checkpoint, a "
-            "file of torch.save, or an exported model.",
+            "file of torch.save, or an exported model. Without a path: which products multiply on this CPU.",
             show_default=False,
         ),
-    ],
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Say what would not load into this model, given as to muonmesh plan.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, each tensor by its name.")] = False,
 ) -> None:
-    """Say what is in a checkpoint, whether it is whole, and what would not load where.
+    """Say what is in a checkpoint, whether it is whole, and what would not load where; or look at this installation.
 
     Nothing is executed, changed or loaded into a model, and the path needs no trust.
 
@@ -41,16 +41,40 @@ def doctor(
     from muonmesh.cli.diagnosis import diagnose
     from muonmesh.cli.terminal import complain, make_console
 
+    console = make_console()
+    if path is None:
+        products = products_here()
+        console.print(json.dumps(products, indent=1) if as_json else products["told"], soft_wrap=True, markup=False)
+        return
     try:
         found = diagnose(path, model=model)
     except ValueError as error:
         raise SystemExit(complain("doctor", str(error), code=NO_CHECKPOINT)) from error
-    console = make_console()
     if as_json:
         console.print(json.dumps(found.as_json(), indent=1), soft_wrap=True, markup=False)
     else:
         print_diagnosis(console, found)
     raise SystemExit(exit_code(found, asked=model is not None))
+
+
+def products_here() -> dict[str, str]:
+    """Return which variant of the compiled products this processor runs ("": none), and a sentence about it."""
+    import sys
+
+    from muonmesh.numerics.kernels import auto_takes
+    from muonmesh.numerics.kernels.compiled import NoLibrary, library
+
+    try:
+        variant = library().variant
+    except NoLibrary as error:
+        write = "To have them, build the package where there is a C compiler (pip install --no-binary muonmesh)"
+        return {"variant": "", "told": f"compiled products: none. Found {error}. torch multiplies. {write}"}
+    order, gain = auto_takes()
+    taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
+    if order:
+        upto = f"{gain.start} to {gain[-1]}" if gain.stop < sys.maxsize else f"{gain.start} or more"
+        taken = f'kernels="auto" takes them for bf16 matrices of {upto} rows'
+    return {"variant": variant, "told": f"compiled products: variant {variant}. {taken}"}
 
 
 def exit_code(found: Diagnosis, *, asked: bool) -> int:

@@ -125,7 +125,7 @@ def _agree_on_products(group: dist.ProcessGroup | None, runtime: Runtime, planne
         return False
     runtime.precision = replace(runtime.precision, kernels=kernels)
     if kernels != runtime.asked and this_rank() == first:
-        found = f"compiled products that rank {first} takes and rank {other} does not, or for other matrices"
+        found = f"compiled products that rank {first} and rank {other} do not have alike"
         needed = "the same on every rank, so all ranks multiply with torch's products"
         write = 'Install the same wheel on hosts with the same kind of CPU, or write kernels="torch"'
         warn(explain_error('kernels="auto"', found, needed, write))

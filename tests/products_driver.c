@@ -1,0 +1,126 @@
+/* All functions of one variant of products.c on random sizes, strides and values, each operand in memory of its exact size
+ * (malloc), so that sanitizers see every element too far. Arguments: a seed, a count. Prints the largest error relative to
+ * what rounding allows; tests/unit/test_sanitized.py builds it. */
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+typedef struct {
+  bf16 *at;
+  long ld, step;
+} matrix;
+#define JOIN(a, b) a##_##b
+#define NAMED(a, b) JOIN(a, b)
+#define OURS(name) NAMED(name, VARIANT)
+long OURS(muonmesh_room)(long, long);
+void OURS(muonmesh_multiply)(long, long, long, long, const matrix[6], int, const float *, int, long, long, void *);
+void OURS(muonmesh_row_products)(long, long, const bf16 *, const bf16 *, float *);
+void OURS(muonmesh_transpose)(long, long, long, const bf16 *, bf16 *);
+void OURS(muonmesh_load)(long, long, long, const bf16 *, bf16 *, float *);
+
+static uint64_t state;
+static uint32_t draw(void) { return (uint32_t)((state = state * 6364136223846793005u + 1442695040888963407u) >> 33); }
+static long upto(long most) { return 1 + draw() % most; }
+static double wide(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float number;
+  memcpy(&number, &bits, 4);
+  return number;
+}
+
+/* Rows may be apart, but the last one ends with its last element. Odd `any`: all bit patterns, NaN and inf among them. */
+static matrix make(long batch, long rows, long cols, int any) {
+  matrix m = {0, cols + draw() % 3, 0};
+  m.step = rows * m.ld + draw() % 3;
+  long size = (batch - 1) * m.step + (rows - 1) * m.ld + cols;
+  m.at = malloc(size * sizeof(bf16));
+  for (long i = 0; i < size; i++)
+    m.at[i] = any ? draw() : (bf16)((draw() & 1) << 15 | (120 + draw() % 8) << 7 | (draw() & 127));
+  return m;
+}
+
+static double product(int any) {
+  int symmetric = draw() & 1, transposed = draw() & 1;
+  long batch = upto(3), rows = upto(90), depth = draw() % 20 ? upto(120) : 3050 + draw() % 60, parts = upto(3);
+  long cols = symmetric ? rows : upto(90);
+  matrix m[6] = {make(batch, rows, depth, any), transposed ? make(batch, cols, depth, any) : make(batch, depth, cols, any)};
+  for (int n = 2; n < 6; n++)
+    if (n == 4 || draw() & 1) m[n] = make(batch, rows, cols, any);
+  float factors[9];
+  for (int n = 0; n < 9; n++) factors[n] = (float)draw() / (1u << 30) - 1.0f;
+  long size = OURS(muonmesh_room)(rows, depth);
+  for (long part = 0; part < parts; part++) {
+    void *room = NULL;
+    if (posix_memalign(&room, 64, size)) exit(2);
+    OURS(muonmesh_multiply)(batch, rows, depth, cols, m, transposed, factors, symmetric, part, parts, room);
+    free(room);
+  }
+  double worst = 0;
+  for (long b = 0; b < batch && !any; b++)
+    for (long i = 0; i < rows; i++)
+      for (long j = symmetric ? i : 0; j < cols; j++) {
+        double sum = 0, size_of_all = 0;
+        for (long k = 0; k < depth; k++) {
+          long at = transposed ? j * m[1].ld + k : k * m[1].ld + j;
+          double term = wide(m[0].at[b * m[0].step + i * m[0].ld + k]) * wide(m[1].at[b * m[1].step + at]);
+          sum += term;
+          size_of_all += fabs(term);
+        }
+        sum *= factors[3 * b], size_of_all *= fabs(factors[3 * b]);
+        for (int n = 2; n < 4; n++)
+          if (m[n].at) {
+            double term = factors[3 * b + n - 1] * wide(m[n].at[b * m[n].step + i * m[n].ld + j]);
+            sum += term, size_of_all += fabs(term);
+          }
+        double found = wide(m[4].at[b * m[4].step + i * m[4].ld + j]);
+        /* Half a unit of bf16, and fp32 sums of as many terms. */
+        double allowed = fabs(sum) / 256 + size_of_all * (double)(depth + 4) * 0x1p-23;
+        worst = fmax(worst, fabs(found - sum) / allowed);
+        if (symmetric && memcmp(m[4].at + b * m[4].step + i * m[4].ld + j, m[4].at + b * m[4].step + j * m[4].ld + i, 2))
+          worst = INFINITY;
+      }
+  for (int n = 0; n < 6; n++) free(m[n].at);
+  return worst;
+}
+
+static double passes(int any) {
+  long batch = upto(3), rows = upto(80), cols = upto(150), count = batch * rows * cols;
+  bf16 *x = malloc(count * 2), *y = malloc(count * 2), *out = malloc(count * 2);
+  float *sums = malloc(batch * rows * 4), *norms = malloc(batch * 4);
+  for (long i = 0; i < count; i++) {
+    x[i] = any ? draw() : (bf16)((draw() & 1) << 15 | (120 + draw() % 8) << 7 | (draw() & 127));
+    y[i] = x[i] ^ (draw() & 0x807f);
+  }
+  double worst = 0;
+  OURS(muonmesh_transpose)(batch, rows, cols, x, out);
+  for (long i = 0; i < count; i++)
+    if (x[i] != out[i / (rows * cols) * rows * cols + i % cols * rows + i % (rows * cols) / cols]) worst = INFINITY;
+  OURS(muonmesh_row_products)(batch * rows, cols, x, y, sums);
+  for (long i = 0; i < batch * rows && !any; i++) {
+    double sum = 0, size_of_all = 0;
+    for (long j = 0; j < cols; j++) {
+      double term = wide(x[i * cols + j]) * wide(y[i * cols + j]);
+      sum += term, size_of_all += fabs(term);
+    }
+    worst = fmax(worst, fabs(sums[i] - sum) / (size_of_all * (double)cols * 0x1p-23));
+  }
+  OURS(muonmesh_load)(batch, rows, cols, x, draw() & 1 ? x : out, norms);
+  free(x), free(y), free(out), free(sums), free(norms);
+  return worst;
+}
+
+int main(int n, char **arguments) {
+  if (n != 3) return 2;
+  state = strtoull(arguments[1], NULL, 10);
+  double worst = 0;
+  for (long i = 0, cases = atol(arguments[2]); i < cases; i++) {
+    int any = i % 4 == 3;
+    worst = fmax(worst, product(any));
+    worst = fmax(worst, passes(any));
+  }
+  printf("%g\n", worst);
+  return 0;
+}
