@@ -57,7 +57,7 @@ _NOTHING = frozenset(
 )
 """Operations that run nothing on the device: views, memory, questions."""
 
-_WAITS = frozenset(
+WAITS = frozenset(
     (
         "_unique",
         "_unique2",
@@ -144,7 +144,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "_local_scalar_dense":
             return self._number(given[0])
         on_device = any(t.is_cuda for t in given)
-        if on_device and (name in _WAITS or (name == "index" and _masks(args[1]))):
+        if on_device and (name in WAITS or (name == "index" and masks(args[1]))):
             raise HostSync(f"{func} of a tensor on the device")
         found = func(*args, **kwargs)
         made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
@@ -260,7 +260,7 @@ def _flops_of_multiply(args: Sequence[Any]) -> int:
     return full // 2 if symmetric else full
 
 
-def _masks(indices: Any) -> bool:
+def masks(indices: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(indices))
 
 

@@ -23,6 +23,11 @@ def keep(key: Hashable, make: Callable[[], T]) -> T:
     return cast(T, kept[key])
 
 
+def forget() -> None:
+    """Drop what `keep` keeps for this thread."""
+    _own.__dict__.pop("kept", None)
+
+
 def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor on a device, from pinned memory, so that the host waits for nothing."""
     return pinned(torch.tensor(values, dtype=dtype, device="cpu"), device)
