@@ -72,12 +72,9 @@ def _mamba2(owner: Any, out: int) -> tuple[Any, ...]:
     return ("rows", owner.intermediate_size, owner.intermediate_size, state, state, owner.num_heads)
 
 
-def _two_per_head(*dims: str) -> Callable[[Any, int], tuple[Any, ...]]:
-    def order(owner: Any, out: int) -> tuple[Any, ...]:
-        one, other = (getattr(owner, dim) for dim in dims)
-        return ("interleaved", 2, 0, other) if one == other else ("interleaved", (one, other), 0)
-
-    return order
+def _heads(*sizes: int) -> tuple[Any, ...]:
+    """The order in which the rows of each head follow each other, part by part."""
+    return ("interleaved", len(sizes), 0, sizes[0]) if len(set(sizes)) == 1 else ("interleaved", sizes, 0)
 
 
 # The first match counts, so exceptions stand before the convention they break. transformers 5.23.
@@ -107,8 +104,20 @@ FUSED = (
         lambda o, out: ("rows", o.kv_lora_rank, o.qk_rope_head_dim),
         "latent, rotary key",
     ),
-    Fused(".*Attention", "kv_b_proj", _two_per_head("qk_nope_head_dim", "v_head_dim"), "k, v head by head"),
-    Fused("AXK2Attention", "q_gate_proj", _two_per_head("qk_head_dim", "v_head_dim"), "q, gate head by head"),
+    Fused(".*Attention", "kv_b_proj", lambda o, out: _heads(o.qk_nope_head_dim, o.v_head_dim), "k, v head by head"),
+    Fused("AXK2Attention", "q_gate_proj", lambda o, out: _heads(o.qk_head_dim, o.v_head_dim), "q, gate head by head"),
+    Fused(
+        "LevitAttention",
+        "queries_keys_values",
+        lambda o, out: _heads(o.key_dim, o.key_dim, o.attention_ratio * o.key_dim),
+        "q, k, v head by head",
+    ),
+    Fused(
+        "LevitAttentionSubsample",
+        "keys_values",
+        lambda o, out: _heads(o.key_dim, o.attention_ratio * o.key_dim),
+        "k, v head by head",
+    ),
     Fused(
         "(Mamba2|FalconH1|Bamba|NemotronHMamba2|Zamba2Mamba)Mixer|GraniteMoeHybridMambaLayer",
         "in_proj",
