@@ -97,7 +97,7 @@ def _rate(rows: int, dtype: torch.dtype) -> float:
 
 
 class Timed:
-    """The functions of compiled.c, whose products are timed and counted: torch's profiler does not see them."""
+    """The functions of products.c, whose products are timed and counted: torch's profiler does not see them."""
 
     def __init__(self) -> None:
         self.functions, self.seconds, self.operations = compiled.library(), 0.0, 0
@@ -105,22 +105,27 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.functions, name)
 
-    def muonmesh_multiply(self, *arguments: Any) -> None:
+    def multiply(self, *arguments: Any) -> None:
         """Multiply, on one thread."""
         batch, rows, depth, cols, _, _, _, symmetric, *_ = arguments
+        panel, tile = (PANEL, TILE) if self.functions.variant.startswith("avx512") else (PANEL // 2, 4)
         begin = time.perf_counter()
-        self.functions.muonmesh_multiply(*arguments)
+        self.functions.multiply(*arguments)
         self.seconds += time.perf_counter() - begin
         heights = (
-            min(rows, -(-(left + PANEL) // TILE) * TILE) if symmetric else rows for left in range(0, cols, PANEL)
+            min(rows, -(-(left + panel) // tile) * tile) if symmetric else rows for left in range(0, cols, panel)
         )
-        self.operations += 2 * batch * depth * PANEL * sum(heights)
+        self.operations += 2 * batch * depth * panel * sum(heights)
 
 
-def divided(optimizer: Optimizer, workload: Workload, kernels: KernelName) -> tuple[float, float, float, float]:
+def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, float, float]:
     """Milliseconds of products and of other operations, operations of the products, milliseconds; of a step."""
     torch.set_num_threads(1)
-    timed, library = Timed() if kernels == "compiled" else None, compiled.library
+    library = compiled.library
+    try:
+        timed = Timed()
+    except compiled.NoLibrary:
+        timed = None
     if timed is not None:
         compiled.library = lambda: timed  # type: ignore[assignment,return-value]
     with profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True) as profiled:
@@ -140,7 +145,8 @@ def least_of(rows: int, cols: int, coefficients: CoefficientName, kernels: Kerne
     """Operations of one orthogonalisation: those of the polynomials, and the four thin products of deflation."""
     taken, steps = for_rows(coefficients, None, min(rows, cols))
     method = resolve_method(rows, cols, coefficients=taken, steps=steps)
-    at_once = takes_all_at_once(min(rows, cols), taken, method, kernels)
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    at_once = takes_all_at_once(min(rows, cols), taken, method, kernels, device=device, dtype=dtype)
     thin = 4 * 2 * rows * cols * coefficient_set(taken).deflated
     return cost(rows, cols, degrees=degrees_of(taken, steps), gram=method == "gram", at_once=at_once) + thin
 
@@ -164,7 +170,7 @@ def measure(
     rate, least = peak(), sum(least_of(*shape, coefficients, kernels) for shape in shapes) * layers
     alone = turns(optimizers, workload, rounds=rounds, threads=1)
     shared = turns(optimizers, workload, rounds=rounds, threads=threads)
-    products, others, flops, _ = divided(optimizers["ours"], workload, kernels)
+    products, others, flops, _ = divided(optimizers["ours"], workload)
     return {
         "matrices": [list(shape) for shape in shapes],
         "layers": layers,
