@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
-import muonmesh as mm
 from muonmesh.testing import RaceError, SimulatedDevice
-from tests.device.stepping import CASES, Case, simulated, steps
+from muonmesh.testing.device import Stream
+from tests.device.stepping import CASES, simulated, steps
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Accessing the data pointer of FakeTensor", "ignore:.*without masters", "ignore:.*lr_scheduler"
 )
 
-RULES = ["muon", "normuon", "adamuon", "muonsphere", "hyperball"]
-SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 100))]
+QUICK = ("normuon", "masters on the host", "int8", "per matrix", "scaler, state on the host", "missing gradients")
+SOAK = pytest.mark.soak
 
 
-def rounding(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest difference of a tensor, as a part of its norm."""
-    assert found.keys() == expected.keys()
-    wide = {name: (value.double(), expected[name].double()) for name, value in found.items()}
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in wide.values())
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 100))])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SOAK) for name in CASES])
+def test_a_step_has_no_races_and_the_numbers_of_a_cpu(name: str, seed: int) -> None:
+    """The order that the seed draws changes nothing; torch's sums and products for a CPU differ in the last bits."""
+    case = CASES[name]
+    expected, found = steps(case, "cpu"), simulated(case, seed)
+    assert found.races == []
+    assert found.waits == {}, "a step never waits for the device"
+    assert found.tensors.keys() == expected.keys()
+    rounding = 0.02 if case.dtype == torch.bfloat16 else 1e-5
+    for key, value in expected.items():
+        difference = (found.tensors[key].double() - value.double()).norm()
+        assert float(difference) <= rounding * float(value.double().norm()), key
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a(name):
-    import time
-    t=time.time()
-    e = steps(CASES[name], "cpu"); t2=time.time()
-    f = simulated(CASES[name], 0)
-    print(name, t2-t, time.time()-t2, rounding(f.tensors, e), [n for n in e if not torch.equal(e[n], f.tensors[n])], f.races[:3], f.waits)
+def test_a_wait_that_is_taken_out_is_reported_with_both_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    races = simulated(CASES["state on the host"], 0).races
+    assert races
+    assert any("offload.py" in race.first + race.second for race in races)
+
+
+def copied(seed: int, *, waits: bool) -> Any:
+    with SimulatedDevice(seed, eager=0.0) as device:
+        x = torch.zeros(1000, device="cuda:0")
+        x += 1
+        host = torch.empty(1000, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().synchronize()
+        return host.sum().item(), device.races
+
+
+def test_a_host_that_reads_too_early_is_an_error() -> None:
+    assert copied(0, waits=True)[0] == 1000.0
+    with pytest.raises(RaceError, match="pinned memory: one writes, the other reads"):
+        copied(0, waits=False)
+
+
+def test_memory_that_another_stream_still_reads_is_not_free() -> None:
+    def sum_on_another_stream(*, recorded: bool) -> None:
+        with SimulatedDevice(0, eager=0.0):
+            other = torch.cuda.Stream()
+            x = torch.ones(1000, device="cuda:0")
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                x.sum()
+            if recorded:
+                x.record_stream(other)
+            del x
+            torch.zeros(1000, device="cuda:0")
+
+    sum_on_another_stream(recorded=True)
+    with pytest.raises(RaceError, match="which was freed in between"):
+        sum_on_another_stream(recorded=False)

@@ -261,6 +261,7 @@ def _flops_of_multiply(args: Sequence[Any]) -> int:
 
 
 def masks(indices: Any) -> bool:
+    """Return whether some indices are masks, so that the shape of what they pick is known to the device alone."""
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(indices))
 
 
