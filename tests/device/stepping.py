@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
+from muonmesh.numerics.rules.registry import Algorithm
 from muonmesh.testing import Race, SimulatedDevice
 
 # name: (shape, matrices); None instead of matrices puts the parameter into the AdamW group.
 PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {
     "tall": ((14, 8), "whole"),
     "wide": ((8, 14), "whole"),
-    "same": ((8, 14), "whole"),
     "qkv": ((16, 12), ("rows", 8, 4, 4)),
-    "experts": ((3, 6, 10), "stack"),
+    "experts": ((2, 6, 10), "stack"),
     "embedding": ((9, 8), None),
     "bias": ((5,), None),
 }
@@ -34,6 +34,7 @@ class Case(NamedTuple):
     scaled: bool = False
     missing: bool = False
     device: str = "cuda:0"
+    rule: str = "muon"
 
 
 class Found(NamedTuple):
@@ -45,17 +46,18 @@ class Found(NamedTuple):
 
 
 CASES = {
-    "plain": Case(),
+    **{rule: Case(rule=rule) for rule in get_args(Algorithm) if rule != "adamw"},
     "bf16": Case(dtype=torch.bfloat16),
     "masters": Case({"master_dtype": torch.float32}, dtype=torch.bfloat16),
     "int8": Case({"state_dtype": "int8"}),
     "state on the host": Case({"state_device": "cpu"}),
     "masters on the host": Case({"state_device": "cpu", "master_dtype": torch.float32}, dtype=torch.bfloat16),
-    "global": Case(policy="global"),
-    "per group": Case(policy="per_group"),
+    "all": Case(policy="all"),
+    "separate": Case(policy="separate"),
+    "adamw only": Case(policy="adamw_only"),
     "per matrix": Case(policy="per_matrix"),
     "scaler": Case(scaled=True),
-    "scaler, state on the host": Case({"state_device": "cpu"}, policy="global", scaled=True),
+    "scaler, state on the host": Case({"state_device": "cpu"}, policy="all", scaled=True),
     "missing gradients": Case(missing=True),
     "another device than the current": Case(device="cuda:1"),
     "another device, state on the host": Case({"state_device": "cpu"}, policy="per_matrix", device="cuda:1"),
@@ -78,15 +80,21 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> dict
         scales = [torch.tensor(SCALES[step]).to(device) for step in range(STEPS)]
         infinite = [torch.tensor(float(step == 1)).to(device) for step in range(STEPS)]
     matrices = {name: how for name, (_, how) in PARAMETERS.items() if how is not None}
-    muon = {"name": "muon", "algorithm": "muon", "matrices": list(matrices.values())}
+    muon = {"name": "muon", "algorithm": case.rule, "matrices": list(matrices.values())}
     groups = [
         {**muon, "params": [(n, parameters[n]) for n in matrices]},
         {"name": "adamw", "algorithm": "adamw", "params": [(n, p) for n, p in parameters.items() if n not in matrices]},
     ]
-    settings = {"compute_dtype": torch.float32, "kernels": "torch", "bucket_cap_mb": 0.001, **case.settings}
+    settings = {
+        "compute_dtype": torch.float32,
+        "kernels": "torch",
+        "ns_steps": 2,
+        "bucket_cap_mb": 0.001,
+        **case.settings,
+    }
     optimizer = mm.Muon(groups, lr=0.02, weight_decay=0.1, process_group="local", **settings)
-    if device == "cpu":  # as on a device
-        optimizer._runtime.waits, optimizer._runtime.together = False, True
+    if device == "cpu":  # the operations of a device; but the host waits, and so asks before it writes
+        optimizer._runtime.together = True
     for step, some in enumerate(given):
         for name, parameter in parameters.items():
             parameter.grad = None if case.missing and step and name in ("wide", "bias") else some[name]

@@ -311,7 +311,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if crossed is not None:
                 return crossed
         elif wanted == "cpu":  # empty_like(a tensor there, device="cpu")
-            like = tree_map(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, FakeTensor) else x, args)
+            like = tree_map(
+                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, FakeTensor) else x,
+                args,
+            )
             return self._on_host(func, name, like, kwargs)
         if name == "_local_scalar_dense":
             return self._read(given[0]).item()
