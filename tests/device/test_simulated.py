@@ -45,7 +45,11 @@ def test_a_hundred_orders(name: str, seed: int) -> None:
 
 
 def test_a_race_is_told_with_both_lines() -> None:
-    with pytest.raises(RaceError, match=r"zeros at .*test_simulated.*\n.*add_ at .*test_simulated"), SimulatedDevice():
-        x = torch.zeros(4, device="cuda:0")
-        with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
-            x.add_(1)
+    def add_on_another_stream() -> None:
+        with SimulatedDevice():
+            x = torch.zeros(4, device="cuda:0")
+            with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
+                x.add_(1)
+
+    with pytest.raises(RaceError, match=r"zeros at .*test_simulated.*\n.*add_ at .*test_simulated"):
+        add_on_another_stream()

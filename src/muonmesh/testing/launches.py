@@ -261,6 +261,7 @@ def _flops_of_multiply(args: Sequence[Any]) -> int:
 
 
 def masks(indices: Any) -> bool:
+    """Whether there is a mask among indices, so that the shape of the result is a number of the device's."""
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in tree_leaves(indices))
 
 
