@@ -74,3 +74,14 @@ def test_memory_that_another_stream_still_reads_is_not_free() -> None:
     sum_on_another_stream(recorded=True)
     with pytest.raises(RaceError, match="which was freed in between"):
         sum_on_another_stream(recorded=False)
+
+
+def test_a_race_is_told_with_both_lines() -> None:
+    def add_on_another_stream() -> None:
+        with SimulatedDevice():
+            x = torch.zeros(4, device="cuda:0")
+            with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
+                x.add_(1)
+
+    with pytest.raises(RaceError, match=r"zeros at .*test_simulated.*\n.*add_ at .*test_simulated"):
+        add_on_another_stream()
