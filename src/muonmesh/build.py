@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.meeting import note_failure
 from muonmesh.comm.storage import Declared
-from muonmesh.comm.wrappers import group_of_wrapper
+from muonmesh.comm.wrappers import group_of_wrapper, leave_gradients
 from muonmesh.errors import explain_error
 from muonmesh.groups import HeadPart, ParamGroups
 from muonmesh.groups import split_params as split_locally
@@ -78,7 +78,7 @@ def from_model(
     layouts: Mapping[str, Declared] | None = None,
     shard_state: bool = False,
     bucket_cap_mb: float = 16.0,
-    gradients: GradientSource | None = None,
+    gradients: GradientSource | Literal["to_owners"] | None = None,
     **others: Unpack[TorchsArguments],
 ) -> Muon:
     """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
@@ -112,7 +112,8 @@ def from_model(
         layouts: Where plain local shards live, by name.
         shard_state: Whether replicas share the momentum.
         bucket_cap_mb: MiB of matrices that one owner computes at a time.
-        gradients: Where gradients are kept if not in ``parameter.grad``.
+        gradients: Where gradients are kept if not in ``parameter.grad``. "to_owners": Muon averages them itself, and
+            a DistributedDataParallel around the model does not any more.
         others: ``betas`` and ``eps``, by which torch.optim.AdamW calls ``adamw_betas`` and ``adamw_eps``.
 
     Raises:
@@ -135,6 +136,8 @@ def from_model(
             group["algorithm"] = rule
     if process_group is None:
         process_group = group_of_wrapper(model)
+    if gradients == "to_owners":
+        leave_gradients(model)
     return Muon(
         groups,
         lr,

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
+from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, caller, explain_error, warn
 from muonmesh.groups import ParamGroups
@@ -130,7 +131,8 @@ class Muon(torch.optim.Optimizer):
             replicas, as DTensors: less memory, the same bits.
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
-            ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.
+            ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. "to_owners": the optimizer averages gradients
+            over replicas itself, those of matrices at their owners alone, see `ToOwners`.
         others: ``betas`` and ``eps``, by which torch.optim.AdamW calls ``adamw_betas`` and ``adamw_eps``.
 
     Raises:
@@ -167,7 +169,7 @@ class Muon(torch.optim.Optimizer):
         layouts: Mapping[str, Declared] | None = None,
         shard_state: bool = False,
         bucket_cap_mb: float = 16.0,
-        gradients: GradientSource | None = None,
+        gradients: GradientSource | Literal["to_owners"] | None = None,
         **others: Unpack[TorchsArguments],
     ) -> None:
         try:
@@ -182,7 +184,11 @@ class Muon(torch.optim.Optimizer):
                 shard_state=shard_state,
                 bucket_cap_mb=bucket_cap_mb,
             )
-            check_source(gradients)
+            source = ToOwners() if gradients == "to_owners" else gradients
+            check_source(source)
+            if isinstance(source, ToOwners) and shard_state:
+                needed, write = "one of them, since owners keep all of the momentum", "Leave out shard_state"
+                raise ValueError(explain_error("gradients", "'to_owners' with shard_state=True", needed, write))
             defaults = {
                 "lr": lr,
                 "momentum": momentum,
@@ -211,7 +217,7 @@ class Muon(torch.optim.Optimizer):
             precision = Precision.of(compute_dtype, state_dtype, master_dtype, kernels, state_device)
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             self._runtime = Runtime(precision, process_group, dict(layouts or {}), shard_state, float(bucket_cap_mb))
-            self._runtime.source = PARAMETER_GRAD if gradients is None else gradients
+            self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
                 self._runtime.idle = IdleParameters(params.model, params.frozen)
             super().__init__(params, defaults)
@@ -436,6 +442,10 @@ class Muon(torch.optim.Optimizer):
             planned, self.param_groups, self.state, runtime.source, getattr(self, "grad_scale", None), runtime.precision
         )
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        error: Exception | None = None
+        if isinstance(runtime.source, ToOwners) and found_inf is not None:
+            error = runtime.source.scaled_error(getattr(self, "grad_scale", None))
+            found_inf = found_inf + float(runtime.source.overflowed())
         # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
         look = runtime.loaded or runtime.compared is not planned
         replicas = fingerprints(planned, self.state) if look else None
@@ -445,7 +455,7 @@ class Muon(torch.optim.Optimizer):
             slots,
             SettingsDigest(planned, self.param_groups, runtime.precision, loaded=runtime.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error or runtime.idle.error(slots.missing, some=slots.some),
+            error=clip.error or error or runtime.idle.error(slots.missing, some=slots.some),
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=runtime.host_waits(planned),
