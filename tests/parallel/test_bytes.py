@@ -28,9 +28,10 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
 class Sent(TorchDispatchMode):
     """Adds up what this rank sends, where every collective ends: in the operators of c10d."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
         super().__init__()
         self.bytes = 0.0
+        self.ranks = ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -41,7 +42,7 @@ class Sent(TorchDispatchMode):
                 self.bytes += whole.numel() * whole.element_size()
             else:
                 assert name == "allreduce_", f"{name}: nothing is known of what it sends"
-                self.bytes += 2 * (RANKS - 1) / RANKS * sum(t.numel() * t.element_size() for t in args[0])
+                self.bytes += 2 * (self.ranks - 1) / self.ranks * sum(t.numel() * t.element_size() for t in args[0])
         return func(*args, **(kwargs or {}))
 
 

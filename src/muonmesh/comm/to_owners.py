@@ -197,7 +197,7 @@ class ToOwners(GradientSource):
         shared = [tensor for _, tensor in named if tensor not in self._owners]
         self._links = _Links(talk, wire, buckets, shared, {tensor: name for name, tensor in named})
         mine = {tensor for bucket in buckets for some in bucket for tensor in some}
-        self._links.handles = [tensor.register_post_accumulate_grad_hook(self._heard) for tensor in mine]
+        self._links.handles = [t.register_post_accumulate_grad_hook(self._heard) for t in mine]  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- sending
 
@@ -327,8 +327,7 @@ class ToOwners(GradientSource):
                 tensor.grad = torch.zeros_like(tensor)
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         me, count = links.wire.ranks.index(dist.get_rank()), len(links.wire.ranks)
-        for dtype, _ in list(kinds):
-            same = kinds.pop(next(iter(kinds)))
+        for (dtype, _), same in kinds.items():
             gradients = [local_of(tensor.grad) for tensor in same if tensor.grad is not None]
             flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
             cuts = [len(flat) * rank // count for rank in range(count + 1)]
@@ -345,9 +344,8 @@ class ToOwners(GradientSource):
             links.wire.finish(links.wire.swap("averages of AdamW's", send, back, sent=mine, received=sizes))
             before = sum(sizes[:me])
             whole = torch.cat([back[:before], own, back[before:]])
-            for tensor, gradient, part in zip(
-                same, gradients, whole.split([gradient.numel() for gradient in gradients]), strict=True
-            ):
+            parts_of = torch.split(whole, [gradient.numel() for gradient in gradients])
+            for tensor, gradient, part in zip(same, gradients, parts_of, strict=True):
                 gradient.copy_(part.view(gradient.shape))
                 assert tensor.grad is not None
                 self._reduced[tensor] = tensor.grad, gradient._version
