@@ -285,3 +285,33 @@ def test_hsdp_has_the_bits_of_one_process(workers) -> None:
     outcomes = workers(4).run(hsdp)
     assert all(wrong == [] for wrong, _ in outcomes)
     assert sum(kept for _, kept in outcomes) == 6 * 16 * 32
+
+
+def measured() -> tuple[float, float, float, bool, bool]:
+    """Return the norm of Muon's gradients, the true one, that of metrics, and whether an overflow skips all ranks."""
+    model, rank = Net(), dist.get_rank()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    means = averaged([local_gradient(model, 0, r) for r in range(dist.get_world_size())])
+    true = torch.cat([g.flatten().double() for n, g in means.items() if "up" in n or "down" in n])
+    loss_of(model(tokens(0, rank))).backward()
+    norms = optimizer.clip_grad_norm_(float("inf"))
+    optimizer.step()
+    rms = optimizer.metrics()[f"{optimizer.param_groups[0]['name']}/gradient_rms"]
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = model.up[0].weight.detach().clone()
+    scaler.scale(loss_of(model(tokens(1, rank)))).backward()
+    if rank == 1:
+        model.up[0].weight.grad = torch.full_like(before, float("inf"))
+    scaler.step(optimizer, scaler=scaler)
+    scaler.update()
+    same = torch.equal(before, model.up[0].weight)
+    return float(norms.muon), float(true.norm()), rms / float(true.pow(2).mean().sqrt()), same, scaler.get_scale() == 1
+
+
+def test_norms_count_once_and_an_overflow_skips_all_ranks(workers) -> None:
+    for norm, true, ratio, same, backed_off in workers(3).run(measured):
+        assert norm == pytest.approx(true, rel=1e-5)
+        assert ratio == pytest.approx(1, rel=1e-5)
+        assert same
+        assert backed_off

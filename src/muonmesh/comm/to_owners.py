@@ -229,7 +229,7 @@ class ToOwners(GradientSource):
         self._sent.append(_Sent(number, transfer, received, parts[me]))
 
     def _taken(self, links: _Links, parameter: Tensor, *, empty: bool) -> Tensor:
-        """Return a parameter's gradient, flat, and forget it; zeros if there is none or what is there is no gradient."""
+        """Return a parameter's gradient, flat, and forget it; zeros if there is none."""
         local = local_of(parameter)
         if not empty and parameter.grad is not None:
             self._seen.add(parameter)
@@ -320,7 +320,7 @@ class ToOwners(GradientSource):
         return before is not None and gradient is before[0] and local_of(gradient)._version == before[1]
 
     def _average(self, links: _Links, parameters: Sequence[Tensor]) -> None:
-        """Average the gradients of parameters that every replica steps, into ``.grad``: a part on each rank, and back."""
+        """Average the gradients of parameters that every replica steps, into ``.grad``."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in parameters:
             if tensor.grad is None:
