@@ -157,7 +157,7 @@ class ToOwners(GradientSource):
                 )
         jobs = sorted((-_cost(storage), name, at) for at, (name, _, storage) in enumerate(matrices))
         loads = dict.fromkeys(range(max((storage.copies for *_, storage in matrices), default=1)), 0)
-        for name, tensor, storage in matrices:
+        for _, tensor, storage in matrices:
             if tensor in self._owners:
                 loads[self._owners[tensor]] += _cost(storage)
         heap = [(load, number) for number, load in loads.items()]
