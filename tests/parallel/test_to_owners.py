@@ -315,3 +315,27 @@ def test_norms_count_once_and_an_overflow_skips_all_ranks(workers) -> None:
         assert ratio == pytest.approx(1, rel=1e-5)
         assert same
         assert backed_off
+
+
+def resumed(folder: str) -> list[str]:
+    """Save after two steps, load into fresh objects and go on; compare with four steps at a stretch."""
+    kept: nn.Module | None = None
+    for stop in (4, 2):
+        model = Net()
+        optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+        for step in range(4):
+            if step == stop:
+                mm.checkpoint.save(folder, model, optimizer)
+                model = Net()
+                optimizer = mm.from_model(model, process_group="world", gradients="to_owners", **FP32)
+                mm.checkpoint.load(folder, model, optimizer)
+            loss_of(model(tokens(step, dist.get_rank()))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = model if kept is None else kept
+    assert kept is not None
+    return differing(model, kept)
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(workers, tmp_path) -> None:
+    assert workers(3).run(resumed, str(tmp_path / "saved")) == [[]] * 3
