@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
 from muonmesh.comm.to_owners import ToOwners
-from tests.parallel.test_bytes import Sent
+from tests.sent import Sent
 
 FP32: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
 
