@@ -30,6 +30,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
 from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
+from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, caller, explain_error, warn
 from muonmesh.groups import ParamGroups
@@ -124,7 +125,8 @@ class Muon(torch.optim.Optimizer):
             replicas, as DTensors: less memory, the same bits.
         bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
-            ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`.
+            ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. "to_owners": the optimizer averages gradients
+            over replicas itself, those of matrices at their owners alone, see `ToOwners`.
 
     Raises:
         ValueError, TypeError: a setting or a group is wrong; the message says what to write.
@@ -158,7 +160,8 @@ class Muon(torch.optim.Optimizer):
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             layouts, cap = dict(shared["layouts"] or {}), float(shared["bucket_cap_mb"])
             self._runtime = Runtime(precision, group, layouts, shared["shard_state"], cap)
-            self._runtime.source = PARAMETER_GRAD if shared["gradients"] is None else shared["gradients"]
+            source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
+            self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
                 self._runtime.idle = IdleParameters(params.model, params.frozen)
             super().__init__(params, defaults)
@@ -387,6 +390,10 @@ class Muon(torch.optim.Optimizer):
             planned, self.param_groups, self.state, runtime.source, getattr(self, "grad_scale", None), runtime.precision
         )
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        error: Exception | None = None
+        if isinstance(runtime.source, ToOwners) and found_inf is not None:
+            error = runtime.source.scaled_error(getattr(self, "grad_scale", None))
+            found_inf = found_inf + float(runtime.source.overflowed())
         # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
         look = runtime.loaded or runtime.compared is not planned
         replicas = fingerprints(planned, self.state) if look else None
@@ -396,7 +403,7 @@ class Muon(torch.optim.Optimizer):
             slots,
             SettingsDigest(planned, self.param_groups, runtime.precision, loaded=runtime.loaded, replicas=replicas),
             settings=settings,
-            error=clip.error or runtime.idle.error(slots.missing, some=slots.some),
+            error=clip.error or error or runtime.idle.error(slots.missing, some=slots.some),
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf != 0,
             waits=runtime.host_waits(planned),

@@ -119,7 +119,7 @@ class OptimizerSettings(TypedDict, total=False):
     ]
     shard_state: Annotated[bool, _switch(False)]
     bucket_cap_mb: Annotated[float, _number(16.0, lambda value: value > 0, "a positive number")]
-    gradients: Annotated[GradientSource | None, Setting(None)]
+    gradients: Annotated[GradientSource | Literal["to_owners"] | None, Setting(None)]
 
 
 class MuonSettings(GroupSettings, OptimizerSettings, total=False):
@@ -281,7 +281,11 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
     for name, setting in OPTIMIZER_SETTINGS.items():
         _check(setting.fits(given[name]), name, given[name], setting.needed)
     check_process_group(given["process_group"])
-    check_source(given["gradients"])
+    if given["gradients"] != "to_owners":
+        check_source(given["gradients"])
+    elif given["shard_state"]:
+        needed, write = "one of them, since owners keep all of the momentum", "Leave out shard_state"
+        raise ValueError(explain_error("gradients", "'to_owners' with shard_state=True", needed, write))
     if given["state_device"] is not None and given["state_dtype"] == "int8":
         found, needed = 'state_device="cpu" with state_dtype="int8"', "momentum in floating point: ranks agree on the "
         needed += "blocks of all int8 momentum before the first bucket, so all of it would be on the device at once"

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from tests.meshes import mesh_of
+from tests.sent import Sent
 
 RANKS, SHAPES = 4, [(64, 96)] * 8 + [(120, 32)] * 4
 LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
@@ -23,26 +23,6 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "tp": ((4,), [Shard(1)]),
     "fsdp and tp": ((2, 2), [Shard(0), Shard(1)]),
 }
-
-
-class Sent(TorchDispatchMode):
-    """Adds up what this rank sends, where every collective ends: in the operators of c10d."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.overloadpacket.__name__
-            if name == "alltoall_base_":
-                whole, splits = args[1], args[4]
-                assert splits[dist.get_rank()] == 0
-                self.bytes += whole.numel() * whole.element_size()
-            else:
-                assert name == "allreduce_", f"{name}: nothing is known of what it sends"
-                self.bytes += 2 * (RANKS - 1) / RANKS * sum(t.numel() * t.element_size() for t in args[0])
-        return func(*args, **(kwargs or {}))
 
 
 def least(weights: list[nn.Parameter]) -> int:
@@ -74,7 +54,7 @@ def sent(kind: str) -> tuple[float, float, int]:
     group = None if isinstance(weights[0], DTensor) else "world"
     optimizer = mm.Muon(weights, process_group=group, compute_dtype=torch.float32, bucket_cap_mb=0.03)
     optimizer.step()
-    with Sent() as collectives:
+    with Sent(RANKS) as collectives:
         optimizer.step()
     return collectives.bytes, optimizer.counts.bytes_sent, 4 * least(weights)
 

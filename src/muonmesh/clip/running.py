@@ -54,7 +54,7 @@ def limit_matrices(
     names = {member.tensor: member.name for member in members.values()}
     gradients = {tensor: own_gradient(name, tensor, source) for tensor, name in names.items()}
     scaled = dict[Tensor, Tensor]()
-    for factor, assignment, pieces in zip(every, planned.plan.assignments, planned.holdings, strict=True):
+    for factor, assignment, pieces in zip(every, planned.plan.assignments, planned.gradient_holdings, strict=True):
         member = members.get(assignment.parameter)
         own = None if member is None else gradients[member.tensor]
         if member is None or own is None or is_one(factor):

@@ -114,10 +114,10 @@ def add_squares(
         if matrices and number >= 0:
             gradients[number], norm_of[number] = gradient.contiguous(), half
             continue
-        for part in member.storage.parts(gradient):
+        for part in member.gradient_storage.parts(gradient):
             places.append(half)
             parts.append(part)
-            copies.append(member.storage.copies)
+            copies.append(member.gradient_storage.copies)
     for matrix, (assignment, pieces) in enumerate(zip(planned.plan.assignments, planned.holdings, strict=True)):
         if assignment.parameter in gradients:
             member = planned.muon[assignment.parameter]
@@ -125,7 +125,7 @@ def add_squares(
             for piece in pieces:
                 places.append(first + matrix)
                 parts.append(view_in_storage(gradients[assignment.parameter], piece))
-                copies.append(member.storage.copies)
+                copies.append(member.gradient_storage.copies)
     if parts:
         index = upload(places, dtype=torch.int64, device=sums.device)
         stored_by = upload(copies, dtype=torch.float64, device=sums.device)

@@ -62,6 +62,10 @@ class GradientSource(Protocol):
         """Return whether norms count a parameter; False for one that ranks elsewhere hold and count too."""
         return True
 
+    def at_momentum(self, parameter: Tensor) -> bool:
+        """Return whether a gradient lies where muonmesh keeps the momentum, flat, and not where the parameter does."""
+        return False
+
     def norm_apart(self, parameter: Tensor) -> str | None:
         """Return by which of ``norms_apart`` a gradient is measured and clipped; None: by the usual norms."""
         return None
@@ -112,7 +116,8 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
         LayoutError: the gradient lives elsewhere than its parameter.
         TypeError: the gradient is sparse, complex or of a dtype without arithmetic, or on another device.
     """
-    return _laid_out(name, parameter, source.gradient(parameter))
+    gradient = source.gradient(parameter)
+    return gradient if source.at_momentum(parameter) else _laid_out(name, parameter, gradient)
 
 
 def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -255,7 +260,7 @@ def own_gradient(name: str, parameter: Tensor, source: GradientSource) -> tuple[
     The local part is contiguous and laid out as the parameter. Where the gradient is not so, both are copies.
     """
     held = source.gradient(parameter)
-    gradient = _laid_out(name, parameter, held)
+    gradient = held if source.at_momentum(parameter) else _laid_out(name, parameter, held)
     if gradient is None or held is None:
         return None
     local = local_of(gradient)

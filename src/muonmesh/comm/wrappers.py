@@ -25,6 +25,13 @@ def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup |
     return "world" if group is dist.group.WORLD else group  # "world" can be pickled
 
 
+def leave_gradients(model: nn.Module) -> None:
+    """Let a DistributedDataParallel, if a model is one, average nothing from now on, as under ``no_sync()``."""
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, DistributedDataParallel):
+        inner.require_backward_grad_sync = False
+
+
 def living(kind: type[Living]) -> list[Living]:
     """Return the objects of a class that this process has now.
 

@@ -35,7 +35,7 @@ def assign_owners(
         key=lambda job: job[:4],
     )
     loads = _Loads(ranks)
-    listed = [listed_by(parameter) for parameter in parameters]
+    listed = [_candidates(parameter) for parameter in parameters]
     everywhere = [loads.heap(some) for some in listed]
     # No plan's busiest rank carries less than the mean, or than the largest matrix.
     mean = -sum(job[0] for job in jobs) / max(1, len(ranks))
@@ -54,6 +54,14 @@ def assign_owners(
         loads.add(owner, -minus_flops, -minus_numel)
         owners[number, index] = owner
     return owners
+
+
+def _candidates(parameter: Parameter) -> Sequence[int]:
+    """Return the ranks that may own a matrix; where one replica keeps the momentum, those of that replica."""
+    listed, momentum = listed_by(parameter), parameter.momentum_storage
+    if momentum == parameter.target:
+        return listed
+    return tuple(rank for rank in listed if rank in momentum.ranks and momentum.blocks(rank)) or listed
 
 
 def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:

@@ -133,7 +133,8 @@ def _add(
                 figure == 1 and local_of(value).device != totals.device
             ):  # kept on the host: in turn with its copies back
                 value = local_of(value).to(totals.device, non_blocking=True)
-            storage = member.state_layouts[key].storage if figure == 1 else member.storage
+            home = member.gradient_storage if figure == 0 else member.storage
+            storage = member.state_layouts[key].storage if figure == 1 else home
             for part in storage.parts(local_of(value.detach())):
                 cells.append(places[member.group] * len(_FIGURES) + figure)
                 parts.append(part)

@@ -19,6 +19,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
+from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, explain_error, warn
 from muonmesh.layout import split_matrices
@@ -26,7 +27,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import check_dtype, check_group, check_structure
-from muonmesh.step.members import likely_sets, members_of, replicas_of, sets_without_tensor, unknown_matrix
+from muonmesh.step.members import group_for, likely_sets, members_of, replicas_of, sets_without_tensor, unknown_matrix
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.rounding import rounding_of
@@ -99,6 +100,12 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
     )
     runtime.connected = planned
+    if isinstance(runtime.source, ToOwners):
+        shared = [m for m in planned.members if m.storage.copies > 1]
+        named = {m.tensor: m.name for m in shared}
+        bucket_bytes = int(runtime.bucket_cap_mb * 2**20)
+        runtime.source.bind([(name, t) for t, name in named.items()], group_for(runtime.holders), bucket_bytes)
+        runtime.source.complete(planned.exchange.steps)
     if not runtime.warned:
         runtime.warned = True
         runtime.tell(rounding_of(planned, groups, runtime.precision))
@@ -143,6 +150,8 @@ def outdated(groups: Groups, runtime: Runtime, error: Exception | None) -> tuple
     before = runtime.connected
     if before is None or before.exchange is None:
         return None
+    if isinstance(runtime.source, ToOwners):
+        runtime.source.complete(before.exchange.steps)
     same = error is None and before.signature == _signature(groups, runtime)
     return None if same else (before, before.exchange)
 

@@ -22,6 +22,7 @@ from muonmesh.comm.storage import (
     this_rank,
     world_size,
 )
+from muonmesh.comm.to_owners import ToOwners
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards, MeshLayout
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
@@ -46,6 +47,7 @@ class Member:
         state_layouts: Where each thing lives that its rule keeps of it, by key.
         holders: Whether it is known which ranks hold it. "open": those of its storage do, and others may hold copies.
             "unknown": nothing says it of a plain tensor; its storage is that of this rank alone, or has no layout.
+        at_momentum: Whether its gradient lives where its momentum does (`GradientSource.at_momentum`).
     """
 
     name: str
@@ -56,6 +58,12 @@ class Member:
     momentum_storage: Storage
     state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
     holders: Holders = "known"
+    at_momentum: bool = False
+
+    @property
+    def gradient_storage(self) -> Storage:
+        """Where its gradient lives."""
+        return self.momentum_storage if self.at_momentum else self.storage
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -138,6 +146,15 @@ def members_of(
                     'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."',
                 )
             )
+    if isinstance(source, ToOwners):
+        matrices = [n for n, m in enumerate(members) if is_matrix_rule(groups[m.group]["algorithm"])]
+        try:
+            places = source.place([(members[n].name, members[n].tensor, members[n].storage) for n in matrices])
+        except LayoutError as found:
+            error, places = error or found, []
+        for number, place in zip(matrices, places, strict=False):
+            there = source.at_momentum(members[number].tensor)
+            members[number] = replace(members[number], momentum_storage=place, at_momentum=there)
     sets += sets_without_tensor(unknown)
     if not any(len(ranks) > 1 for ranks in sets):  # nobody to ask
         error = error or unknown_matrix(members)

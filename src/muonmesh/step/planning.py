@@ -138,6 +138,12 @@ class Planned:
         """The blocks of momentum in int8."""
         return Blocks(self.plan, self.momentum_holdings, self.matrices_of, self.device)
 
+    @cached_property
+    def gradient_holdings(self) -> Holdings:
+        """The pieces of each Matrix whose gradient is here: those stored here, or those whose momentum is."""
+        there = any(member is not None and member.at_momentum for member in self.muon)
+        return self.momentum_holdings if there else self.holdings
+
     @property
     def members(self) -> list[Member]:
         """All parameters of this rank, the Muon half first."""

@@ -104,10 +104,10 @@ def preflight(
                 continue
             if any(axes := partial_axes(slot.gradient)):
                 slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
-        nonzero = nonzero_on_device(plan, planned.holdings, muon, device)
+        nonzero = nonzero_on_device(plan, planned.gradient_holdings, muon, device)
     else:
         # A partial gradient is not summed yet: its matrix counts as not zero if any rank has a summand that is not.
-        nonzero = torch.tensor(nonzero_on_host(plan, planned.holdings, muon), dtype=torch.uint8, device=device)
+        nonzero = torch.tensor(nonzero_on_host(plan, planned.gradient_holdings, muon), dtype=torch.uint8, device=device)
     gradients = [
         local_of(slot.gradient) for slot in collected.elementwise if slot is not None and slot.gradient is not None
     ]

@@ -183,7 +183,7 @@ class ReadyParameters:
             if gradient is None:  # missing on this shard only: counts as zero
                 shape = local_shape(slot.momentum_storage)
                 gradient = torch.zeros(shape, dtype=self.precision.state, device=self.device)
-            elif slot.momentum_storage is not slot.storage:
+            elif slot.momentum_storage is not slot.gradient_storage:
                 gradient = _restricted(gradient, slot.storage, slot.momentum_storage)
         local = local_of(slot.tensor)
         weights = local if local.is_contiguous() else local.contiguous()

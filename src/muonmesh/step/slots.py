@@ -39,6 +39,7 @@ class Slot:
         group: Number of its group.
         storage: Where it lives.
         momentum_storage: Where its momentum lives.
+        gradient_storage: Where its gradient lives.
         matrices: How many matrices its tensor holds. A flat tensor may hold several parameters; all of theirs count.
         state_layouts: Where each thing lives that its rule keeps of it, by key.
     """
@@ -50,6 +51,7 @@ class Slot:
     group: int
     storage: Storage
     momentum_storage: Storage
+    gradient_storage: Storage
     matrices: int
     state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
 
@@ -148,6 +150,7 @@ def collect(
             member.group,
             member.storage,
             member.momentum_storage,
+            member.gradient_storage,
             len(matrices_of.get(tensor, ())),
             member.state_layouts,
         )

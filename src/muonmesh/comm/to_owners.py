@@ -1,0 +1,380 @@
+"""ToOwners: gradients of replicas, added up where the momentum of their matrix is, while the backward pass runs."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
+from muonmesh.comm.storage import Storage, local_of
+from muonmesh.comm.wire import Counts, Transfer, Wire
+from muonmesh.errors import LayoutError, PlanError, explain_error
+from muonmesh.layout import FlatShards, MeshLayout
+from muonmesh.layout.flat import Interval
+
+
+class _Sent(NamedTuple):
+    """A bucket on its way: what arrives, and what this rank adds of what it owns itself."""
+
+    bucket: int
+    transfer: Transfer
+    received: Tensor
+    own: Sequence[Tensor]
+
+
+@dataclass
+class _Links:
+    """The ranks that hold the same, with the parameters whose gradients they add up.
+
+    Attributes:
+        talk: Small reductions at the same point of every rank's program.
+        wire: The gradients. A rank may send some earlier than others do, so they have a group of their own.
+        buckets: For each bucket and each rank of the wire the matrices that it owns, in the order of all buckets.
+        shared: The parameters that every replica steps, AdamW's.
+        names: Of all of these.
+        handles: Of the hooks.
+    """
+
+    talk: Wire
+    wire: Wire
+    buckets: Sequence[Sequence[Sequence[Tensor]]]
+    shared: Sequence[Tensor]
+    names: Mapping[Tensor, str]
+    handles: Sequence[RemovableHandle] = ()
+
+
+class ToOwners(GradientSource):
+    """Averages gradients over replicas itself: those of Muon's matrices at the owner alone, AdamW's on all ranks.
+
+    ``muonmesh.from_model(model, gradients="to_owners")`` makes one. A matrix's momentum then lies on one replica, and
+    its gradient is added up there: while the backward pass runs, buckets of matrices travel as soon as they are
+    complete, and ``.grad`` is None from then on. What no bucket has taken travels when a step, clipping or metrics
+    begin. Summands are added in the order of the ranks, in fp32 or wider, and divided by the number of replicas. What
+    a step has read is dropped when the next gradients arrive.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[Tensor, int] = {}
+        self._held: dict[Tensor, Tensor] = {}
+        self._wrong: dict[Tensor, Exception] = {}
+        self._reduced: dict[Tensor, tuple[Tensor, int]] = {}
+        self._links: _Links | None = None
+        self._ready: set[Tensor] = set()
+        self._sent: list[_Sent] = []
+        self._dropped: list[list[_Sent]] = []
+        self._seen: set[Tensor] = set()
+        self._sends = True
+        self._step = -1
+
+    # ---------------------------------------------------------------- as a source
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the sum of a matrix at its owner, flat, elsewhere one of no elements; of others ``.grad``."""
+        if parameter in self._wrong:
+            raise self._wrong[parameter]
+        return self._held.get(parameter) if parameter in self._owners else parameter.grad
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Keep a gradient; None drops it, and what is on its way."""
+        if parameter not in self._owners:
+            PARAMETER_GRAD.write(parameter, gradient)
+            if gradient is not None and parameter in self._reduced:
+                self._reduced[parameter] = gradient, local_of(gradient)._version
+        elif gradient is not None:
+            self._held[parameter] = gradient
+        else:
+            self._held.pop(parameter, None)
+            self._wrong.pop(parameter, None)
+            parameter.grad = None
+            if self._seen and self._links is not None:  # all ranks drop as many, whatever each of them has sent
+                while len(self._sent) < len(self._links.buckets):
+                    self._send(self._links, empty=True)
+                self._dropped.append(self._sent)
+                self._sent, self._ready, self._seen = [], set(), set()
+
+    def at_momentum(self, parameter: Tensor) -> bool:
+        """Whether a gradient lies where the momentum does."""
+        return parameter in self._owners
+
+    @property
+    def counts(self) -> Counts:
+        """What all gradients up to now have sent and received on this rank."""
+        return Counts() if self._links is None else self._links.wire.counts
+
+    def overflowed(self) -> bool:
+        """Whether a sum that this rank owns is not finite; no other rank can see that."""
+        return any(not bool(torch.isfinite(gradient).all()) for gradient in self._held.values())
+
+    def scaled_error(self, scale: Tensor | None) -> Exception | None:
+        """Return what is wrong if a GradScaler has unscaled already: it reads ``.grad`` alone.
+
+        Args:
+            scale: What it has left to take out of the gradients; None if it has done that.
+        """
+        if scale is not None:
+            return None
+        found = "gradients that scaler.unscale_(optimizer) has not seen, since they are at their owners"
+        write = "Leave out scaler.unscale_(optimizer): step() takes the scale out of all gradients"
+        return LayoutError(explain_error("gradients='to_owners'", found, "gradients of one scale", write))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add gradients up in ``.grad`` and send nothing, for the micro-batches before the last one."""
+        self._sends, before = False, self._sends
+        try:
+            yield
+        finally:
+            self._sends = before
+
+    # ---------------------------------------------------------------- owners
+
+    def place(self, matrices: Sequence[tuple[str, Tensor, Storage]]) -> list[Storage]:
+        """Return where the momentum of each matrix lives: on one replica, chosen once by what each has to compute.
+
+        Raises:
+            LayoutError: a matrix is replicated along an axis of its own mesh, over which FSDP2 averages itself.
+        """
+        for name, _, storage in matrices:
+            if any(
+                p.is_replicate() and storage.mesh.size(a) > 1 for a, p in enumerate(storage.placements) if storage.mesh
+            ):
+                raise LayoutError(
+                    explain_error(
+                        name,
+                        f"{storage.placements} with gradients='to_owners'",
+                        "a mesh without replicas, since FSDP2 averages over those of its mesh itself",
+                        'Write fully_shard(module, mesh=mesh["shard"]) and process_group=mesh["replicate"].get_group()',
+                    )
+                )
+        jobs = sorted((-_cost(storage), name, at) for at, (name, _, storage) in enumerate(matrices))
+        loads = dict.fromkeys(range(max((storage.copies for *_, storage in matrices), default=1)), 0)
+        for _, tensor, storage in matrices:
+            if tensor in self._owners:
+                loads[self._owners[tensor]] += _cost(storage)
+        heap = [(load, number) for number, load in loads.items()]
+        heapq.heapify(heap)
+        for cost, _, at in jobs:
+            _, tensor, storage = matrices[at]
+            if tensor not in self._owners and storage.copies > 1:
+                load, number = heap[0]
+                self._owners[tensor] = number
+                heapq.heapreplace(heap, (load - cost, number))
+        return [on_replica(storage, self._owners[t]) if t in self._owners else storage for _, t, storage in matrices]
+
+    def bind(self, named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
+        """Hear of these parameters' gradients from now on; all replicas bind the same ones together."""
+        for handle in self._links.handles if self._links is not None else ():
+            handle.remove()
+        if group is None:
+            self._links = None
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if self._links is None or self._links.wire.ranks != ranks:
+            apart = dist.new_group(list(ranks), use_local_synchronization=True)
+            talk, wire = Wire(ranks, group), Wire(ranks, apart)
+        else:
+            talk, wire = self._links.talk, self._links.wire
+        buckets = list[list[list[Tensor]]]()
+        room, kind = 0, None
+        # Backward passes make the last gradients first.
+        for _, tensor in reversed([pair for pair in named if pair[1] in self._owners]):
+            local = local_of(tensor)
+            size = local.numel() * local.element_size()
+            if not buckets or room < size or kind != (local.dtype, local.device):
+                buckets.append([[] for _ in ranks])
+                room, kind = bucket_bytes, (local.dtype, local.device)
+            room -= size
+            buckets[-1][self._owners[tensor]].append(tensor)
+        shared = [tensor for _, tensor in named if tensor not in self._owners]
+        self._links = _Links(talk, wire, buckets, shared, {tensor: name for name, tensor in named})
+        mine = {tensor for bucket in buckets for some in bucket for tensor in some}
+        self._links.handles = [t.register_post_accumulate_grad_hook(self._heard) for t in mine]  # type: ignore[no-untyped-call]
+
+    # ---------------------------------------------------------------- sending
+
+    def _heard(self, parameter: Tensor) -> None:
+        """Take note of a gradient, and send what is complete; called by autograd, and by FSDP2 for a shard."""
+        links = self._links
+        if links is None or not self._sends or parameter in self._seen:  # a second one waits in .grad
+            return
+        self._ready.add(parameter)
+        while len(self._sent) < len(links.buckets):
+            bucket = links.buckets[len(self._sent)]
+            if any(tensor not in self._ready for some in bucket for tensor in some):
+                return
+            self._send(links)
+
+    def _send(self, links: _Links, *, empty: bool = False) -> None:
+        """Send the next bucket; what has no gradient counts as zero."""
+        number, me = len(self._sent), links.wire.ranks.index(dist.get_rank())
+        bucket = links.buckets[number]
+        parts = [[self._taken(links, tensor, empty=empty) for tensor in some] for some in bucket]
+        like = local_of(next(tensor for some in bucket for tensor in some))
+        away = [part for rank, some in enumerate(parts) if rank != me for part in some]
+        sent = [0 if rank == me else sum(part.numel() for part in some) for rank, some in enumerate(parts)]
+        arriving = sum(part.numel() for part in parts[me])
+        arrives = [0 if rank == me else arriving for rank in range(len(parts))]
+        send = torch.cat(away) if away else like.new_empty(0)
+        received = like.new_empty(sum(arrives))
+        transfer = links.wire.swap("gradients on their way to owners", send, received, sent=sent, received=arrives)
+        self._sent.append(_Sent(number, transfer, received, parts[me]))
+
+    def _taken(self, links: _Links, parameter: Tensor, *, empty: bool) -> Tensor:
+        """Return a parameter's gradient, flat, and forget it; zeros if there is none."""
+        local = local_of(parameter)
+        if not empty and parameter.grad is not None:
+            self._seen.add(parameter)
+            try:
+                found = gradient_of(links.names[parameter], parameter, PARAMETER_GRAD)
+                parameter.grad = None
+                if type(found) is Tensor:
+                    return found.reshape(-1).to(local.dtype)
+                raise LayoutError(
+                    explain_error(
+                        links.names[parameter],
+                        "a gradient that is partial over an axis of a mesh, with gradients='to_owners'",
+                        "one that is whole on each replica",
+                        "Leave out gradients='to_owners' under this tensor-parallel plan",
+                    )
+                )
+            except (LayoutError, TypeError) as wrong:
+                parameter.grad = None
+                self._wrong[parameter] = wrong
+        return torch.zeros(local.numel(), dtype=local.dtype, device=local.device)
+
+    # ---------------------------------------------------------------- adding up
+
+    def complete(self, step: int) -> None:
+        """Send what no bucket has taken, and add up; all replicas call it where a step, clipping or metrics begin.
+
+        Args:
+            step: How many steps have begun. Gradients of a step before are dropped when new ones arrive.
+
+        Raises:
+            PlanError: only some of the replicas have dropped gradients that were on their way. All of them raise.
+        """
+        links = self._links
+        if links is None:
+            return
+        matrices = [tensor for bucket in links.buckets for some in bucket for tensor in some]
+        rounds = int(bool(self._seen)) + any(tensor.grad is not None for tensor in matrices)
+        dropped = len(self._dropped) % 256
+        present = [tensor in self._seen or tensor.grad is not None for tensor in matrices]
+        fresh = [tensor.grad is not None and not self._is_reduced(tensor) for tensor in links.shared]
+        told = torch.tensor([rounds, dropped, 255 - dropped, *present, *fresh], dtype=torch.uint8)
+        told = links.talk.reduce(told.to(_device(links)), dist.ReduceOp.MAX, "the agreement on gradients").cpu()
+        most, low, high, *flags = told.tolist()
+        if low + high != 255:
+            found = "gradients that zero_grad() dropped on some of the ranks and not on others"
+            write = "Call zero_grad() on all of them"
+            raise PlanError(explain_error("the gradients", found, "the same on every replica", write))
+        for transfer in itertools.chain(*self._dropped):
+            links.wire.finish(transfer.transfer)
+        self._dropped = []
+        present, fresh = flags[: len(matrices)], flags[len(matrices) :]
+        if most and self._step != step:
+            self._held.clear()
+        self._step = step if most else self._step
+        some = {tensor for tensor, flag in zip(matrices, present, strict=True) if flag}
+        for _ in range(most):
+            while len(self._sent) < len(links.buckets):
+                self._send(links)
+            sent, self._sent = self._sent, []
+            for each in sent:
+                self._add(links, each, some)
+        self._ready, self._seen = set(), set()
+        self._average(links, [tensor for tensor, flag in zip(links.shared, fresh, strict=True) if flag])
+
+    def _add(self, links: _Links, sent: _Sent, present: set[Tensor]) -> None:
+        """Add up what has arrived for this rank's matrices."""
+        links.wire.finish(sent.transfer)
+        me, count = links.wire.ranks.index(dist.get_rank()), len(links.wire.ranks)
+        arrived = list(sent.received.view(count - 1, -1).unbind()) if sent.received.numel() else []
+        for owner, some in enumerate(links.buckets[sent.bucket]):
+            start = 0
+            for place, tensor in enumerate(some):
+                if tensor not in present:
+                    start += local_of(tensor).numel()
+                    continue
+                total = local_of(tensor).new_empty(0, dtype=torch.float32)
+                if owner == me:
+                    size = sent.own[place].numel()
+                    summands = [part[start : start + size] for part in arrived]
+                    total = mean([*summands[:me], sent.own[place], *summands[me:]] if size else [sent.own[place]])
+                    start += size
+                held = self._held.get(tensor)
+                self._held[tensor] = total if held is None else held + total
+
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        """Whether ``.grad`` is the average that `_average` has left there."""
+        before, gradient = self._reduced.get(parameter), parameter.grad
+        return before is not None and gradient is before[0] and local_of(gradient)._version == before[1]
+
+    def _average(self, links: _Links, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients of parameters that every replica steps, into ``.grad``."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in parameters:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        me, count = links.wire.ranks.index(dist.get_rank()), len(links.wire.ranks)
+        for (dtype, _), same in kinds.items():
+            gradients = [local_of(tensor.grad) for tensor in same if tensor.grad is not None]
+            flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
+            cuts = [len(flat) * rank // count for rank in range(count + 1)]
+            segments = [flat[low:high] for low, high in itertools.pairwise(cuts)]
+            sizes = [0 if rank == me else len(segment) for rank, segment in enumerate(segments)]
+            mine = [0 if rank == me else len(segments[me]) for rank in range(count)]
+            parts = flat.new_empty(sum(mine))
+            others = torch.cat([*segments[:me], *segments[me + 1 :]])
+            links.wire.finish(links.wire.swap("AdamW's gradients", others, parts, sent=sizes, received=mine))
+            summands = list(parts.view(count - 1, -1).unbind())
+            own = mean([*summands[:me], segments[me], *summands[me:]]).to(dtype)
+            back = flat.new_empty(sum(sizes))
+            send = own.repeat(count - 1)
+            links.wire.finish(links.wire.swap("averages of AdamW's", send, back, sent=mine, received=sizes))
+            before = sum(sizes[:me])
+            whole = torch.cat([back[:before], own, back[before:]])
+            parts_of = torch.split(whole, [gradient.numel() for gradient in gradients])
+            for tensor, gradient, part in zip(same, gradients, parts_of, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+                assert tensor.grad is not None
+                self._reduced[tensor] = tensor.grad, gradient._version
+
+
+def mean(summands: Sequence[Tensor]) -> Tensor:
+    """Return the mean of replicas' gradients: added in the order of the ranks, in fp32 or wider."""
+    total = summands[0].to(torch.promote_types(summands[0].dtype, torch.float32), copy=True)
+    for summand in summands[1:]:
+        total += summand
+    return total.div_(len(summands))
+
+
+def on_replica(storage: Storage, number: int) -> Storage:
+    """Return where momentum lives that one replica alone keeps, flat, each of its ranks of what it stores."""
+    layout = storage.layout
+    assert isinstance(layout, MeshLayout)
+    sizes = [_numel(layout.local_shape(rank)) if layout.replica_number(rank) == number else 0 for rank in layout.ranks]
+    held = tuple((Interval(0, size, 0),) if size else () for size in sizes)
+    return Storage(FlatShards(layout, held, tuple(sizes)), storage.shape)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _cost(storage: Storage) -> int:
+    return _numel(storage.shape) * min(storage.shape)
+
+
+def _device(links: _Links) -> torch.device:
+    return local_of(next(iter(links.names))).device if links.names else torch.device("cpu")

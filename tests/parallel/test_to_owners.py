@@ -1,0 +1,341 @@
+"""Gradients straight to owners: the bits of one process that is given their mean, for the fewest bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import muonmesh as mm
+from muonmesh.comm.to_owners import ToOwners
+from tests.sent import Sent
+
+FP32: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
+
+
+class Net(nn.Module):
+    """Six matrices, of which the last may be left out; an embedding and norms are AdamW's."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(24, width)
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor, blocks: int = 3) -> Tensor:
+        x = self.embedding(tokens)
+        for up, down in list(zip(self.up, self.down, strict=True))[:blocks]:
+            x = x + down(torch.relu(up(x)))
+        return self.norm(x)
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 24, (4, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return out.float().pow(2).mul(torch.arange(out.shape[-1])).mean() + out.float().sin().mean()
+
+
+def local_gradient(model: Net, step: int, rank: int, blocks: int = 3) -> dict[str, Tensor]:
+    """Return one replica's gradients at the weights of a model that is left as it is."""
+    twin = Net(model.norm.normalized_shape[0]).to(model.norm.weight.dtype)
+    twin.load_state_dict(model.state_dict())
+    loss_of(twin(tokens(step, rank), blocks)).backward()
+    return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def averaged(many: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Add up in the order of the ranks, in fp32; zero where a rank has none."""
+    found = {}
+    for name in dict.fromkeys(name for some in many for name in some):
+        here = next(some[name] for some in many if name in some)
+        total = torch.zeros(here.shape, dtype=torch.float32)
+        for some in many:
+            total = total + some.get(name, torch.zeros_like(here)).float()
+        found[name] = total / len(many)
+    return found
+
+
+def alone(steps: int, settings: dict[str, Any], dtype: torch.dtype, blocks: Any = lambda rank: 3) -> Net:
+    """Train in one process that is given the mean of all ranks' gradients."""
+    model = Net().to(dtype)
+    optimizer = mm.from_model(model, process_group="local", gradients=Given(), **settings)
+    for step in range(steps):
+        means = averaged([local_gradient(model, step, rank, blocks(rank)) for rank in range(dist.get_world_size())])
+        adamw = {n for g in optimizer.param_groups if g["algorithm"] == "adamw" for n in g["param_names"]}
+        for name, parameter in model.named_parameters():
+            mean = means.get(name)
+            parameter.grad = None
+            optimizer.gradients.given[parameter] = (  # type: ignore[attr-defined]
+                mean if mean is None or name not in adamw else mean.to(dtype)
+            )
+        optimizer.step()
+    return model
+
+
+class Given(mm.GradientSource):
+    """Gradients in a dtype of their own."""
+
+    def __init__(self) -> None:
+        self.given: dict[Tensor, Tensor | None] = {}
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return self.given.get(parameter)
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        self.given[parameter] = gradient
+
+
+def source_of(optimizer: mm.Muon) -> ToOwners:
+    assert isinstance(optimizer.gradients, ToOwners)
+    return optimizer.gradients
+
+
+def differing(model: nn.Module, other: nn.Module) -> list[str]:
+    theirs = dict(other.named_parameters())
+    return [n for n, p in model.named_parameters() if not torch.equal(p, theirs[n])]
+
+
+def replicas(wrapped: bool, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[list[str], bool, int, int]:
+    model = Net().to(dtype)
+    net: nn.Module = DistributedDataParallel(model) if wrapped else model
+    optimizer = mm.from_model(net, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **settings)
+    for step in range(4):
+        loss_of(net(tokens(step, dist.get_rank()))).backward()
+        optimizer.step()
+        empty = all(p.grad is None for n, p in model.named_parameters() if "up" in n or "down" in n)
+        (optimizer if step % 2 else net).zero_grad()
+    kept = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
+    str(optimizer.explain())
+    return differing(model, alone(4, settings, dtype)), empty, kept, sum(p.numel() for p in net.parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "ddp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_replicas_have_the_bits_of_one_process(workers, ranks: int, wrapped: bool, dtype: torch.dtype) -> None:
+    outcomes = workers(ranks).run(replicas, wrapped, dtype, FP32)
+    assert all(wrong == [] and empty for wrong, empty, *_ in outcomes)
+    assert sum(kept for *_, kept, _ in outcomes) == 6 * 16 * 32, "each matrix has its momentum once"
+    assert max(kept for *_, kept, _ in outcomes) <= 6 * 16 * 32 / ranks * 1.5
+
+
+def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float]:
+    """Bytes that this rank sends in backward and step, what counts tell of it, and what matrices and others have."""
+    model = Net(width).to(dtype)
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.02, **settings)
+    for step in range(2):
+        loss_of(model(tokens(step, dist.get_rank()))).backward()
+        optimizer.step()
+        before = source_of(optimizer).counts.bytes_sent
+        optimizer.zero_grad()
+        with Sent(dist.get_world_size()) as sent:
+            loss_of(model(tokens(step, dist.get_rank()))).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    counted = source_of(optimizer).counts.bytes_sent - before + optimizer.counts.bytes_sent
+    others = sum(p.numel() for n, p in model.named_parameters() if "up" not in n and "down" not in n)
+    return sent.bytes, counted, 2 * others * torch.finfo(dtype).bits // 8
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_and_results_travel_once(workers, ranks: int) -> None:
+    outcomes = workers(ranks).run(traffic, 64, torch.float32, FP32)
+    unit = (ranks - 1) / ranks
+    matrices = 4 * 6 * 64 * 128
+    mean = sum(issued - unit * others for issued, _, others in outcomes) / ranks
+    assert 1.99 <= mean / (unit * matrices) <= 2.02, "a gradient and a result: two units, all-reduce would be three"
+    assert all(0 <= issued - counted < 2000 for issued, counted, _ in outcomes), "flags alone are not counted"
+
+
+def unused(kind: str) -> list[str]:
+    """Leave the last matrices out on some ranks, or on all of them in a step."""
+    skipping = {"some": lambda rank: 2 if rank == 0 else 3, "all": lambda rank: 2, "none at all": lambda rank: 3}[kind]
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    for step in range(3):
+        loss_of(model(tokens(step, dist.get_rank()), skipping(dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return differing(model, alone(3, FP32, torch.float32, skipping))
+
+
+@pytest.mark.parametrize("kind", ["some", "all", "none at all"])
+def test_parameters_that_ranks_do_not_use(workers, kind: str) -> None:
+    assert workers(3).run(unused, kind) == [[]] * 3
+
+
+def a_rank_without_gradients() -> tuple[bool, bool]:
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    rank, seen = dist.get_rank(), []
+    for step in range(3):
+        if step != 1 or rank == 0:  # in the second step rank 0 alone has run backward
+            loss_of(model(tokens(step, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        digest = torch.stack([p.detach().double().sum() for p in model.parameters()])
+        low, high = digest.clone(), digest.clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        seen.append(torch.equal(low, high))
+    return all(seen), bool(torch.isfinite(digest).all())
+
+
+def test_a_rank_without_any_gradient_counts_as_zero(workers) -> None:
+    assert workers(3).run(a_rank_without_gradients) == [(True, True)] * 3
+
+
+def accumulated(kind: str) -> tuple[float, int, list[bool]]:
+    """Return how far sums of three micro-batches are from their mean in fp64, the bytes, and whether .grad is None."""
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    rank, source = dist.get_rank(), source_of(optimizer)
+    loss_of(model(tokens(9, rank))).backward()
+    optimizer.step()
+    if kind == "dropped":
+        optimizer.zero_grad()
+        loss_of(model(tokens(8, rank))).backward()
+    optimizer.zero_grad()
+    before, worst = source.counts.bytes_sent, 0.0
+    each = [[local_gradient(model, step, r) for r in range(dist.get_world_size())] for step in range(3)]
+    for step in range(3):
+        if kind == "no_sync" and step < 2:
+            with source.no_sync():
+                loss_of(model(tokens(step, rank))).backward()
+        else:
+            loss_of(model(tokens(step, rank))).backward()
+        if kind == "measured":  # a clip between two backward passes
+            optimizer.clip_grad_norm_(float("inf"))
+    optimizer.clip_grad_norm_(float("inf"))
+    sent = source.counts.bytes_sent - before
+    for name, parameter in model.named_parameters():
+        want = sum(some[name].double() for per_rank in each for some in per_rank) / dist.get_world_size()
+        found = source.gradient(parameter)
+        if found is not None and found.numel():
+            worst = max(worst, float((found.view(want.shape) - want).abs().max() / want.abs().max()))
+    return worst, sent, [p.grad is None for n, p in model.named_parameters() if "up" in n or "down" in n]
+
+
+@pytest.mark.parametrize("kind", ["no_sync", "every backward", "measured", "dropped"])
+def test_several_backward_passes_add_up(workers, kind: str) -> None:
+    outcomes = workers(3).run(accumulated, kind)
+    assert all(worst < 1e-5 and all(empty) for worst, _, empty in outcomes)
+    once = 2 * 4 * 6 * 16 * 32  # of all three ranks: each sends two thirds of its matrices
+    adamw = 3 * 4 * (24 * 16 + 2 * 16) * 4 // 3
+    expected = {"no_sync": 1, "every backward": 2, "dropped": 2, "measured": 3}[kind]
+    assert sum(sent for _, sent, _ in outcomes) == expected * once + (3 if kind == "measured" else 1) * adamw
+
+
+def dropped_by_some() -> None:
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    loss_of(model(tokens(0, dist.get_rank()))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model(tokens(1, dist.get_rank()))).backward()
+    if dist.get_rank() == 0:
+        optimizer.zero_grad()
+        loss_of(model(tokens(1, dist.get_rank()))).backward()
+    optimizer.step()
+
+
+def test_gradients_that_some_ranks_drop_are_refused_on_all(workers) -> None:
+    outcomes = workers(2).run_expecting_errors(dropped_by_some)
+    assert all(outcome.error is mm.PlanError and "Call zero_grad() on all" in outcome.message for outcome in outcomes)
+
+
+def hsdp() -> tuple[list[str], int]:
+    """FSDP2 cuts along one axis of a mesh and averages there; replicas along the other add up at owners."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Net()
+    for layer in (*model.up, *model.down):
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    group = mesh["replicate"].get_group()
+    optimizer = mm.from_model(model, process_group=group, gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    twin = Net()
+    expected = mm.from_model(twin, process_group="local", gradients=Given(), **FP32)
+    for step in range(3):
+        loss_of(model(tokens(step, dist.get_rank()))).backward()
+        optimizer.step()
+        each = [local_gradient(twin, step, rank) for rank in range(4)]
+        shards = [averaged(each[:2]), averaged(each[2:])]  # as FSDP2 averages two ranks, then the replicas
+        means = averaged(shards)
+        for name, parameter in twin.named_parameters():
+            expected.gradients.given[parameter] = means.get(name)  # type: ignore[attr-defined]
+        expected.step()
+        optimizer.zero_grad()
+    kept = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
+    whole = {n: p.full_tensor() for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    return [n for n, p in twin.named_parameters() if not torch.equal(p, whole[n])], kept
+
+
+def test_hsdp_has_the_bits_of_one_process(workers) -> None:
+    outcomes = workers(4).run(hsdp)
+    assert all(wrong == [] for wrong, _ in outcomes)
+    assert sum(kept for _, kept in outcomes) == 6 * 16 * 32
+
+
+def measured() -> tuple[float, float, float, bool, bool]:
+    """Return the norm of Muon's gradients, the true one, that of metrics, and whether an overflow skips all ranks."""
+    model, rank = Net(), dist.get_rank()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    means = averaged([local_gradient(model, 0, r) for r in range(dist.get_world_size())])
+    true = torch.cat([g.flatten().double() for n, g in means.items() if "up" in n or "down" in n])
+    loss_of(model(tokens(0, rank))).backward()
+    norms = optimizer.clip_grad_norm_(float("inf"))
+    optimizer.step()
+    rms = optimizer.metrics()[f"{optimizer.param_groups[0]['name']}/gradient_rms"]
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = model.up[0].weight.detach().clone()
+    scaler.scale(loss_of(model(tokens(1, rank)))).backward()
+    if rank == 1:
+        model.up[0].weight.grad = torch.full_like(before, float("inf"))
+    scaler.step(optimizer, scaler=scaler)
+    scaler.update()
+    same = torch.equal(before, model.up[0].weight)
+    return float(norms.muon), float(true.norm()), rms / float(true.pow(2).mean().sqrt()), same, scaler.get_scale() == 1
+
+
+def test_norms_count_once_and_an_overflow_skips_all_ranks(workers) -> None:
+    for norm, true, ratio, same, backed_off in workers(3).run(measured):
+        assert norm == pytest.approx(true, rel=1e-5)
+        assert ratio == pytest.approx(1, rel=1e-5)
+        assert same
+        assert backed_off
+
+
+def resumed(folder: str) -> list[str]:
+    """Save after two steps, load into fresh objects and go on; compare with four steps at a stretch."""
+    kept: nn.Module | None = None
+    for stop in (4, 2):
+        model = Net()
+        optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+        for step in range(4):
+            if step == stop:
+                mm.checkpoint.save(folder, model, optimizer)
+                model = Net()
+                optimizer = mm.from_model(model, process_group="world", gradients="to_owners", **FP32)
+                mm.checkpoint.load(folder, model, optimizer)
+            loss_of(model(tokens(step, dist.get_rank()))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = model if kept is None else kept
+    assert kept is not None
+    return differing(model, kept)
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits(workers, tmp_path) -> None:
+    assert workers(3).run(resumed, str(tmp_path / "saved")) == [[]] * 3
