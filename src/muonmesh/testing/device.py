@@ -187,7 +187,7 @@ class Timeline:
             operation = stream.queue[0]
             if operation.run is not None:
                 run, operation.run = operation.run, None
-                with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+                with _disable_current_modes(), torch.no_grad():
                     operation.is_over = run()
             if operation.is_over is not None and not operation.is_over():
                 time.sleep(0.0005)

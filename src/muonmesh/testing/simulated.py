@@ -160,7 +160,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.callback(toolchain.is_usable.cache_clear)
             if dist.is_available() and dist.is_initialized():  # a host that waits for another must not hold up both
                 stack.enter_context(self._going_on())
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             self._inside = stack.pop_all()
         return self
 
@@ -197,7 +197,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block = self._blocks.get(storage._cdata)
         if block is None:
             block = self._taken(tensor) if isinstance(tensor, FakeTensor) else _Block("pageable memory", storage)
-        return _Part(block, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        return _Part(block, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def _taken(self, tensor: Tensor) -> _Block:
         """Give memory to a new fake tensor: what its stream has freed, or else new, where nobody has written."""
