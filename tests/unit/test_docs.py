@@ -300,9 +300,10 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
     }
     fourth = {"model": nn.ModuleDict({"mlp": nn.ModuleDict({"router": stamped(4, 6)})})}
     fourth["model"]["mlp"].fc1_weight = stamped(8, 6, **parallel).weight
+    replicas = {"ddp_model": nn.parallel.DistributedDataParallel(nn.ModuleDict({"fc": nn.Linear(6, 16, bias=False)}))}
     found = []
-    for number, names in enumerate(run("docs/layouts.md", first, second, third, fourth)):
-        if number == 3:
+    for number, names in enumerate(run("docs/layouts.md", first, second, replicas, third, fourth)):
+        if number == 4:
             model = names["model"]
             names["optimizer"] = mm.Muon(list(model.named_parameters()), layouts=names["layouts"])
         found.append({member.name: member.storage.shape for member in names["optimizer"].members})
@@ -314,7 +315,7 @@ def test_the_page_about_layouts(workers: Callable[[int], Pool]) -> None:
     declared = {"layers.0.qkv.weight": (48, 16), "layers.0.proj.weight": (16, 16), "head.weight": (32003, 4096)}
     flat = {"q.weight": (16, 8), "qkv.weight": (96, 8)}
     last = {"mlp.router.weight": (4, 6), "mlp.fc1_weight": (16, 6)}
-    expected = [declared, flat, {"fc.weight": (16, 6)}, last]
+    expected = [declared, flat, {"fc.weight": (16, 6)}, {"fc.weight": (16, 6)}, last]
     assert workers(2).run(shapes_on_the_page_about_layouts) == [expected] * 2
 
 
