@@ -95,7 +95,7 @@ def check_source(source: object) -> None:
     """Raise TypeError unless it is None or can be asked as a `GradientSource`."""
     missing = [
         name
-        for name in ("gradient", "write", "name", "group", "counted", "norm_apart")
+        for name in ("gradient", "write", "name", "group", "counted", "at_momentum", "norm_apart")
         if not callable(getattr(source, name, None))
     ]
     if source is not None and (missing or isinstance(source, type)):
@@ -116,11 +116,10 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
         LayoutError: the gradient lives elsewhere than its parameter.
         TypeError: the gradient is sparse, complex or of a dtype without arithmetic, or on another device.
     """
-    gradient = source.gradient(parameter)
-    return gradient if source.at_momentum(parameter) else _laid_out(name, parameter, gradient)
+    return _laid_out(name, parameter, source.gradient(parameter), source)
 
 
-def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None, source: GradientSource) -> Tensor | None:
     if gradient is None:
         return None
     if (
@@ -133,6 +132,8 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor |
         and not gradient.is_meta
         and parameter.dtype in HELD_DTYPES
     ):
+        return gradient
+    if source.at_momentum(parameter):
         return gradient
     if gradient.is_complex() or parameter.is_complex():
         found = f"a gradient of dtype {gradient.dtype}"
@@ -260,7 +261,7 @@ def own_gradient(name: str, parameter: Tensor, source: GradientSource) -> tuple[
     The local part is contiguous and laid out as the parameter. Where the gradient is not so, both are copies.
     """
     held = source.gradient(parameter)
-    gradient = held if source.at_momentum(parameter) else _laid_out(name, parameter, held)
+    gradient = _laid_out(name, parameter, held, source)
     if gradient is None or held is None:
         return None
     local = local_of(gradient)

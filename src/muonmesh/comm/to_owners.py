@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from muonmesh.comm.agreement import new_group
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
 from muonmesh.comm.storage import Storage, local_of
 from muonmesh.comm.wire import Counts, Transfer, Wire
@@ -179,8 +180,7 @@ class ToOwners(GradientSource):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         if self._links is None or self._links.wire.ranks != ranks:
-            apart = dist.new_group(list(ranks), use_local_synchronization=True)
-            talk, wire = Wire(ranks, group), Wire(ranks, apart)
+            talk, wire = Wire(ranks, group), Wire(ranks, new_group(ranks, "gradients to owners"))
         else:
             talk, wire = self._links.talk, self._links.wire
         buckets = list[list[list[Tensor]]]()

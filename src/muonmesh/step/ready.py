@@ -118,8 +118,10 @@ class ReadyParameters:
 
     def scale(self, number: int) -> float:
         """Return the update scale of a whole matrix; there are few shapes and many pieces."""
-        matrix, group = self.matrix(number), self.group(number)
-        key = group, matrix.rows, matrix.cols
+        assignment = self.plan.assignments[number]
+        matrix, slot = assignment.matrix, self.slots[assignment.parameter]
+        assert slot is not None
+        key = slot.group, matrix.rows, matrix.cols
         found = self._scales.get(key)
         if found is None:
             found = self._scales[key] = self.rule(number).scale(matrix.rows, matrix.cols)
