@@ -47,7 +47,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 EXAMPLES = int(os.environ.get("FUZZ", "2000")) // 50
 """Generated layouts a rule in `make soak`; `make fuzz N=` sets it."""
-FEW = max(1, EXAMPLES // 4)
+FEW = max(1, EXAMPLES // 8)
 """In `make test`, where a rule steps through the layouts below too."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
 from muonmesh.comm.to_owners import ToOwners
+from tests.samples import one_in
 from tests.sent import Sent
 
 FP32: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
@@ -120,9 +122,10 @@ def replicas(wrapped: bool, dtype: torch.dtype, settings: dict[str, Any]) -> tup
     return differing(model, alone(4, settings, dtype)), empty, kept, sum(p.numel() for p in net.parameters())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "ddp"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "wrapped", "dtype"),
+    one_in(5, itertools.product((2, 3, 4), (False, True), (torch.float32, torch.bfloat16))),
+)
 def test_replicas_have_the_bits_of_one_process(workers, ranks: int, wrapped: bool, dtype: torch.dtype) -> None:
     outcomes = workers(ranks).run(replicas, wrapped, dtype, FP32)
     assert all(wrong == [] and empty for wrong, empty, *_ in outcomes)

@@ -270,7 +270,7 @@ class ToOwners(GradientSource):
         dropped = len(self._dropped) % 256
         present = [tensor in self._seen or tensor.grad is not None for tensor in matrices]
         fresh = [tensor.grad is not None and not self._is_reduced(tensor) for tensor in links.shared]
-        told = torch.tensor([rounds, dropped, 255 - dropped, *present, *fresh], dtype=torch.uint8)
+        told = torch.tensor([rounds, dropped, 255 - dropped, *present, *fresh], dtype=torch.uint8, device="cpu")
         told = links.talk.reduce(told.to(_device(links)), dist.ReduceOp.MAX, "the agreement on gradients").cpu()
         most, low, high, *flags = told.tolist()
         if low + high != 255:

@@ -64,7 +64,7 @@ class _Part(NamedTuple):
 
     def real(self) -> Tensor:
         storage = self.block.storage
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
 
     def extent(self) -> tuple[int, int]:
         if 0 in self.size:
@@ -74,7 +74,9 @@ class _Part(NamedTuple):
 
     def bytes(self) -> set[int]:
         wide = self.dtype.itemsize
-        elements = torch.arange(self.extent()[1] // wide).as_strided(self.size, self.stride, self.offset)
+        elements = torch.arange(self.extent()[1] // wide, dtype=torch.int64, device="cpu").as_strided(
+            self.size, self.stride, self.offset
+        )
         return {place * wide + byte for place in elements.flatten().tolist() for byte in range(wide)}
 
     def overlaps(self, other: _Part) -> bool:
@@ -209,7 +211,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._free.remove(block)
             block.life += 1
         else:
-            room = torch.full((-(-size // _ROOM) * _ROOM,), 255, dtype=torch.uint8)  # NaN
+            room = torch.full((-(-size // _ROOM) * _ROOM,), 255, dtype=torch.uint8, device="cpu")  # NaN
             block = _Block("device memory", room.untyped_storage(), stream)
         self._blocks[storage._cdata] = block
         weakref.finalize(storage, self._freed, storage._cdata, block)
@@ -281,7 +283,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, tensor: Tensor) -> Tensor:
         """Let the host wait for a tensor of a device."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._cross(tensor, host, late=False, name="a read by the host")
         return host
 
@@ -312,7 +314,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return crossed
         elif wanted == "cpu":  # empty_like(a tensor there, device="cpu")
             like = tree_map(
-                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, FakeTensor) else x,
+                lambda x: _like(x) if isinstance(x, FakeTensor) else x,
                 args,
             )
             return self._on_host(func, name, like, kwargs)
@@ -392,7 +394,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target is None:
             dtype = kwargs.get("dtype") or source.dtype
             if down:
-                target = torch.empty(source.shape, dtype=dtype)
+                target = torch.empty(source.shape, dtype=dtype, device="cpu")
                 target = self._pin(target) if late else target  # as torch does
             else:
                 with self._fake:
@@ -469,10 +471,14 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
         yield value, argument.alias_info is not None and argument.alias_info.is_write
 
 
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
 def _as_fake(value: Any) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return _like(value)
 
 
 def _where(name: str) -> str:
