@@ -37,6 +37,8 @@ class CoefficientSet:
         deflated: How many of the largest singular values are first brought down to the smallest of them. The matrix is
             then divided by ‖(X Xᵀ)²‖^¼ (Frobenius), a nearer bound of the largest one, instead of by its norm. It takes
             `DEFLATED_FROM_ROWS` rows; smaller matrices are given the set "polar_express".
+        finish: What a CPU applies after the polynomials where their result shows that it must, if as many steps are
+            taken as of `steps`: see `_Iteration.finish`.
         steps: How many steps are taken where nobody says.
         gram_steps: With how many steps the Gram form is as accurate in bf16 as the steps one by one [tested]. Others
             amplify what is near 1 in every step, and the rounding with it.
@@ -47,6 +49,7 @@ class CoefficientSet:
     preconditioner: Literal["none", "aol"] = "none"
     rational: tuple[float, float, float] | None = None
     deflated: int = 0
+    finish: tuple[Polynomial, ...] = ()
     steps: int = 5
     gram_steps: range = range(0)
 
@@ -138,6 +141,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
         ),
         "repeat_last",
         deflated=64,
+        finish=(_POLAR_EXPRESS_LIMIT, _POLAR_EXPRESS_LIMIT),
         steps=3,
         gram_steps=range(3, 4),
     ),
@@ -159,6 +163,12 @@ def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[
     if rows >= DEFLATED_FROM_ROWS or not (isinstance(coefficients, str) and coefficient_set(coefficients).deflated):
         return coefficients, steps
     return "polar_express", len(coefficient_schedule(coefficients, steps)) + 2
+
+
+def finish_of(coefficients: Coefficients, steps: int | None) -> tuple[Polynomial, ...]:
+    """Return what may follow the polynomials on a CPU: nothing where somebody asks for another number of steps."""
+    chosen = coefficient_set(coefficients)
+    return chosen.finish if steps in (None, chosen.steps) else ()
 
 
 def register_coefficients(name: str, chosen: CoefficientSet) -> None:

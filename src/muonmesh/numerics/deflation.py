@@ -40,21 +40,48 @@ def deflate(x: Tensor, vectors: int) -> None:
 
     def each() -> None:
         for one in x.unbind():  # in fp32 a batch has other bits than a matrix alone
-            if x.dtype != torch.bfloat16 or kernels.multiplies_bf16():
-                _deflate(one, one, vectors)
-            else:
-                wide = scratch("deflated", one.shape, dtype=torch.float32, device=x.device)
-                _deflate(wide.copy_(one), one, vectors)
+            _deflate(_multiplied(one), one, vectors)
 
     run_on_one_thread(each, device=x.device)
 
 
-def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
+def departure(x: Tensor, times: float, vectors: int) -> float:
+    """Estimate the mean of (1 − σ²)² over the singular values σ of one matrix, (rows, cols), divided by `times`.
+
+    It is ‖(1 − X Xᵀ) Ω‖² / (rows · vectors), where Ω has random signs (Hutchinson's estimate), with thin products. On a
+    CPU, on one thread.
+    """
+    found = 0.0
+
+    def measure() -> None:
+        nonlocal found
+        wide = _multiplied(x)
+        probe = _probe(wide, vectors)
+        with exact_fp32(torch.promote_types(x.dtype, torch.float32)):
+            # Divided twice: the square of a small number may vanish.
+            rest = (wide @ (probe @ wide).div_(times).mT).to(torch.promote_types(x.dtype, torch.float32)).div_(times)
+            found = rest.sub_(probe.mT).square_().mean().item()
+
+    run_on_one_thread(measure, device=x.device)
+    return found
+
+
+def _multiplied(x: Tensor) -> Tensor:
+    """Return a matrix, or a copy in fp32 where a processor multiplies no bf16."""
+    if x.dtype != torch.bfloat16 or kernels.multiplies_bf16():
+        return x
+    return scratch("deflated", x.shape, dtype=torch.float32, device=x.device).copy_(x)
+
+
+def _probe(x: Tensor, vectors: int) -> Tensor:
     rows = x.shape[-2]
+    return keep(("signs", rows, vectors, x.dtype, x.device), lambda: signs(vectors, rows).to(x.device, x.dtype))
+
+
+def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
     exact = torch.promote_types(x.dtype, torch.float32)
     with exact_fp32(exact):
-        probe = keep(("signs", rows, vectors, x.dtype, x.device), lambda: signs(vectors, rows).to(x.device, x.dtype))
-        y = x @ (probe @ x).mT
+        y = x @ (_probe(x, vectors) @ x).mT
         basis, _ = torch.linalg.qr(y.to(exact))
         inside = basis.to(x.dtype).mT @ x
         rest = inside.to(exact)
