@@ -136,25 +136,12 @@ def members_of(
                 names[part, () if storage.layout is None else tuple(storage.layout.ranks)] += 1
                 if storage.layout is not None:
                     sets.append(storage.layout.ranks)
-    for (name, _), count in names.items():
-        if count > 1:
-            error = error or LayoutError(
-                explain_error(
-                    name,
-                    f"{count} parameters of this name",
-                    "a name of its own for each, by which ranks and checkpoints know it",
-                    'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."',
-                )
-            )
+    error = error or _named_alike(names)
     if isinstance(source, ToOwners):
-        matrices = [n for n, m in enumerate(members) if is_matrix_rule(groups[m.group]["algorithm"])]
         try:
-            places = source.place([(members[n].name, members[n].tensor, members[n].storage) for n in matrices])
+            members = _with_momentum_at_owners(members, groups, source)
         except LayoutError as found:
-            error, places = error or found, []
-        for number, place in zip(matrices, places, strict=False):
-            there = source.at_momentum(members[number].tensor)
-            members[number] = replace(members[number], momentum_storage=place, at_momentum=there)
+            error = error or found
     sets += sets_without_tensor(unknown)
     if not any(len(ranks) > 1 for ranks in sets):  # nobody to ask
         error = error or unknown_matrix(members)
@@ -164,6 +151,30 @@ def members_of(
         needed = "names of parameters in the groups, of all that this rank holds some of"
         error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
+
+
+def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutError | None:
+    """Return the error of the first name that several parameters of the same ranks have."""
+    for (name, _), count in names.items():
+        if count > 1:
+            found, needed = f"{count} parameters of this name", "a name of its own for each, by which ranks and "
+            needed += "checkpoints know it"
+            write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
+            return LayoutError(explain_error(name, found, needed, write))
+    return None
+
+
+def _with_momentum_at_owners(
+    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], source: ToOwners
+) -> list[Member]:
+    """Return the members with the momentum of matrices, and their gradients, where the source adds these up."""
+    matrices = [n for n, m in enumerate(members) if is_matrix_rule(groups[m.group]["algorithm"])]
+    places = source.place([(members[n].name, members[n].tensor, members[n].storage) for n in matrices])
+    found = list(members)
+    for number, place in zip(matrices, places, strict=True):
+        there = source.at_momentum(found[number].tensor)
+        found[number] = replace(found[number], momentum_storage=place, at_momentum=there)
+    return found
 
 
 def unknown_matrix(members: Sequence[Member]) -> Exception | None:
