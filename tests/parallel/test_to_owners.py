@@ -342,3 +342,27 @@ def resumed(folder: str) -> list[str]:
 
 def test_a_checkpoint_goes_on_with_the_same_bits(workers, tmp_path) -> None:
     assert workers(3).run(resumed, str(tmp_path / "saved")) == [[]] * 3
+
+
+def limited() -> dict[str, tuple[float, float]]:
+    """Return the running norm of each matrix after a step clipped per matrix, and the norm of its mean gradient."""
+    model, twin, rank = Net(), Net(), dist.get_rank()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    for net in (model, twin):
+        loss_of(net(tokens(0, rank))).backward()
+    optimizer.clip_grad_norm_(1.0, policy="per_matrix")
+    optimizer.step()
+    found = {}
+    for name, parameter in model.named_parameters():
+        if "running_norm" in optimizer.state[parameter]:
+            mean = twin.get_parameter(name).grad.clone()
+            dist.all_reduce(mean)
+            norm = float((mean / dist.get_world_size()).double().norm())
+            found[name] = float(optimizer.state[parameter]["running_norm"]), norm
+    return found
+
+
+def test_clipping_by_matrix_reads_gradients_where_they_are(workers) -> None:
+    for found in workers(2).run(limited):
+        assert len(found) == 6
+        assert [norm for norm, _ in found.values()] == pytest.approx([true for _, true in found.values()], rel=1e-5)

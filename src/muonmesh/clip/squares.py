@@ -118,7 +118,9 @@ def add_squares(
             places.append(half)
             parts.append(part)
             copies.append(member.gradient_storage.copies)
-    for matrix, (assignment, pieces) in enumerate(zip(planned.plan.assignments, planned.holdings, strict=True)):
+    for matrix, (assignment, pieces) in enumerate(
+        zip(planned.plan.assignments, planned.gradient_holdings, strict=True)
+    ):
         if assignment.parameter in gradients:
             member = planned.muon[assignment.parameter]
             assert member is not None
