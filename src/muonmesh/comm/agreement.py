@@ -24,11 +24,11 @@ _announced: Counter[tuple[int, ...]] = Counter()
 """How often this process has announced each set of ranks. All ranks of a set announce it the same number of times, so
 the number tells one announcement from the next."""
 
-_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+_made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made of each set of ranks; equal on all ranks of the set."""
 
-_kept: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-"""The groups it has made."""
+_kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""The groups in which optimizers step."""
 
 
 class View(NamedTuple):
@@ -239,27 +239,28 @@ def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> d
     for candidate in (*candidates, dist.group.WORLD):
         if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
             return candidate
-    return new_group(ranks, "the steps")
-
-
-def new_group(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
-    """Return a process group of our own for a purpose, made at its first use by its members alone."""
-    key = purpose, tuple(sorted(ranks))
+    key = tuple(sorted(ranks))
     if _kept.get(key) not in distributed_c10d._world.pg_map:  # there is none, or it has been destroyed
-        with _same_name(key):
-            _kept[key] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        _kept[key] = new_group(ranks)
     return _kept[key]
 
 
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new process group, made by its members alone; all of them call this."""
+    key = tuple(sorted(ranks))
+    with _same_name(key):
+        return dist.new_group(key, use_local_synchronization=True)
+
+
 @contextmanager
-def _same_name(key: tuple[str, tuple[int, ...]]) -> Iterator[None]:
+def _same_name(ranks: tuple[int, ...]) -> Iterator[None]:
     """Let all ranks give a new group the same name.
 
     With local synchronization torch makes the name of the ranks and the number of groups that this process is in.
     Where one member is in more groups than another, they would wait for each other under different names for ever.
     """
-    name = f"muonmesh {key} {_made[key]}"
-    _made[key] += 1
+    name = f"muonmesh {ranks} {_made[ranks]}"
+    _made[ranks] += 1
     honest = getattr(distributed_c10d, "_hash_ranks_to_str", None)
     if honest is None:
         yield

@@ -38,7 +38,7 @@ class _Links:
 
     Attributes:
         talk: Small reductions at the same point of every rank's program.
-        wire: The gradients. A rank may send some earlier than others do, so they have a group of their own.
+        wire: The gradients. A rank may send some earlier than others do, so every source has a group of its own.
         buckets: For each bucket and each rank of the wire the matrices that it owns, in the order of all buckets.
         shared: The parameters that every replica steps, AdamW's.
         names: Of all of these.
@@ -180,7 +180,7 @@ class ToOwners(GradientSource):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         if self._links is None or self._links.wire.ranks != ranks:
-            talk, wire = Wire(ranks, group), Wire(ranks, new_group(ranks, "gradients to owners"))
+            talk, wire = Wire(ranks, group), Wire(ranks, new_group(ranks))
         else:
             talk, wire = self._links.talk, self._links.wire
         buckets = list[list[list[Tensor]]]()
@@ -274,6 +274,7 @@ class ToOwners(GradientSource):
         told = links.talk.reduce(told.to(_device(links)), dist.ReduceOp.MAX, "the agreement on gradients").cpu()
         most, low, high, *flags = told.tolist()
         if low + high != 255:
+            self._even_out(links, len(self._dropped) + rounds)
             found = "gradients that zero_grad() dropped on some of the ranks and not on others"
             write = "Call zero_grad() on all of them"
             raise PlanError(explain_error("the gradients", found, "the same on every replica", write))
@@ -293,6 +294,19 @@ class ToOwners(GradientSource):
                 self._add(links, each, some)
         self._ready, self._seen = set(), set()
         self._average(links, [tensor for tensor, flag in zip(links.shared, fresh, strict=True) if flag])
+
+    def _even_out(self, links: _Links, rounds: int) -> None:
+        """Let all ranks send as often, and drop what arrives, so that the next gradients meet their own kind."""
+        told = torch.tensor([rounds], device=_device(links))
+        most = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on rounds")
+        while len(self._dropped) < int(most):
+            while len(self._sent) < len(links.buckets):
+                self._send(links)
+            self._dropped.append(self._sent)
+            self._sent = []
+        for transfer in itertools.chain(*self._dropped):
+            links.wire.finish(transfer.transfer)
+        self._dropped, self._ready, self._seen = [], set(), set()
 
     def _add(self, links: _Links, sent: _Sent, present: set[Tensor]) -> None:
         """Add up what has arrived for this rank's matrices."""
