@@ -249,7 +249,8 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a new process group, made by its members alone; all of them call this."""
     key = tuple(sorted(ranks))
     with _same_name(key):
-        return dist.new_group(key, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(key, use_local_synchronization=True)
+    return made
 
 
 @contextmanager
