@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import muonmesh as mm
+from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules.registry import Algorithm
 from muonmesh.testing import Race, SimulatedDevice
 
@@ -26,7 +30,10 @@ SCALES = {0: 2.0**10, 1: 2.0**10, 2: 2.0**9}  # of a GradScaler, after an overfl
 
 
 class Case(NamedTuple):
-    """What is stepped: settings of the optimizer, clipping, dtype of the weights, and whether a GradScaler is used."""
+    """What is stepped: settings of the optimizer, clipping, dtype of the weights, and whether a GradScaler is used.
+
+    ``layout`` says what each rank holds: all ("local" and "replicas"), or its rows ("sharded").
+    """
 
     settings: Mapping[str, Any] = {}
     policy: str | None = None
@@ -35,13 +42,16 @@ class Case(NamedTuple):
     missing: bool = False
     device: str = "cuda:0"
     rule: str = "muon"
+    metrics: bool = False
+    layout: str = "local"
 
 
 class Found(NamedTuple):
-    """Weights and state after the steps; races, and how often the host waited within the steps after the first."""
+    """Weights and state after the steps; races; and where the host waited, in the first step and in those after it."""
 
     tensors: dict[str, Tensor]
     races: list[Race]
+    waited_at_first: set[str]
     waits: dict[str, int]
 
 
@@ -59,26 +69,38 @@ CASES = {
     "scaler": Case(scaled=True),
     "scaler, state on the host": Case({"state_device": "cpu"}, policy="all", scaled=True),
     "missing gradients": Case(missing=True),
+    "metrics, state on the host": Case({"state_device": "cpu"}, metrics=True),
     "another device than the current": Case(device="cuda:1"),
     "another device, state on the host": Case({"state_device": "cpu"}, policy="per_matrix", device="cuda:1"),
 }
 
 
-def values(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a tensor for each parameter."""
+def values(seed: int, case: Case) -> dict[str, Tensor]:
+    """Return what this rank holds of a tensor for each parameter."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, _) in PARAMETERS.items()}
+    whole = {n: torch.randn(shape, generator=generator).to(case.dtype) for n, (shape, _) in PARAMETERS.items()}
+    return {name: held(tensor, case) for name, tensor in whole.items()}
 
 
-def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> dict[str, Tensor]:
-    """Step, and return weights and state on the host. All gradients are on the device before the first step."""
-    parameters = {name: nn.Parameter(value.to(device)) for name, value in values(0, case.dtype).items()}
-    given = [{n: v.to(device) for n, v in values(1 + step, case.dtype).items()} for step in range(STEPS)]
+def held(tensor: Tensor, case: Case) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()].clone() if case.layout == "sharded" else tensor
+
+
+def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tuple[dict[str, Tensor], set[str]]:
+    """Step, and return weights and state on the host, and where it waited in the first step.
+
+    All gradients are on the device before it.
+    """
+    at_first = set[str]()
+    parameters = {name: nn.Parameter(value.to(device)) for name, value in values(0, case).items()}
+    given = [{n: v.to(device) for n, v in values(1 + step, case).items()} for step in range(STEPS)]
+    first = case.layout == "local" or dist.get_rank() == 0
     if case.scaled:
         given = [{n: g * SCALES[step] for n, g in some.items()} for step, some in enumerate(given)]
-        given[1]["wide"][3, 5] = torch.inf
+        given[1]["wide"][0, 5] = torch.inf  # on one rank or on all, but rank 0 alone is told
         scales = [torch.tensor(SCALES[step]).to(device) for step in range(STEPS)]
-        infinite = [torch.tensor(float(step == 1)).to(device) for step in range(STEPS)]
+        infinite = [torch.tensor(float(step == 1 and first)).to(device) for step in range(STEPS)]
     matrices = {name: how for name, (_, how) in PARAMETERS.items() if how is not None}
     muon = {"name": "muon", "algorithm": case.rule, "matrices": list(matrices.values())}
     groups = [
@@ -92,36 +114,59 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> dict
         "bucket_cap_mb": 0.001,
         **case.settings,
     }
-    optimizer = mm.Muon(groups, lr=0.02, weight_decay=0.1, process_group="local", **settings)
+    if case.layout == "sharded":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        settings["layouts"] = {name: (mesh, [Shard(0)], shape) for name, (shape, _) in PARAMETERS.items()}
+    elif case.layout == "replicas":
+        settings["process_group"] = "world"
+    optimizer = mm.Muon(groups, lr=0.02, weight_decay=0.1, **{"process_group": "local", **settings})
     if device == "cpu":  # the operations of a device; but the host waits, and so asks before it writes
         optimizer._runtime.together = True
     for step, some in enumerate(given):
         for name, parameter in parameters.items():
             parameter.grad = None if case.missing and step and name in ("wide", "bias") else some[name]
         if found is not None and step == 1:
+            at_first.update(found.waits)
             found.waits.clear()
         if case.scaled:  # what GradScaler.step sets on an optimizer that scales by itself
             optimizer.grad_scale, optimizer.found_inf = scales[step], infinite[step]  # type: ignore[attr-defined]
         if case.policy is not None:
             optimizer.clip_grad_norm_(0.5, policy=case.policy)
         optimizer.step()
+        figures = optimizer.metrics() if case.metrics else {}
     waited = dict(found.waits) if found is not None else {}
     optimizer.finish()
     tensors = {
-        f"{name}/{key}": value.detach().cpu().clone()
+        f"{name}/{key}": local_of(value).detach().cpu().clone()
         for name, parameter in parameters.items()
         for key, value in optimizer.state[parameter].items()  # before the weights, whose reading waits for all
         if isinstance(value, Tensor)
     }
+    tensors.update({name: torch.as_tensor(value).cpu() for name, value in figures.items()})
     tensors.update({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
     if found is not None:
         found.waits.clear()
         found.waits.update(waited)
-    return tensors
+    return tensors, at_first
+
+
+def expected(case: Case) -> dict[str, Tensor]:
+    """Step on the CPU."""
+    return steps(case, "cpu")[0]
 
 
 def simulated(case: Case, seed: int) -> Found:
     """Step on a simulated device."""
     with SimulatedDevice(seed, devices=2, raises=False) as device:
-        tensors = steps(case, case.device, device)
-    return Found(tensors, list(device.races), dict(device.waits))
+        tensors, at_first = steps(case, case.device, device)
+    return Found(tensors, list(device.races), at_first, dict(device.waits))
+
+
+def differing(case: Case, found: Found) -> list[str]:
+    """Return which tensors differ by more than the last bits, in which torch's own operations differ."""
+    rounding = 0.02 if case.dtype == torch.bfloat16 else 1e-5
+    numbers = expected(case)
+    if numbers.keys() != found.tensors.keys():
+        return sorted(numbers.keys() ^ found.tensors.keys())
+    errors = {key: (found.tensors[key].double() - value.double()).norm() for key, value in numbers.items()}
+    return [key for key, error in errors.items() if not float(error) <= rounding * float(numbers[key].double().norm())]

@@ -40,6 +40,7 @@ ONE_PROCESS = (
     "docs/variants.md",
     "docs/performance.md",
     "docs/migrating.md",
+    "docs/internals/simulated.md",
 )
 RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md")
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
@@ -179,6 +180,12 @@ def test_the_page_about_clipping() -> None:
 def test_the_page_about_performance() -> None:
     *_, names = run("docs/performance.md", {})
     assert names["run"].launches > 0
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_the_page_about_the_simulated_device() -> None:
+    (names,) = run("docs/internals/simulated.md", {})
+    assert names["host"].tolist() == [1.0] * 4
 
 
 def test_the_page_about_migrating() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import Piece, Plan
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.numerics.kernels.zeros import can_mark, mark_nonzero
+from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
+from muonmesh.numerics.kernels.zeros import mark_nonzero
 from muonmesh.step.planning import Holdings
 from muonmesh.step.slots import Slot, view_in_storage
 
@@ -71,3 +72,9 @@ def _gradient(slot: Slot | None) -> Tensor | None:
 def _any_nonzero(slot: Slot | None, parts: Sequence[Piece]) -> bool:
     gradient = _gradient(slot)
     return gradient is not None and any(bool(view_in_storage(gradient, piece).any()) for piece in parts)
+
+
+def can_mark(gradients: Sequence[Tensor]) -> bool:
+    """Whether `mark_nonzero` takes these: contiguous, and of dtypes that Triton reads."""
+    known = {gradient.dtype for gradient in gradients} <= set(DTYPES)
+    return known and is_usable(gradients[0].device) and all(map(Tensor.is_contiguous, gradients))

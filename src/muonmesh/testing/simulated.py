@@ -107,8 +107,8 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """CUDA devices of numbers on a machine without CUDA: ``with SimulatedDevice(seed=0): ...``.
 
     Streams run late, in an order that the seed draws. Within the context ``torch.cuda`` speaks of these devices and
-    ``tensor.to("cuda:0")`` copies to one. Products and elementwise operations are torch's own for a CPU; no kernel of
-    Triton's runs. Nothing else may use torch meanwhile.
+    ``tensor.to("cuda:0")`` copies to one. Products and elementwise operations are torch's own for a CPU. Kernels in
+    Triton run if its interpreter does (``TRITON_INTERPRET=1``). Nothing else may use torch meanwhile.
 
     Args:
         seed: Of the order.
@@ -139,6 +139,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> SimulatedDevice:
         """Let torch have these devices."""
+        installed = toolchain.is_installed()
         with ExitStack() as stack:
             stack.enter_context(
                 pretended_cuda(
@@ -154,7 +155,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 (Tensor, "tolist", self._reading(Tensor.tolist)),
                 (Tensor, "numpy", self._reading(Tensor.numpy)),
                 (Tensor, "record_stream", lambda tensor, stream: self._part(tensor).block.recorded.add(stream)),
-                (toolchain, "is_installed", lambda: False),
+                (toolchain, "is_installed", lambda: installed and toolchain.is_interpreted()),
             ):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, other)

@@ -30,11 +30,10 @@ def is_usable(device: torch.device) -> bool:
     if device.type == "cuda" and not torch.cuda.is_available():
         return True
     try:
-        from muonmesh.numerics.kernels import lines
+        from muonmesh.numerics.kernels.zeros import mark_nonzero
 
         one, found = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
-        table = torch.tensor([one.data_ptr(), 0, 0, 1], dtype=torch.int64, device=device)
-        lines.finding_nonzero(table, 1, 1, found, one.dtype).run(device)
+        mark_nonzero([one], [0], found)
     except Exception as error:  # compilers, drivers and loaders each raise their own
         warnings.warn(
             f"triton: found a package that runs no kernel on {device} ({type(error).__name__}: {error}); needed one "

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import pinned
 from muonmesh.numerics.kernels.portions import LOOKED
-from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 
 _library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -18,17 +17,11 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-def can_mark(gradients: Sequence[Tensor]) -> bool:
-    """Whether `mark_nonzero` takes these: contiguous, and of dtypes that Triton reads."""
-    known = {gradient.dtype for gradient in gradients} <= set(DTYPES)
-    return known and is_usable(gradients[0].device) and all(map(Tensor.is_contiguous, gradients))
-
-
 def mark_nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> None:
     """Write 1 to the entry of each gradient with an element that is not zero, or is NaN; leave the other entries.
 
     Args:
-        gradients: Contiguous; bf16, fp16 or fp32; on one device.
+        gradients: Contiguous; of `toolchain.DTYPES`; on one device.
         entries: The entry of each; several may share one.
         found: int32 (n,) on that device.
     """
