@@ -26,20 +26,19 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint import folder as checkpoint_folder
-from muonmesh.cli import launch as launcher
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import latest_step
 from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Split, Survey, Windows, prepare_corpus, standard_library
 from muonmesh.cli.documents import find_files
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.launch import Interrupted, RankFailed, launch
+from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
 from muonmesh.cli.settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
 from muonmesh.cli.training import learning_rate_factor
 from muonmesh.cli.worker import TIMEOUT, seconds_to_wait, work
+from muonmesh.errors import FileError
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
 STEPS = 12
@@ -183,7 +182,6 @@ def summary(name: str, losses: list[float]) -> TrainingSummary:
         tokens_per_second=100.0,
         forward_backward=0.8,
         optimizer=0.1,
-        communication=0.1,
     )
 
 
@@ -339,34 +337,6 @@ def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: s
     assert dict(os.environ) == environment, "a torchrun that this process starts has another launcher"
 
 
-def finish_after_a_hangup(run: str) -> None:
-    """What a rank does that finishes its step when the terminal of its launcher is closed."""
-    heard: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    (Path(run) / f"ready-{os.environ['RANK']}").touch()
-    while not all((Path(run) / f"ready-{rank}").exists() for rank in range(2)):
-        time.sleep(0.01)
-    if os.environ["RANK"] == "0":
-        os.kill(os.getppid(), signal.SIGHUP)
-    while not heard:
-        time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_ranks_that_are_copies_end_when_they_have_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes a copy that returns wait for a launcher that, once it was asked to stop, waits for the copy."""
-    monkeypatch.setattr(launcher, "SECONDS_TO_STOP", 30)
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # so that what `launch` writes there is taken back
-    start = time.monotonic()
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and `launch` leaves it so
-    try:
-        with pytest.raises(Interrupted):
-            launch(tmp_path, ranks=2, worker=finish_after_a_hangup)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert time.monotonic() - start < 30
-
-
 def test_a_rank_collects_garbage_again_once_all_is_imported(tmp_path: Path) -> None:
     """What is imported is set aside; the models that come and go after it are not."""
     try:
@@ -382,7 +352,7 @@ def test_a_rank_collects_garbage_again_once_all_is_imported(tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
 def test_a_time_to_wait_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMEOUT, text)
-    with pytest.raises(RunError, match=f"found {text!r}; needed a number of seconds above 0"):
+    with pytest.raises(FileError, match=f"found {text!r}; needed a number of seconds above 0"):
         seconds_to_wait()
     monkeypatch.setenv(TIMEOUT, "0.5")
     assert seconds_to_wait() == timedelta(seconds=0.5)
@@ -515,12 +485,12 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_shares_of_a_step_add_up_to_the_step(finished: Path) -> None:
+def test_the_parts_of_a_step_are_measured(finished: Path) -> None:
     for record in read_metrics(finished):
         if "loss" in record:
-            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer", "communication")]
+            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer")]
             assert min(parts) > 0
-            assert sum(parts) == pytest.approx(record["step_seconds"], rel=0.02)
+            assert sum(parts) <= record["step_seconds"]
 
 
 @pytest.mark.slow

@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 from muonmesh.cli import worker
 from muonmesh.cli.app import app
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.settings import LATER, Settings, load_settings
 from muonmesh.cli.sweep import figures, finished, parse_sweep, write_sweep
 from muonmesh.cli.tokenizer import load_tokenizer
+from muonmesh.cli.training import StopRequest
 from muonmesh.errors import FileError
 from tests.workers import Pool
 
@@ -337,7 +337,6 @@ WRONG = {
     "--resume auto": r"--resume auto: found no --out beside it",
     "--compile --parallel tp": r"--compile: found --parallel tp; needed ddp, fsdp or hsdp",
     "--checkpoint-activations --model {folder}/reformer.json": r"ReformerModelWithLMHead .* cannot compute its layers",
-    "--log tensorboard": r"--log tensorboard: found no tensorboard. Write: pip install 'muonmesh\[tensorboard\]'",
     "--data {folder}/rows.parquet": r"rows.parquet: needs pyarrow.* Write: pip install 'muonmesh\[data\]'",
     "--seeds 0,1": r"--seeds 0,1: found no --sweep beside it. Write: --sweep lr=0.006 --seeds 0,1",
     "--sweep rate=1": r"--sweep rate=1: found 'rate'; needed learning rates. Write: --sweep lr=",
@@ -352,8 +351,7 @@ WRONG = {
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # As where neither is installed.
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    # As where it is not installed.
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     folder = tmp_path / "folder"

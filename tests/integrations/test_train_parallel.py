@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.cli.export import save_momentum
-from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import build_model, check_model, parallelise
 from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
-from muonmesh.cli.training import Training
+from muonmesh.cli.training import StopRequest, Training
 from tests.workers import Pool
 
 RANKS = 4
@@ -186,29 +182,12 @@ def test_every_layout_learns_what_ddp_learns(parallel: Parallel, finished: Calla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [*NEW, "ddp"])
-def test_the_shares_of_a_step_add_up_and_waiting_is_seen(
-    parallel: Parallel, finished: Callable[[Parallel], Path]
-) -> None:
+def test_the_parts_of_a_step_are_measured(parallel: Parallel, finished: Callable[[Parallel], Path]) -> None:
     for record in read_metrics(finished(parallel)):
         if "loss" in record:
-            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer", "communication")]
+            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer")]
             assert min(parts) > 0
-            assert sum(parts) == pytest.approx(record["step_seconds"], rel=0.02)
-
-
-@pytest.mark.slow
-def test_waiting_for_the_other_ranks_of_a_layer_is_communication(pool: Pool) -> None:
-    assert min(pool.run(seconds_waited_for_rank_0)[1:]) > 0.2
-
-
-def seconds_waited_for_rank_0() -> float:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    clock = CollectiveClock(torch.nn.Identity())
-    if dist.get_rank() == 0:
-        time.sleep(0.4)
-    with clock:
-        DTensor.from_local(torch.ones(4), mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local().sum()
-    return clock.take()
+            assert sum(parts) <= record["step_seconds"]
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from muonmesh.cli import failure, terminal
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.failure import RunError, forget_rooms, make_room, read_failures, record_failure
+from muonmesh.cli.failure import first_failure, make_room, record_failure
 from muonmesh.cli.lock import LOCK_FILE, RunLock
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.model import check_memory, check_model, host_memory, least_memory
@@ -288,7 +287,7 @@ def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path
 def test_a_model_larger_than_the_memory_is_told_its_size() -> None:
     settings = Settings(out="x", model="llama", ranks=2)
     with pytest.raises(
-        RunError, match=r"--model llama: 6,500\.0M parameters on 2 ranks need at least 78\.3 GB; found 24"
+        FileError, match=r"--model llama: 6,500\.0M parameters on 2 ranks need at least 78\.3 GB; found 24"
     ):
         check_memory(6_500_000_000, settings, memory=24 * 10**9)
     check_memory(1_000_000, settings)
@@ -346,7 +345,7 @@ def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
     with RunLock(run, option="--out"):
         (run / "config.json").write_text("{}")
         for option in ("--out", "--resume"):
-            with pytest.raises(FileError, match=rf"{option} .*run: process {os.getpid()} is training there"):
+            with pytest.raises(FileError, match=rf"{option} .*run: another process is training there"):
                 RunLock(run, option=option).__enter__()
     with RunLock(run, option="--resume"):
         pass
@@ -368,7 +367,7 @@ def test_a_lock_of_a_dead_process_does_not_matter(tmp_path: Path) -> None:
 
 def test_a_directory_that_nothing_was_written_to_goes_again(tmp_path: Path) -> None:
     with RunLock(tmp_path / "deep" / "run", option="--out"):
-        assert (tmp_path / "deep" / "run" / LOCK_FILE).read_text() == f"{os.getpid()}\n"
+        assert (tmp_path / "deep" / "run" / LOCK_FILE).is_file()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "empty").mkdir()
     with RunLock(tmp_path / "empty", option="--out"):
@@ -408,45 +407,26 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "thesis").exists()
 
 
-@pytest.mark.soak
-def test_a_process_that_looks_sees_that_its_launcher_is_gone(tmp_path: Path) -> None:
-    """What is left to systems that send no signal."""
-    looks = (
-        "import os; from muonmesh.cli import lifeline; print(os.getpid(), flush=True); lifeline._watch(os.getppid())"
-    )
-    starts = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(100)"
-    launcher = subprocess.Popen([sys.executable, "-c", starts, looks], stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    process = int(launcher.stdout.readline())
-    time.sleep(0.2)
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{process}").exists() and "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 # --- failures and terminals -------------------------------------------------------------------------------------------
 
 
 def test_an_error_is_written_into_the_room_that_was_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / failure.FOLDER).mkdir()
     make_room(tmp_path, 2)
-    assert read_failures(tmp_path) == []
-    record_failure(tmp_path, 1, RunError("the disk is full"))
-    assert (tmp_path / "errors" / "rank-1.json").stat().st_size == failure.ROOM
-    assert [str(found) for found in read_failures(tmp_path)] == ["the disk is full"]
+    assert first_failure(tmp_path) is None
+    record_failure(tmp_path, 1, FileError("the disk is full"))
+    assert (tmp_path / failure.FOLDER / "1").stat().st_size == failure.ROOM
+    assert first_failure(tmp_path) == "the disk is full"
     try:
         raise KeyError("é" * 3000)
     except KeyError as error:
         record_failure(tmp_path, 0, error)
-    first, second = read_failures(tmp_path)
-    assert (first.rank, second.rank, second.kind) == (1, 0, "KeyError")
-    assert "Traceback" in str(second)
-    (tmp_path / "errors" / "rank-1.json").write_text('{"rank": 1, "ti')  # a disk that was full
-    assert [found.rank for found in read_failures(tmp_path)] == [0]
-    forget_rooms(tmp_path)
-    assert [path.name for path in (tmp_path / "errors").iterdir()] == ["rank-0.json"]
+    assert first_failure(tmp_path) == "the disk is full", "the other came of it"
+    (tmp_path / failure.FOLDER / "1").write_text('[1, "ti')  # a disk that was full
+    told = first_failure(tmp_path)
+    assert told is not None
+    assert told.startswith("Traceback")
+    assert "\n\nrank 0: KeyError: " in told
 
 
 class Closed(io.StringIO):

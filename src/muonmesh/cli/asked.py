@@ -83,7 +83,6 @@ def _new(values: dict[str, Any], given: set[str]) -> Settings:
     model = _model(values, given)
     worked_out = {
         "data": tuple(values["data"] or ()),
-        "log": tuple(dict.fromkeys(values["log"] or ())),
         "model": model,
         "vocab": _vocabulary(values, given),
         "device": device,

@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING
 
 import muonmesh as mm
 from muonmesh.cli.configuration import PRESETS, configuration, fields_of
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.model import build_model
+from muonmesh.errors import FileError
 from muonmesh.layout import MatrixSpec
 
 
@@ -69,7 +69,7 @@ def blueprint(model: str, *, vocab: int, seq: int) -> list[Part]:
         fields = KNOWN[model]
     elif "/" not in model and not model.endswith(".json") and not Path(model).exists() and model not in PRESETS:
         if model not in CONFIG_MAPPING:
-            raise RunError(
+            raise FileError(
                 f"--model {model}: found no file, folder or model of this name; needed a config.json, a folder with "
                 f"one, a model type such as gpt2, or one of {', '.join((*KNOWN, *PRESETS))}. Write: --model deepseek-v3"
             )

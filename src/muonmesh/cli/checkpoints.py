@@ -19,7 +19,6 @@ from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.cli.engine import Engine
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.settings import Optimizer
 from muonmesh.errors import FileError
 
@@ -51,7 +50,7 @@ class Checkpoints:
             found[0] = latest_step(self.directory)
             broken = [path for step, path in numbered(self.directory, STEP) if step > (found[0] or 0)]
             if broken and found[0] is None:
-                raise RunError(
+                raise FileError(
                     f"{broken[0]}: found files missing or cut off, and no whole checkpoint beside it; needed one. "
                     f"{REMEDY}"
                 )
@@ -90,7 +89,7 @@ class Checkpoints:
 
         def refuse_older() -> None:
             if (found_at(folder) / OLDER_FILE).is_file():
-                raise RunError(
+                raise FileError(
                     f"{folder}: found {OLDER_FILE}, which a version before 0.1 wrote; needed {SETTINGS_FILE}. Finish "
                     "the run with that version and --export, and go on from there with --init"
                 )
@@ -120,12 +119,12 @@ def check_finite(engine: Engine, kept: str) -> None:
     """Make sure that all that this rank would save is finite.
 
     Raises:
-        RunError: naming the first tensor that is not; ``kept`` is said too.
+        FileError: naming the first tensor that is not; ``kept`` is said too.
     """
     for record in engine.saved.checkpoint_records():
         for name, share in record.shares():
             if any(wrong_numbers(name, box) for box in share.boxes.values()):
-                raise RunError(
+                raise FileError(
                     f"{name}: not finite, so it is not saved. {kept}. Start again with a lower --lr or --adamw-lr"
                 )
 

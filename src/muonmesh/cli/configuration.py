@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID
 from muonmesh.errors import FileError
 from muonmesh.files import is_finite, is_whole, read_json
@@ -57,9 +56,9 @@ def model_config(model: str, *, vocab: int, seq: int, end_of_text: int = END_OF_
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and longest < seq:
-        raise RunError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
+        raise FileError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
     if init and vocab > text.vocab_size:
-        raise RunError(
+        raise FileError(
             f"--init {model}: has {text.vocab_size} entries of a vocabulary; the tokenizer has {vocab}. Choose a "
             "--tokenizer that belongs to it"
         )
@@ -101,7 +100,7 @@ def configuration(model: str, fields: Mapping[str, Any]) -> Any:
     except OSError:  # of importing it
         raise
     except Exception as error:  # each of some four hundred classes looks at its fields in its own way
-        raise RunError(
+        raise FileError(
             f"--model {model}: {sentence(error)}. Needed a preset ({', '.join(PRESETS)}), the path of a "
             "transformers config.json, or a model type such as gpt2."
         ) from error
@@ -131,13 +130,13 @@ def _llama(*, hidden_size: int, num_hidden_layers: int) -> dict[str, int]:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise RunError(f"--model {path}: no such file; needed a transformers config.json.")
+        raise FileError(f"--model {path}: no such file; needed a transformers config.json.")
     try:
         fields = read_json(path, needed="a transformers config.json")
     except FileError as error:
-        raise RunError(f"--model {error}") from error
+        raise FileError(f"--model {error}") from error
     if not isinstance(fields.get("model_type"), str):
-        raise RunError(f'--model {path}: found no "model_type"; needed a transformers config.json.')
+        raise FileError(f'--model {path}: found no "model_type"; needed a transformers config.json.')
     return fields
 
 
@@ -152,14 +151,14 @@ def _check_values(model: str, fields: Mapping[str, Any]) -> None:
     for path, value in _walk(fields):
         name = path.split(".")[-1]
         if isinstance(value, float) and not is_finite(value):
-            raise RunError(f"--model {model}: found {path} {value}; needed a finite number")
+            raise FileError(f"--model {model}: found {path} {value}; needed a finite number")
         if not is_whole(value):
             continue
         most = MOST_COUNTED if COUNT.fullmatch(name) else MOST
         if value > most:
-            raise RunError(f"--model {model}: found {path} {value}; needed at most {most}")
+            raise FileError(f"--model {model}: found {path} {value}; needed at most {most}")
         if aliases.get(name, name) in AT_LEAST_ONE and value < 1:
-            raise RunError(f"--model {model}: found {path} {value}; needed a whole number of at least 1")
+            raise FileError(f"--model {model}: found {path} {value}; needed a whole number of at least 1")
 
 
 def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -186,7 +185,7 @@ def _check_known(model: str, given: Mapping[str, Any], config: Any, path: str = 
         if name in known or name in WITHOUT_EFFECT or name.startswith("_") or name not in vars(config):
             continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise RunError(
+        raise FileError(
             f"--model {model}: found {path}{name}, which {config.model_type} does not have; the nearest name it has is "
             f"{near[0]}. Write that, or leave it out"
         )

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.lib import format as npy
 
 from muonmesh.cli.documents import RECORDS, Source, find_files, sources_of, walk
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID, ReadyTokenizer, load_tokenizer, train_tokenizer
+from muonmesh.errors import FileError
 from muonmesh.files import check_fields, kind_of, onto_disk, read_json, reason, write_text, writing
 
 CHARACTERS_AT_ONCE = 1 << 24  # tokenised together, so that all cores have something to do
@@ -94,11 +94,11 @@ class Corpus:
     end_of_text: int = END_OF_TEXT_ID
 
     def train(self) -> np.ndarray:
-        """Tokens to learn from, one-dimensional, mapped from disk; a RunError where they are not there."""
+        """Tokens to learn from, one-dimensional, mapped from disk; a FileError where they are not there."""
         return _mapped(Path(self.directory) / "train.npy", self.train_tokens)
 
     def validation(self) -> np.ndarray:
-        """Held-out tokens, one-dimensional, mapped from disk; a RunError where they are not there."""
+        """Held-out tokens, one-dimensional, mapped from disk; a FileError where they are not there."""
         return _mapped(Path(self.directory) / "validation.npy", self.validation_tokens)
 
     def measured_digest(self) -> str:
@@ -189,7 +189,7 @@ def prepare_corpus(
         _write(directory, ready, sources, split, source=source, files=len(ordered))
     corpus = load_corpus(directory)
     if corpus.measured_digest() != corpus.digest:
-        raise RunError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
+        raise FileError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
     return corpus
 
 
@@ -197,13 +197,13 @@ def load_corpus(directory: Path) -> Corpus:
     """A corpus that :func:`prepare_corpus` wrote, wherever its folder lies now.
 
     Raises:
-        RunError: there is none, or it is damaged.
+        FileError: there is none, or it is damaged.
     """
     return replace(_described(directory / DESCRIPTION_FILE), directory=str(directory))
 
 
 def save_corpus_of(run: Path, corpus: Corpus) -> None:
-    """Note in a run's directory which corpus it reads; a RunError where that cannot be written."""
+    """Note in a run's directory which corpus it reads; a FileError where that cannot be written."""
     write_text(run / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
 
 
@@ -211,7 +211,7 @@ def load_corpus_of(run: Path) -> Corpus:
     """The corpus that a run reads.
 
     Raises:
-        RunError: the description is missing, or damaged.
+        FileError: the description is missing, or damaged.
     """
     return _described(run / DESCRIPTION_FILE)
 
@@ -279,7 +279,7 @@ def _write(
     """Write next to ``directory`` and move into place, so that a half-written corpus is never found.
 
     Raises:
-        RunError: it could not be written.
+        FileError: it could not be written.
     """
     with writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -329,5 +329,5 @@ def _mapped(path: Path, count: int) -> np.ndarray:
         if tokens.shape != (count,) or tokens.dtype not in (np.uint16, np.uint32):
             raise ValueError(f"found {tokens.dtype} of shape {tokens.shape}")
     except (OSError, ValueError, EOFError) as error:
-        raise RunError(f"{path}: {reason(error)}; {needed}") from error
+        raise FileError(f"{path}: {reason(error)}; {needed}") from error
     return tokens

@@ -20,8 +20,6 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, Entry, check_entries, re
 from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of
-from muonmesh.cli.failure import read_failures
-from muonmesh.cli.lock import LOCK_FILE, holder_of
 from muonmesh.cli.settings import Settings, load_config, load_settings
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, read_json, reason
@@ -124,10 +122,6 @@ def _run(run: Path, model: str | None) -> Diagnosis:
     with found.noting():
         settings = load_settings(run, out=str(run))
         found.settings = load_config(run)
-    holder = holder_of(run / LOCK_FILE)
-    if holder is not None:
-        found.notes.append(f"process {holder} is training there")
-    found.notes += [f"it ended with: {failure}" for failure in read_failures(run)[:1]]
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
         for _, path in numbered(directory, STEP):
@@ -142,7 +136,7 @@ def _run(run: Path, model: str | None) -> Diagnosis:
     whole = [part for part in found.parts if part.whole]
     if not found.parts:
         found.notes.append("no checkpoint yet")
-    elif whole and holder is None:
+    elif whole:
         found.notes.append(f"goes on with: muonmesh train --resume {run}")
     return found
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muonmesh.cli.failure import RunError
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, named, read_json, reason
 
@@ -43,7 +42,7 @@ class Source:
         """Yield (SHA-256 of the document, its text); nothing for a file that is no text.
 
         Raises:
-            RunError: the file cannot be read, or a record has no text in the field.
+            FileError: the file cannot be read, or a record has no text in the field.
         """
         if self.file.suffix not in RECORDS:
             yield from self._text()
@@ -81,11 +80,11 @@ class Source:
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise RunError(
+                    raise FileError(
                         f"--data {self.file}: line {number} is not JSON ({reason(error)}); needed an object"
                     ) from error
                 if not isinstance(record, dict):
-                    raise RunError(f"--data {self.file}: line {number} is {named(record)}; needed an object")
+                    raise FileError(f"--data {self.file}: line {number} is {named(record)}; needed an object")
                 text = record.get(self.field)
                 if not isinstance(text, str):
                     raise self._lacks(sorted(map(str, record)), f"line {number}")
@@ -115,7 +114,7 @@ class Source:
         if self.field not in schema.names:
             raise self._lacks(schema.names, "it")
         if str(schema.field(self.field).type) not in ("string", "large_string", "string_view"):
-            raise RunError(
+            raise FileError(
                 f"--data {self.file}: found {schema.field(self.field).type} in the column {self.field!r}; needed text. "
                 "Name another with --text-field"
             )
@@ -123,13 +122,13 @@ class Source:
     def _column(self, batch: Any) -> Iterator[str]:
         for text in batch.column(self.field).to_pylist():
             if text is None:
-                raise RunError(
+                raise FileError(
                     f"--data {self.file}: found a null in the column {self.field!r}; needed text in each row"
                 )
             yield text
 
-    def _lacks(self, names: Sequence[str], where: str) -> RunError:
-        return RunError(
+    def _lacks(self, names: Sequence[str], where: str) -> FileError:
+        return FileError(
             f"--data {self.file}: found no text {self.field!r} in {where}, but {', '.join(names[:8]) or 'nothing'}. "
             "Name the field with --text-field"
         )
@@ -139,7 +138,7 @@ def sources_of(files: Sequence[Path], *, field: str) -> list[Source]:
     """Return the sources of files, each content once, in an order that does not depend on where they lie.
 
     Raises:
-        RunError: a file cannot be read.
+        FileError: a file cannot be read.
     """
     found: dict[str, Source] = {}
     for file in files:
@@ -191,7 +190,7 @@ def _below(folder: Path) -> Iterator[Path]:
     if (folder / SPLITS_FILE).is_file():
         splits = [path.name for path in sorted(folder.iterdir()) if (path / DATASET_FILE).is_file()]
         example = folder / (splits[0] if splits else "train")
-        raise RunError(
+        raise FileError(
             f"--data {folder}: found the splits {', '.join(splits)}; needed one of them. Write: --data {example}"
         )
     if (folder / DATASET_FILE).is_file() and (folder / "dataset_info.json").is_file():
@@ -199,7 +198,7 @@ def _below(folder: Path) -> Iterator[Path]:
         try:
             yield from (folder / entry["filename"] for entry in state["_data_files"])
         except (KeyError, TypeError) as error:
-            raise RunError(
+            raise FileError(
                 f"--data {folder / DATASET_FILE}: found no list of files; needed what datasets wrote"
             ) from error
         return
@@ -212,16 +211,16 @@ def _pyarrow(file: Path, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise RunError(
+        raise FileError(
             f"--data {file}: needs pyarrow, which is not installed. Write: pip install 'muonmesh[data]'"
         ) from error
 
 
-def _unreadable(file: Path, error: OSError) -> RunError:
-    return RunError(f"--data: {file} could not be read: {reason(error)}; needed a file that can be")
+def _unreadable(file: Path, error: OSError) -> FileError:
+    return FileError(f"--data: {file} could not be read: {reason(error)}; needed a file that can be")
 
 
 def _damaged(file: Path, error: Exception) -> FileError:
     if isinstance(error, FileError):
         return error
-    return RunError(f"--data {file}: could not be read ({reason(error)}); needed a whole {file.suffix} file")
+    return FileError(f"--data {file}: could not be read ({reason(error)}); needed a whole {file.suffix} file")

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.model import parallelise
 from muonmesh.cli.settings import Optimizer, Settings
 
@@ -70,19 +69,13 @@ class Engine:
             return self.model.no_sync()
         return nullcontext()
 
-    def update(self, clock: CollectiveClock) -> float:
-        """Clip, step, and return the host seconds that this waited for other ranks.
-
-        Muon clips what its AdamW groups hold: its own update has no magnitude.
-        """
-        muon = isinstance(self.optimizer, mm.Muon)
-        with clock:
-            if self._clip and muon:
-                self.optimizer.clip_grad_norm_(self._clip, norms=False)
-            elif self._clip:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+    def update(self) -> None:
+        """Clip and step. Muon clips what its AdamW groups hold: its own update has no magnitude."""
+        if self._clip and isinstance(self.optimizer, mm.Muon):
+            self.optimizer.clip_grad_norm_(self._clip, norms=False)
+        elif self._clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self.optimizer.step()
-        return clock.take() + (self.optimizer.communication_seconds if muon else 0.0)
 
     def explain(self) -> str:
         """Return who goes where and why, as text."""
@@ -152,11 +145,9 @@ class ZeroEngine(Engine):
         """Return nothing: the engine knows when to reduce."""
         return nullcontext()
 
-    def update(self, clock: CollectiveClock) -> float:
+    def update(self) -> None:
         """Clip and step."""
-        with clock:
-            self.model.step()
-        return clock.take()
+        self.model.step()
 
     def explain(self) -> str:
         """Return who goes where and why, call by call."""

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.cli.configuration import PRESETS, model_config, sentence
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.settings import REPLICAS, Dtype, Parallel, Settings, tensor_parallel_ranks
 from muonmesh.cli.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from muonmesh.errors import FileError
 
 # What only tensors without memory cannot do; grouped products of experts check their dtype.
 NOT_FOLLOWED = re.compile(r"BF16|[Mm]eta tensor|[Ff]ake ?[Tt]ensor")
@@ -42,11 +42,11 @@ def build_model(config: Any) -> nn.Module:
         raise
     except Exception as error:  # each of some two hundred models in its own way
         if str(error).startswith("Unrecognized configuration class"):
-            raise RunError(
+            raise FileError(
                 f"--model: {config.model_type} does not predict the next token ({sentence(error)}); needed a causal "
                 "language model, such as llama or gpt2."
             ) from error
-        raise RunError(
+        raise FileError(
             f"--model: {config.model_type} cannot be built from this configuration: {sentence(error)}. Correct it, or "
             "choose another --model"
         ) from error
@@ -57,7 +57,7 @@ def load_model(folder: str, config: Any) -> nn.Module:
     """The model of a local folder with its weights, in fp32; nothing in the folder is executed.
 
     Raises:
-        RunError: there are no weights in safetensors, or they are not those of the configuration.
+        FileError: there are no weights in safetensors, or they are not those of the configuration.
     """
     from transformers import AutoModelForCausalLM
 
@@ -69,14 +69,14 @@ def load_model(folder: str, config: Any) -> nn.Module:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of hubs, files and two hundred models
-        raise RunError(
+        raise FileError(
             f"--init {folder}: its weights cannot be read: {sentence(error)}. Needed a folder that `save_pretrained` "
             "wrote, with model.safetensors"
         ) from error
     for what, found in (("no weight", loaded["missing_keys"]), ("another shape of", loaded["mismatched_keys"])):
         if found:
             first = sorted(map(str, found))[0]
-            raise RunError(f"--init {folder}: found {what} {first}; needed every weight of its config.json")
+            raise FileError(f"--init {folder}: found {what} {first}; needed every weight of its config.json")
     trained: nn.Module = model.train()
     return trained
 
@@ -101,10 +101,10 @@ def check_model(
         config = model_config(model, vocab=vocab, seq=seq, init=init is not None)
         built = build_model(config)
     if init is not None and not any(Path(init).glob("*.safetensors")):
-        raise RunError(f"--init {init}: found no weights in safetensors; needed what `save_pretrained` writes")
+        raise FileError(f"--init {init}: found no weights in safetensors; needed what `save_pretrained` writes")
     check_parameters(built, name=model, parallel=parallel)
     if recompute and not getattr(built, "supports_gradient_checkpointing", False):
-        raise RunError(
+        raise FileError(
             f"--checkpoint-activations: {type(built).__name__} of transformers cannot compute its layers again; needed "
             "a model that supports gradient checkpointing. Leave it out"
         )
@@ -119,13 +119,13 @@ def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None
     """Make sure that each parameter holds something, and that it can be sharded where that is asked for.
 
     Raises:
-        RunError: naming the first that does not or cannot.
+        FileError: naming the first that does not or cannot.
     """
     for path, parameter in model.named_parameters():
         if parameter.numel() == 0:
-            raise RunError(f"--model {name}: {path} is empty, of shape {tuple(parameter.shape)}; needed sizes above 0")
+            raise FileError(f"--model {name}: {path} is empty, of shape {tuple(parameter.shape)}; needed sizes above 0")
         if parameter.ndim == 0 and parallel in SHARDING:
-            raise RunError(f"--model {name}: {path} is a single number, which FSDP2 cannot shard. {DDP}")
+            raise FileError(f"--model {name}: {path} is a single number, which FSDP2 cannot shard. {DDP}")
 
 
 def _try_forward(model: nn.Module, name: str, *, tokens: int, vocab: int) -> None:
@@ -147,14 +147,14 @@ def _try_forward(model: nn.Module, name: str, *, tokens: int, vocab: int) -> Non
             return
         if isinstance(error, NotImplementedError):
             return
-        raise RunError(
+        raise FileError(
             f"--model {name}: cannot compute with this configuration: {sentence(error)}. Correct it, or choose another "
             "--model"
         ) from error
     finally:
         log.setLevel(level)
     if tuple(logits.shape) != (1, tokens, vocab):
-        raise RunError(
+        raise FileError(
             f"--model {name}: gives {tuple(logits.shape)} for {tokens} tokens; needed one number for each of {vocab} "
             "entries of the vocabulary a token. Choose another --model"
         )
@@ -217,7 +217,7 @@ def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: t
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     except ValueError as error:
-        raise RunError(f"--parallel {parallel}: FSDP2 cannot shard this model: {sentence(error)}. {DDP}") from error
+        raise FileError(f"--parallel {parallel}: FSDP2 cannot shard this model: {sentence(error)}. {DDP}") from error
     return model
 
 
@@ -253,12 +253,12 @@ def check_memory(parameters: int, settings: Settings, memory: int | None = None)
     """Make sure that the machine has the memory, its host's or ``memory`` bytes.
 
     Raises:
-        RunError: it has less than the least; the message says how much.
+        FileError: it has less than the least; the message says how much.
     """
     available = host_memory() if memory is None else memory
     needed = least_memory(parameters, settings)
     if available is not None and needed > available:
-        raise RunError(
+        raise FileError(
             f"--model {settings.model}: {parameters / 1e6:,.1f}M parameters on {settings.ranks} ranks need at least "
             f"{needed / 1e9:,.1f} GB; found {available / 1e9:,.1f} GB of memory. "
             "Choose a smaller --model or fewer --ranks"

@@ -108,18 +108,18 @@ def planned(
     """
     from muonmesh.cli.blueprint import blueprint
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
-    from muonmesh.cli.failure import RunError
     from muonmesh.cli.figures import figures_of, load_rates
     from muonmesh.cli.settings import Settings
+    from muonmesh.errors import FileError
     from muonmesh.report.forecast import Weight, forecast
 
     cluster = parse_cluster(mesh, experts)
     if rank is not None and rank >= len(cluster.ranks):
-        raise RunError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
+        raise FileError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
     speed = None if rates is None else load_rates(rates)
     parts = parts or blueprint(model, vocab=Settings.vocab, seq=Settings.seq)
     if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
-        raise RunError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
+        raise FileError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
     found = forecast(placed, rank=rank, rates=speed, itemsize=4 if weights == "fp32" else 2)
     asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights}

@@ -32,7 +32,7 @@ def write_report(run: Path, settings: Settings) -> Path | None:
     A run that was stopped is reported as far as it got; one without a finished step is not (None).
 
     Raises:
-        RunError: what the run left is damaged, or the report cannot be written.
+        FileError: what the run left is damaged, or the report cannot be written.
     """
     summaries = summarise(run)
     if not summaries:
@@ -71,7 +71,6 @@ def _figures(settings: Settings, summaries: Sequence[TrainingSummary]) -> tuple[
         "tokens per second": lambda s: f"{s.tokens_per_second:,.0f}",
         "share of forward + backward": lambda s: f"{s.forward_backward:.1%}",
         "share of the optimizer": lambda s: f"{s.optimizer:.1%}",
-        "share of communication": lambda s: "–" if s.communication is None else f"{s.communication:.1%}",
         "peak learning rate": lambda s: f"{settings.lr if s.name == 'muon' else settings.adamw_lr:g}",
     }
     rows = [[name, *(figure(summary) for summary in summaries)] for name, figure in figures.items()]
@@ -89,8 +88,7 @@ def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], c
         f"muonmesh train: {run.name}",
         f"""<p class="lead">{html.escape(lead)}.</p>
 {table(*_figures(settings, summaries))}
-<p class="note">{html.escape(METHOD)} Shares are of a step's time on the first rank; communication is what that rank
-waited for, imbalance between the ranks included.</p>
+<p class="note">{html.escape(METHOD)} Shares are of a step's time on the first rank; waits for others included.</p>
 {pictures}
 <h2>Who orthogonalises what</h2><pre>{html.escape(explanation)}</pre>
 <h2>Where it ran</h2>{_pairs(environment)}

@@ -23,7 +23,6 @@ from muonmesh.cli.metrics import read_metrics
 from muonmesh.cli.model import check_memory, check_model
 from muonmesh.cli.report import write_report
 from muonmesh.cli.settings import Settings, load_config
-from muonmesh.cli.sinks import check_sinks
 from muonmesh.cli.terminal import complain, make_console
 from muonmesh.errors import FileError
 from muonmesh.files import check_writable
@@ -60,7 +59,6 @@ def check(settings: Settings, *, resuming: bool) -> int:
         recompute=settings.checkpoint_activations,
     )
     check_memory(parameters, settings)
-    check_sinks(settings.log)
     return parameters
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from muonmesh.cli.failure import RunError
+from muonmesh.errors import FileError
 from muonmesh.files import is_finite, is_whole, read_json, write_text
 
 Optimizer = Literal["muon", "adamw"]
@@ -23,7 +23,6 @@ Parallel = Literal["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "zero1", "zero2", "ze
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
-Logger = Literal["jsonl", "tensorboard", "wandb"]
 
 REPLICAS = 2  # of the model, under hsdp
 PAIR = 2  # ranks that share each layer, under fsdp+tp
@@ -198,14 +197,6 @@ class Settings:
         str | None, Option("Also write Muon's final momentum matrices to this safetensors file.", OUTPUT)
     ] = None
     export: Annotated[bool, Option("Also write each trained model as a folder for from_pretrained.", OUTPUT)] = False
-    log: Annotated[
-        tuple[Logger, ...],
-        Option(
-            "Tensorboard or wandb (offline): where metrics go too, beside metrics.jsonl (jsonl); repeatable.",
-            OUTPUT,
-            asked=list[str] | None,
-        ),
-    ] = ()
 
     def __post_init__(self) -> None:
         check_fields_of(self)
@@ -279,7 +270,7 @@ class Settings:
         """Write ``config.json``: the settings, and under ``environment`` what else a reader may want to know.
 
         Raises:
-            RunError: it could not be written; an older one is as it was.
+            FileError: it could not be written; an older one is as it was.
         """
         content = {**asdict(self), "environment": environment}
         write_text(self.directory / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
@@ -321,37 +312,38 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
     """Read a run's settings back, with ``changes`` made to them.
 
     Raises:
-        RunError: ``directory`` holds no run, or one that another version or an editor wrote.
+        FileError: ``directory`` holds no run, or one that another version or an editor wrote.
         ValueError: ``changes`` do not go with it.
     """
     path = directory / CONFIG_FILE
     content = load_config(directory)
-    del content["environment"]
+    for name in ("environment", *GONE):
+        content.pop(name, None)
     known = [field.name for field in fields(Settings)]
     unknown = sorted(set(content) - set(known))
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f" The nearest known one is {near[0]!r}." if near else ""
-        raise RunError(f"{path}: unknown settings {unknown}; another version wrote it.{hint}")
+        raise FileError(f"{path}: unknown settings {unknown}; another version wrote it.{hint}")
     missing = [name for name in known if name not in content and name not in LATER]
     if missing:
-        raise RunError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
+        raise FileError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in content.items()}
     try:
         settings = Settings(**values)
     except ValueError as error:
-        raise RunError(f"{path}: {error}") from error
+        raise FileError(f"{path}: {error}") from error
     return replace(settings, **changes)
 
 
 def load_config(directory: Path) -> dict[str, Any]:
-    """The whole ``config.json``, environment included; a RunError where there is none, or not an object."""
+    """The whole ``config.json``, environment included; a FileError where there is none, or not an object."""
     path = directory / CONFIG_FILE
     if not path.is_file():
-        raise RunError(f"{directory}: found no {CONFIG_FILE}; needed the directory of a run, such as runs/NAME.")
+        raise FileError(f"{directory}: found no {CONFIG_FILE}; needed the directory of a run, such as runs/NAME.")
     content = read_json(path, needed="the settings of a run")
     if not isinstance(content.get("environment"), dict):
-        raise RunError(f"{path}: found no object 'environment'; needed the file as the run wrote it")
+        raise FileError(f"{path}: found no object 'environment'; needed the file as the run wrote it")
     return content
 
 
@@ -372,4 +364,5 @@ def option(name: str) -> str:
 
 
 # What runs of older versions do not say; they did what these settings do when they are left out.
-LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "log", "keep")
+LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "keep")
+GONE = ("log",)  # what they say, and nothing depends on any more

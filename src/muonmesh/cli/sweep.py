@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TypeVar
 
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.page import document, embedded, table
 from muonmesh.cli.run import train_run
 from muonmesh.cli.settings import CONFIG_FILE, Optimizer, Request, Settings, load_settings
 from muonmesh.cli.summary import LABELS, summarise
 from muonmesh.cli.terminal import make_console
+from muonmesh.errors import FileError
 from muonmesh.files import write_text, writing
 
 Number = TypeVar("Number", int, float)
@@ -101,11 +101,11 @@ def parse_sweep(sweep: str, seeds: str | None, base: Settings) -> list[Trial]:
     """Read ``--sweep lr=0.003,0.006`` and ``--seeds 0,1``: every rate with every seed, for each optimizer.
 
     Raises:
-        RunError: a rate or a seed is none, or is there twice.
+        FileError: a rate or a seed is none, or is there twice.
     """
     name, _, text = sweep.partition("=")
     if name != "lr" or not text:
-        raise RunError(f"--sweep {sweep}: found {name!r}; needed learning rates. Write: --sweep lr=0.003,0.006")
+        raise FileError(f"--sweep {sweep}: found {name!r}; needed learning rates. Write: --sweep lr=0.003,0.006")
     rates = _numbers(f"--sweep {sweep}", text, float)
     each = [base.seed] if seeds is None else _numbers(f"--seeds {seeds}", seeds, int)
     trials = [Trial(optimizer, lr, seed) for optimizer in base.optimizers for lr in rates for seed in each]
@@ -118,7 +118,7 @@ def finished(base: Settings, trials: Sequence[Trial]) -> Iterator[Trial]:
     """Yield the trials that have been trained to their end, with their losses.
 
     Raises:
-        RunError: what one of them left is damaged.
+        FileError: what one of them left is damaged.
     """
     for trial in trials:
         folder = base.directory / trial.name
@@ -135,7 +135,7 @@ def write_sweep(base: Settings, trials: Sequence[Trial]) -> Path:
         trials: Finished ones.
 
     Raises:
-        RunError: they could not be written.
+        FileError: they could not be written.
     """
     folder = base.directory
     write_text(folder / SWEEP_FILE, json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
@@ -195,9 +195,9 @@ def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Numb
     try:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError as error:
-        raise RunError(f"{option}: found {text!r}; needed numbers with commas between them. Correct it") from error
+        raise FileError(f"{option}: found {text!r}; needed numbers with commas between them. Correct it") from error
     if len(set(numbers)) < len(numbers):
-        raise RunError(f"{option}: found a value twice; needed each once. Leave it out")
+        raise FileError(f"{option}: found a value twice; needed each once. Leave it out")
     return numbers
 
 

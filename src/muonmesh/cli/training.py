@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
+import time
 from dataclasses import dataclass
+from types import FrameType
 
 import numpy as np
 import torch
@@ -14,16 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
-from muonmesh.cli.clock import CollectiveClock, Moment, StepTimes, moment, seconds_between
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import Engine, ZeroEngine
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog
 from muonmesh.cli.model import build_model, load_model, prepare_layers
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.settings import Optimizer, ScheduleName, Settings, option
+from muonmesh.errors import FileError
 from muonmesh.numerics.kernels.memory import download
 
 WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
@@ -47,6 +48,44 @@ def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: i
             return min(1.0, (1.0 - done) / WSD_DECAY_SHARE)
         case "constant":
             return 1.0
+
+
+Moment = float | torch.cuda.Event
+
+
+def moment(device: torch.device) -> Moment:
+    """Now: the host's clock for a CPU, an event in the current stream for a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(first: Moment, last: Moment) -> float:
+    """Seconds from one moment to another; on a GPU both must have passed."""
+    if isinstance(first, float) or isinstance(last, float):
+        return float(last) - float(first)  # type: ignore[arg-type]
+    return float(first.elapsed_time(last)) / 1e3
+
+
+class StopRequest:
+    """Set by SIGINT or SIGHUP on any rank; the training ends when all ranks have heard of it."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def install(self) -> None:
+        """Take SIGINT and SIGHUP over, the latter unless it is ignored, as under nohup.
+
+        SIGTERM keeps ending the process: so a rank left waiting for a dead one goes at once.
+        """
+        signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
 
 
 class Training:
@@ -79,7 +118,6 @@ class Training:
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
         self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
-        self.clock = CollectiveClock(self.model)
         self.start = 0
         self.seconds = 0.0  # of training, evaluation and checkpoints left out; rank 0 knows those before the start
         if isinstance(self.model, DistributedDataParallel):
@@ -100,7 +138,7 @@ class Training:
         """Train to the end; False when a stop was asked for, with a checkpoint of the step reached.
 
         Raises:
-            RunError: on all ranks: a loss or the state is not finite, or a file cannot be written. The last checkpoint
+            FileError: on all ranks: a loss or the state is not finite, or a file cannot be written. The last checkpoint
                 is as it was.
 
         The ranks agree on that step: each step reduces one flag, read one step later so that a GPU is never waited
@@ -163,21 +201,17 @@ class Training:
         torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
 
         began = moment(self.device)
-        with self.clock:
-            loss = self._accumulate(step)
-        waited = self.clock.take()
+        loss = self._accumulate(step)
         computed = moment(self.device)
-        waited_in_optimizer = self.engine.update(self.clock)
+        self.engine.update()
         updated = moment(self.device)
         status = torch.stack([loss / self.world, torch.full_like(loss, float(stop.requested))])
         dist.all_reduce(status)
-        ended = moment(self.device)
         return _StepInFlight(
             step=step,
             lr=max(group["lr"] for group in self.engine.optimizer.param_groups),
             status=_Reading(status),
-            moments=(began, computed, updated, ended),
-            waited=(waited, waited_in_optimizer),
+            moments=(began, computed, updated, moment(self.device)),
         )
 
     def _accumulate(self, step: int) -> Tensor:
@@ -208,8 +242,8 @@ class Training:
         """Read a step's results, record them, and say whether any rank asked to stop."""
         loss, stop_flags = flight.status.read()
         self._need_finite("loss", flight.step, loss)
-        times = flight.times()
-        self.seconds += times.total
+        forward_backward, optimizer, total = flight.seconds()
+        self.seconds += total
         if log is not None:
             log.append(
                 run=self.name,
@@ -218,12 +252,11 @@ class Training:
                 seconds=self.seconds,
                 loss=loss,
                 lr=flight.lr,
-                step_seconds=times.total,
-                forward_backward_seconds=times.forward_backward,
-                optimizer_seconds=times.optimizer,
-                communication_seconds=times.communication,
+                step_seconds=total,
+                forward_backward_seconds=forward_backward,
+                optimizer_seconds=optimizer,
             )
-        line.step(flight.step, loss, times)
+        line.step(flight.step, loss, total)
         return stop_flags > 0
 
     def _validate(self, step: int, log: MetricsLog | None, line: ProgressLine) -> None:
@@ -239,7 +272,7 @@ class Training:
                 validation_loss=loss,
                 **({"optimizer": _finite(details)} if details else {}),
             )
-        line.validation(step, loss)
+        line.validation(loss)
 
     def _need_finite(self, what: str, step: int, loss: float) -> None:
         """A mean over all ranks, so that each of them finds the same and raises."""
@@ -248,7 +281,7 @@ class Training:
         settings, last = self.settings, self.checkpoints.kept
         kept = "There is no checkpoint yet" if last is None else f"The checkpoint of step {last} is kept"
         rate = option("lr" if self.name == "muon" else "adamw_lr")
-        raise RunError(
+        raise FileError(
             f"{self.name}: the {what} of step {step} is {loss}; needed a finite one. {kept}. Start a new run with a "
             f"lower {rate} (this one's is {settings.lr_of(self.name):g})"
         )
@@ -273,23 +306,11 @@ class _StepInFlight:
     lr: float
     status: _Reading
     moments: tuple[Moment, Moment, Moment, Moment]  # began, gradients there, updated, status reduced
-    waited: tuple[float, float]  # host seconds in collectives: before and within the update
 
-    def times(self) -> StepTimes:
+    def seconds(self) -> tuple[float, float, float]:
+        """Return the time of forward and backward, of the update, and of all; what waits for other ranks is in it."""
         began, computed, updated, ended = self.moments
-        forward_backward = seconds_between(began, computed)
-        update = seconds_between(computed, updated)
-        total = seconds_between(began, ended)
-        if not isinstance(began, float):  # on a GPU the host's waits say nothing
-            return StepTimes(total=total, forward_backward=forward_backward, optimizer=update, communication=None)
-        before, within = self.waited
-        reduction = seconds_between(updated, ended)
-        return StepTimes(
-            total=total,
-            forward_backward=max(0.0, forward_backward - before),
-            optimizer=max(0.0, update - within),
-            communication=before + within + reduction,
-        )
+        return seconds_between(began, computed), seconds_between(computed, updated), seconds_between(began, ended)
 
 
 class _Reading:
