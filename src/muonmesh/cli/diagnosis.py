@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -292,11 +292,3 @@ def _first(names: Sequence[str]) -> str:
 
 def _held(shape: Sequence[int], dtype: torch.dtype) -> Held:
     return Held(tuple(shape), str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize)
-
-
-def by_role(tensors: Mapping[str, Held], role: Callable[[str], str]) -> dict[str, list[Held]]:
-    """The tensors of each role, in the order in which the roles first appear."""
-    found: dict[str, list[Held]] = {}
-    for name, held in tensors.items():
-        found.setdefault(role(name), []).append(held)
-    return found

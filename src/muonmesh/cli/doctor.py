@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from muonmesh.cli.diagnosis import Diagnosis
+    from muonmesh.cli.diagnosis import Diagnosis, Held
 
 WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2
 
@@ -139,16 +139,14 @@ def _role(name: str) -> str:
 
 
 def _table(found: Diagnosis) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from muonmesh.cli.terminal import table_of
 
-    from muonmesh.cli.diagnosis import by_role
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(("", "tensors", "numbers", "dtypes", "MB")):
-        table.add_column(heading, justify="left" if number in (0, 3) else "right", overflow="fold")
-    for role, held in by_role(found.tensors, _role).items():
+    roles: dict[str, list[Held]] = {}
+    for name, tensor in found.tensors.items():
+        roles.setdefault(_role(name), []).append(tensor)
+    rows = []
+    for role, held in roles.items():
         numbers = sum(math.prod(one.shape) for one in held)
         dtypes = ", ".join(sorted({one.dtype for one in held}))
-        table.add_row(role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.size for one in held) / 1e6:,.2f}")
-    return table
+        rows.append((role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.size for one in held) / 1e6:,.2f}"))
+    return table_of(("", "tensors", "numbers", "dtypes", "MB"), rows, left=(0, 3))

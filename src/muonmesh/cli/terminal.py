@@ -7,10 +7,12 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 ERRORS = "muonmesh.plain"  # our way of encoding what an encoding lacks
 PLAIN = {
@@ -32,6 +34,20 @@ def make_console() -> Console:
     from rich.console import Console
 
     return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False)
+
+
+def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)) -> Table:
+    """Return a table of plain text, whose columns end at the right but for those at ``left``."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def complain(command: str, message: str, *, code: int) -> int:
