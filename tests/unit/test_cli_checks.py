@@ -22,7 +22,7 @@ from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_cor
 from muonmesh.cli.failure import first_failure, make_room, record_failure
 from muonmesh.cli.lock import LOCK_FILE, RunLock
 from muonmesh.cli.metrics import MetricsLog, read_metrics
-from muonmesh.cli.model import check_memory, check_model, host_memory, least_memory
+from muonmesh.cli.model import check_model
 from muonmesh.cli.settings import LATER, Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
@@ -233,8 +233,6 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_
 LLAMA |= {"num_key_value_heads": 4, "intermediate_size": 128}
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
 IMPOSSIBLE: dict[str, tuple[Any, str]] = {
-    "misspelt": ({**LLAMA, "hidden_sizee": 64}, "found hidden_sizee, which llama does not have; .* hidden_size"),
-    "of another type": ({**GPT2, "intermediate_size": 3}, "found intermediate_size, which gpt2 does not have"),
     "zero": ({**LLAMA, "hidden_size": 0}, "found hidden_size 0; needed a whole number of at least 1"),
     "negative": ({**LLAMA, "num_hidden_layers": -1}, "found num_hidden_layers -1; needed a whole number"),
     "zero by another name": ({**GPT2, "n_embd": 0}, "found n_embd 0; needed a whole number of at least 1"),
@@ -266,7 +264,7 @@ def test_a_model_that_cannot_be_is_one_sentence(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fields", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_what_older_versions_wrote_is_no_misspelling(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_what_older_versions_wrote_is_read(fields: dict[str, Any], tmp_path: Path) -> None:
     older = {"architectures": ["X"], "torch_dtype": "float32", "transformers_version": "4.0", "_name_or_path": "x"}
     older |= {"use_cache": True, "bos_token_id": 1, "top_k": 3, "task_specific_params": None, "n_ctx": 1024}
     (tmp_path / "model.json").write_text(json.dumps({**fields, **older}))
@@ -282,17 +280,6 @@ def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path
     (tmp_path / "bert.json").write_text(json.dumps({**config, "intermediate_size": 128, "is_decoder": True}))
     model = build_model(model_config(str(tmp_path / "bert.json"), vocab=300, seq=32))
     assert {type(block).__name__ for block in blocks_of(model)} == {"BertLayer"}
-
-
-def test_a_model_larger_than_the_memory_is_told_its_size() -> None:
-    settings = Settings(out="x", model="llama", ranks=2)
-    with pytest.raises(
-        FileError, match=r"--model llama: 6,500\.0M parameters on 2 ranks need at least 78\.3 GB; found 24"
-    ):
-        check_memory(6_500_000_000, settings, memory=24 * 10**9)
-    check_memory(1_000_000, settings)
-    assert least_memory(10**9, replace(settings, parallel="ddp")) > least_memory(10**9, settings)
-    assert (host_memory() or 0) > 10**8
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def train(context: typer.Context, **values: Any) -> None:
             raise SystemExit(train_run(settings, resuming=resuming))
         from muonmesh.cli.preview import preview
 
-        preview(settings, check(settings, resuming=resuming))
+        check(settings, resuming=resuming)
+        preview(settings)
     except ValueError as error:
         raise SystemExit(complain("train", str(error), code=2)) from error
     except OSError as error:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.cli.configuration import PRESETS, model_config, sentence
-from muonmesh.cli.settings import REPLICAS, Dtype, Parallel, Settings, tensor_parallel_ranks
-from muonmesh.cli.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from muonmesh.cli.settings import REPLICAS, Dtype, Parallel, Settings
 from muonmesh.errors import FileError
 
 # What only tensors without memory cannot do; grouped products of experts check their dtype.
 NOT_FOLLOWED = re.compile(r"BF16|[Mm]eta tensor|[Ff]ake ?[Tt]ensor")
-SHARDING = ("fsdp", "hsdp", "fsdp+tp")
+SHARDING = ("fsdp", "hsdp")
 DDP = "Write: --parallel ddp"
 TRIED_TOKENS = 8  # in the forward pass that is tried without memory
 
@@ -86,7 +82,6 @@ def check_model(
     *,
     vocab: int,
     seq: int,
-    tensor_parallel: int = 1,
     parallel: Parallel = "ddp",
     init: str | None = None,
     recompute: bool = False,
@@ -94,8 +89,7 @@ def check_model(
     """Build the model without memory and return its number of parameters; raises what a rank would raise.
 
     Raises:
-        ValueError: there is no such model, it cannot compute, its parameters cannot be sharded, or ``tensor_parallel``
-            ranks cannot share its layers.
+        ValueError: there is no such model, it cannot compute, or its parameters cannot be sharded.
     """
     with torch.device("meta"):
         config = model_config(model, vocab=vocab, seq=seq, init=init is not None)
@@ -108,8 +102,6 @@ def check_model(
             f"--checkpoint-activations: {type(built).__name__} of transformers cannot compute its layers again; needed "
             "a model that supports gradient checkpointing. Leave it out"
         )
-    if tensor_parallel > 1:
-        check_tensor_parallel(built, name=model, ranks=tensor_parallel, seq=seq)
     if model not in PRESETS:
         _try_forward(built, model, tokens=min(seq, TRIED_TOKENS), vocab=config.get_text_config().vocab_size)
     return sum(p.numel() for p in built.parameters())
@@ -187,30 +179,19 @@ def parallelise(model: nn.Module, *, parallel: Parallel, dtype: Dtype, device: t
     """Spread the model over all ranks; weights stay fp32.
 
     ``ddp`` replicates. ``fsdp`` shards each layer, then the root, with FSDP2; ``hsdp`` shards within each of two
-    replicas. ``tp`` shares the work in each layer; ``fsdp+tp`` shares it in pairs of ranks and shards over the pairs.
-    With bf16, FSDP2 casts the weights it gathers and reduces gradients in fp32; ``ddp`` and ``tp`` run under autocast.
+    replicas. With bf16, FSDP2 casts the weights it gathers and reduces gradients in fp32; ``ddp`` runs under autocast.
 
     Raises:
-        ValueError: the ranks cannot share the layers of this model; :func:`check_model` says so without ranks.
+        FileError: FSDP2 cannot shard this model.
     """
     model = model.to(device)
     if parallel == "ddp":
         return DistributedDataParallel(model)
     ranks = torch.distributed.get_world_size()
-    shared = tensor_parallel_ranks(parallel, ranks)
     if parallel == "hsdp":
         mesh = init_device_mesh(device.type, (REPLICAS, ranks // REPLICAS), mesh_dim_names=("replicate", "shard"))
-    elif shared == 1:
-        mesh = init_device_mesh(device.type, (ranks,))
     else:
-        both = init_device_mesh(device.type, (ranks // shared, shared), mesh_dim_names=("shard", "tensor"))
-        both._flatten("all")  # so that the norm for clipping is one reduction and the same number on all ranks
-        apply_tensor_parallel(model, both["tensor"])
-        # The logits are a view of what was gathered from their parts. The loss only reads them.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        mesh = both["shard"]
-    if parallel == "tp":
-        return model
+        mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if dtype == "bf16" else None, reduce_dtype=torch.float32)
     try:
         for block in reversed(blocks_of(model)):  # inner before outer, should one hold another
@@ -230,47 +211,3 @@ def prepare_layers(model: nn.Module, settings: Settings) -> None:
         logging.getLogger("torch._inductor").setLevel(logging.ERROR)
         for block in blocks_of(model):
             block.compile()
-
-
-WEIGHT = 4  # bytes: weights, gradients and state are fp32
-HELD = 3  # weights, gradients and momentum; AdamW's second moment comes on top
-PROCESS = 150 * 10**6  # bytes: Python and torch in each rank, at the very least
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def least_memory(parameters: int, settings: Settings) -> int:
-    """Bytes of host memory that the ranks need together, at the least: activations are not counted.
-
-    Each rank builds the whole model before it keeps its part. On GPUs what it keeps is elsewhere.
-    """
-    copies = settings.ranks
-    if settings.device == "cpu":
-        copies = max(copies, HELD * (settings.ranks if settings.parallel == "ddp" else 1))
-    return copies * WEIGHT * parameters + settings.ranks * PROCESS
-
-
-def check_memory(parameters: int, settings: Settings, memory: int | None = None) -> None:
-    """Make sure that the machine has the memory, its host's or ``memory`` bytes.
-
-    Raises:
-        FileError: it has less than the least; the message says how much.
-    """
-    available = host_memory() if memory is None else memory
-    needed = least_memory(parameters, settings)
-    if available is not None and needed > available:
-        raise FileError(
-            f"--model {settings.model}: {parameters / 1e6:,.1f}M parameters on {settings.ranks} ranks need at least "
-            f"{needed / 1e9:,.1f} GB; found {available / 1e9:,.1f} GB of memory. "
-            "Choose a smaller --model or fewer --ranks"
-        )
-
-
-def host_memory() -> int | None:
-    """Bytes of memory that this machine or this container has; None where nobody says."""
-    found = []
-    with contextlib.suppress(ValueError, OSError, AttributeError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit in LIMITS:
-        with contextlib.suppress(ValueError, OSError):
-            found.append(int(Path(limit).read_text()))
-    return min((size for size in found if size > 0), default=None)

@@ -20,7 +20,7 @@ from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_cor
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import LOCK_FILE, RunLock
 from muonmesh.cli.metrics import read_metrics
-from muonmesh.cli.model import check_memory, check_model
+from muonmesh.cli.model import check_model
 from muonmesh.cli.report import write_report
 from muonmesh.cli.settings import Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
@@ -53,12 +53,10 @@ def check(settings: Settings, *, resuming: bool) -> int:
         settings.model,
         vocab=settings.vocab,
         seq=settings.seq,
-        tensor_parallel=settings.tensor_parallel,
         parallel=settings.parallel,
         init=settings.init,
         recompute=settings.checkpoint_activations,
     )
-    check_memory(parameters, settings)
     return parameters
 
 

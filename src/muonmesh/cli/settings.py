@@ -19,13 +19,12 @@ from muonmesh.files import is_finite, is_whole, read_json, write_text
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]
-Parallel = Literal["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "zero1", "zero2", "zero3"]
+Parallel = Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 
 REPLICAS = 2  # of the model, under hsdp
-PAIR = 2  # ranks that share each layer, under fsdp+tp
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
 WHAT, HOW, WHERE, OUTPUT = "What to learn", "How to learn", "Where to run", "What to keep"
@@ -163,9 +162,8 @@ class Settings:
     parallel: Annotated[
         Parallel,
         Option(
-            "FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; TP shares the work in "
-            "every layer of a Llama-like model; FSDP+TP shares it in pairs of ranks and shards over the pairs; zeroN "
-            "is --engine deepspeed --zero N.",
+            "FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; zeroN is that stage of "
+            "DeepSpeed's engine.",
             WHERE,
         ),
     ] = "fsdp"
@@ -200,22 +198,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields_of(self)
-        if self.compile and (self.tensor_parallel > 1 or self.zero):
+        if self.compile and self.zero:
             raise ValueError(f"--compile: found --parallel {self.parallel}; needed ddp, fsdp or hsdp. Leave out one")
-        multiple = {"hsdp": REPLICAS, "fsdp+tp": PAIR}.get(self.parallel, 1)
-        if self.ranks % multiple:
-            raise ValueError(
-                f"--ranks {self.ranks}: --parallel {self.parallel} needed a multiple of {multiple}. "
-                f"Write: --ranks {math.ceil(self.ranks / multiple) * multiple}"
-            )
-        parts = self.data_parallel * self.grad_accum
+        if self.parallel == "hsdp" and self.ranks % REPLICAS:
+            write = f"Write: --ranks {self.ranks + 1}"
+            raise ValueError(f"--ranks {self.ranks}: --parallel hsdp needed a multiple of {REPLICAS}. {write}")
+        parts = self.ranks * self.grad_accum
         if self.batch % parts:
-            sharers = f"{self.ranks} ranks"
-            if self.tensor_parallel > 1:
-                groups = "group" if self.data_parallel == 1 else "groups"
-                sharers = f"{self.data_parallel} {groups} of {self.tensor_parallel} ranks"
             raise ValueError(
-                f"--batch {self.batch}: cannot be divided over {sharers} × {self.grad_accum} micro-steps; "
+                f"--batch {self.batch}: cannot be divided over {self.ranks} ranks × {self.grad_accum} micro-steps; "
                 f"needed a multiple of {parts}. Write: --batch {math.ceil(self.batch / parts) * parts}"
             )
         if self.save_momentum is not None and self.optimizer == "adamw":
@@ -228,24 +219,14 @@ class Settings:
             )
 
     @property
-    def tensor_parallel(self) -> int:
-        """Ranks that share each layer, and so read the same sequences."""
-        return tensor_parallel_ranks(self.parallel, self.ranks)
-
-    @property
     def zero(self) -> int:
         """Stage of ZeRO under DeepSpeed's engine; 0 without it."""
         return int(self.parallel.removeprefix("zero")) if self.parallel.startswith("zero") else 0
 
     @property
-    def data_parallel(self) -> int:
-        """Ranks, or groups of ranks that share each layer, that read sequences of their own."""
-        return self.ranks // self.tensor_parallel
-
-    @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass of one rank."""
-        return self.batch // (self.data_parallel * self.grad_accum)
+        return self.batch // (self.ranks * self.grad_accum)
 
     @property
     def tokens_per_step(self) -> int:
@@ -280,11 +261,6 @@ class Settings:
 class Request:
     """What else `muonmesh train` can be asked for: options that say how the command goes, and are no settings."""
 
-    engine: Annotated[
-        Literal["torch", "deepspeed"],
-        Option("Who holds the weights: torch's --parallel, or DeepSpeed's --zero.", WHERE),
-    ] = "torch"
-    zero: Annotated[int | None, Option("Stage of ZeRO with --engine deepspeed. Default: 2.", WHERE, most=3)] = None
     sweep: Annotated[
         str | None,
         Option(
@@ -300,9 +276,7 @@ class Request:
             OUTPUT,
         ),
     ] = None
-    dry_run: Annotated[bool, Option("Say who would own what, memory and expected time, and train nothing.", OUTPUT)] = (
-        False
-    )
+    dry_run: Annotated[bool, Option("Say who would own what, and train nothing.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
         check_fields_of(self)
@@ -345,17 +319,6 @@ def load_config(directory: Path) -> dict[str, Any]:
     if not isinstance(content.get("environment"), dict):
         raise FileError(f"{path}: found no object 'environment'; needed the file as the run wrote it")
     return content
-
-
-def tensor_parallel_ranks(parallel: Parallel, ranks: int) -> int:
-    """How many of ``ranks`` share each layer."""
-    match parallel:
-        case "tp":
-            return ranks
-        case "fsdp+tp":
-            return PAIR
-        case _:
-            return 1
 
 
 def option(name: str) -> str:

@@ -99,8 +99,6 @@ class Training:
     def __init__(self, name: Optimizer, settings: Settings, corpus: Corpus, device: torch.device) -> None:
         self.name, self.settings, self.device = name, settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        # Ranks that share each layer read the same sequences: to the data they are one.
-        self.reader, self.readers = self.rank // settings.tensor_parallel, settings.data_parallel
         torch.manual_seed(settings.seed)
         self.config = model_config(
             settings.model,
@@ -175,8 +173,8 @@ class Training:
         """Mean loss over the same held-out sequences each time, shared among the ranks."""
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         size = self.settings.micro_batch
-        mine = self.validation_windows[self.reader :: self.readers]
-        most = -(-len(self.validation_windows) // self.readers)  # FSDP2 needs as many forwards on every rank
+        mine = self.validation_windows[self.rank :: self.world]
+        most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs as many forwards on every rank
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         inner.eval()
         with torch.no_grad():
@@ -222,7 +220,7 @@ class Training:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
-            begin = first + (micro * self.readers + self.reader) * settings.micro_batch
+            begin = first + (micro * self.world + self.rank) * settings.micro_batch
             with self.engine.accumulating(last=last):
                 windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
                 loss = self._loss(self.model, windows)
@@ -233,7 +231,7 @@ class Training:
     def _loss(self, model: nn.Module, windows: np.ndarray) -> Tensor:
         """Mean cross entropy in nats per token, 0-d fp32, of (n, seq + 1) windows."""
         tokens = torch.from_numpy(windows).to(self.device, non_blocking=True)
-        autocast = self.settings.dtype == "bf16" and self.settings.parallel in ("ddp", "tp")
+        autocast = self.settings.dtype == "bf16" and self.settings.parallel == "ddp"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
