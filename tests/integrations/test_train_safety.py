@@ -256,6 +256,6 @@ def test_a_terminal_that_prints_ascii_gets_ascii(folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.isascii()
     assert "validation loss" in result.stdout
-    assert re.search(r"\d\.\d\dx the training time", result.stdout), "× in other terminals"
+    assert re.search(r"\d\.\d\d\? the training time", result.stdout), "× in other terminals"
     content = json.loads((run / "config.json").read_text(encoding="utf-8"))
     assert os.fsencode(content["out"]) == os.fsencode(run)

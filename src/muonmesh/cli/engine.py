@@ -79,17 +79,8 @@ class Engine:
 
     def explain(self) -> str:
         """Return who goes where and why, as text."""
-        if isinstance(self.optimizer, mm.Muon):
-            return str(self.optimizer.explain())
-        known = self.optimizer.defaults
-        lines = [f"torch.optim.AdamW, betas {known['betas']}, eps {known['eps']}"]
-        for number, group in enumerate(self.optimizer.param_groups):
-            count = sum(parameter.numel() for parameter in group["params"])
-            lines.append(
-                f"group {number}: {len(group['params'])} parameters, {count:,} entries, "
-                f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}"
-            )
-        return "\n".join(lines)
+        kind = "" if self.optimizer is self.saved else "torch.optim.AdamW, by these groups\n\n"
+        return f"{kind}{self.saved.explain()}"
 
     def metrics(self) -> dict[str, float]:
         """Return what the optimizer says of its last step; nothing for AdamW."""

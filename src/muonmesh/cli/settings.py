@@ -105,15 +105,12 @@ class Settings:
     data: Annotated[
         tuple[str, ...],
         Option(
-            "Files, folders or globs of text, JSONL, Parquet, or a folder of datasets; repeatable. Default: the Python "
-            "standard library.",
+            "Files, folders or globs of text, JSONL or Parquet; repeatable. Default: the Python standard library.",
             WHAT,
             asked=list[str] | None,
         ),
     ] = ()
-    text_field: Annotated[str, Option("Field or column of JSONL, Parquet and datasets that holds the text.", WHAT)] = (
-        "text"
-    )
+    text_field: Annotated[str, Option("Field or column of JSONL and Parquet that holds the text.", WHAT)] = "text"
     model: Annotated[
         str,
         Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import io
 import os
@@ -14,19 +13,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-ERRORS = "muonmesh.plain"  # our way of encoding what an encoding lacks
-PLAIN = {
-    "×": "x", "–": "-", "—": "-", "…": "...", "ᵀ": "T", "→": "->", "≥": ">=", "≤": "<=",
-    "’": "'", "‘": "'", "“": '"', "”": '"', "•": "*",
-}  # fmt: skip
-
 
 def print_plainly() -> None:
-    """Let stdout and stderr print something alike for what their encoding lacks, instead of raising."""
-    codecs.register_error(ERRORS, _alike)
+    """Let stdout and stderr print a question mark for what their encoding lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=ERRORS)
+            stream.reconfigure(errors="replace")
 
 
 def make_console() -> Console:
@@ -95,10 +87,3 @@ def silence(stream: IO[str]) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-
-
-def _alike(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    found = error.object[error.start : error.end]
-    return "".join(PLAIN.get(character, "?") for character in found), error.end

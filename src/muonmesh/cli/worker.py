@@ -48,7 +48,6 @@ def work(run: Path) -> None:
         FileError: the ranks were given different texts or settings, they are not as many as the run has, another
             process trains there, or what the run left is damaged.
     """
-    gc.disable()  # imports leave half a million objects and no garbage; to look through them takes a second
     import torch
     import torch.distributed as dist
 
@@ -59,8 +58,6 @@ def work(run: Path) -> None:
     from muonmesh.cli.settings import load_settings
     from muonmesh.cli.training import StopRequest
 
-    gc.freeze()
-    gc.enable()
     settings = load_settings(run)
     corpus = load_corpus_of(run)
     if settings.device == "cuda":
