@@ -247,15 +247,14 @@ def test_resume_auto_begins_a_run_or_goes_on_with_it(exported: Path, lines: Path
     assert (run / "metrics.jsonl").read_text() == before, "a finished run is left as it is"
 
 
-def test_resume_auto_insists_on_the_same_settings(tmp_path: Path) -> None:
-    from muonmesh.cli.asked import _repeated
+def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
+    from muonmesh.cli.asked import _resumed
 
-    before = Settings(out=str(tmp_path), lr=0.003)
-    before.save({})
-    asked = Settings(out=str(tmp_path), ranks=4, lr=0.003)
-    assert _repeated(tmp_path, asked, {"ranks", "lr", "out"}) == asked
-    with pytest.raises(ValueError, match=r"--resume auto: found --steps 7, and 600 in the run of .* needed the same"):
-        _repeated(tmp_path, Settings(out=str(tmp_path), steps=7, warmup=0), {"steps"})
+    Settings(out=str(tmp_path), lr=0.003).save({})
+    asked = {"ranks": 4, "lr": 0.003, "out": tmp_path, "device": "auto"}
+    assert _resumed(tmp_path, asked, set(asked)) == Settings(out=str(tmp_path), ranks=4, lr=0.003)
+    with pytest.raises(ValueError, match=r"--resume .*: found --steps 7, and 600 in that run; needed the same"):
+        _resumed(tmp_path, {"steps": 7}, {"steps"})
 
 
 @pytest.mark.slow

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Replicate
 
-from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.cli.checkpoints import checkpoints_of, latest_step, whole_tensors
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.cli.export import save_momentum
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
@@ -262,24 +260,23 @@ def test_bf16_reaches_the_projections(
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_the_momentum_of_two_sharded_replicas_is_saved_whole(
-    pool: Pool, prepare: Callable[..., Path], folder: Path
-) -> None:
-    momentum = folder / "momentum.safetensors"
-    explanation = pool.run(explained, prepare("momentum", parallel="hsdp", optimizer="muon"), momentum)[0]
+def test_the_momentum_of_two_sharded_replicas_is_saved_whole(pool: Pool, prepare: Callable[..., Path]) -> None:
+    run = prepare("momentum", parallel="hsdp", optimizer="muon")
+    explanation = pool.run(explained, run)[0]
     assert "Replicate()×2, Shard(0)×2" in explanation
-    momenta = load_file(momentum)
+    step = latest_step(checkpoints_of(run, "muon"))
+    place = checkpoints_of(run, "muon") / f"step-{step:08d}"
+    momenta = whole_tensors(place, "optimizer.state.", ".momentum_buffer")
     assert momenta["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
     assert len(momenta) == 14
     assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
 
 
-def explained(run: Path, momentum: Path) -> str:
+def explained(run: Path) -> str:
     """Take two steps of Muon; what the optimizer says of them."""
     training = Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
     log = MetricsLog(run) if dist.get_rank() == 0 else None
     training.run(log, StopAfter(2))
     if log is not None:
         log.close()
-        save_momentum(momentum, training.checkpoints.whole("optimizer.state.", ".momentum_buffer"))
     return training.engine.explain()

@@ -26,7 +26,7 @@ from muonmesh.cli.model import check_model
 from muonmesh.cli.settings import LATER, Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
-from muonmesh.files import check_writable, is_finite, make_folders, write_text
+from muonmesh.files import is_finite, make_folders, write_text
 
 ANYTHING = st.one_of(
     st.none(),
@@ -127,11 +127,6 @@ def test_a_wrong_kind_of_setting_names_the_file_and_the_option(name: str, tmp_pa
 def test_a_step_that_no_checkpoint_could_be_named_after_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--steps 100000000: needed a whole number of at most 99999999"):
         Settings(out="x", steps=10**8)
-
-
-def test_momentum_that_nobody_has_is_not_promised() -> None:
-    with pytest.raises(ValueError, match=r"--save-momentum m: --optimizer adamw has no momentum"):
-        Settings(out="x", optimizer="adamw", save_momentum="m")
 
 
 @settings(max_examples=200, deadline=None)
@@ -283,31 +278,6 @@ def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("folder", "found a folder there"),
-        ("file/below", "cannot be written: Not a directory"),
-        ("pipe", "found a named pipe there"),
-        ("nowhere", "found a link to nothing there"),
-        ("/proc/self/new", "cannot be written"),
-        ("x" * 300, "cannot be written: File name too long"),
-    ],
-)
-def test_a_path_is_tried_before_a_training_and_nothing_is_left(path: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("there")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "nowhere").symlink_to(tmp_path / "nothing")
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(FileError, match=rf"--save-momentum .*{message}"):
-        check_writable(tmp_path / path, option="--save-momentum")
-    check_writable(tmp_path / "deep" / "down" / "file", option="--save-momentum")
-    check_writable(tmp_path / "file", option="--save-momentum")
-    assert sorted(tmp_path.iterdir()) == before
-    assert (tmp_path / "file").read_text() == "there"
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:

@@ -37,10 +37,7 @@ def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tu
         parallel = values["parallel"]
         raise ValueError(f"--parallel {parallel}: found no deepspeed. Write: pip install 'muonmesh[deepspeed]'")
     run = _going_on(request.resume, values["out"])
-    if run is not None and request.resume != "auto":
-        return _resumed(run, values, given), True
-    settings = _new(values, given)
-    return (settings, False) if run is None else (_repeated(run, settings, given), True)
+    return (_new(values, given), False) if run is None else (_resumed(run, values, given), True)
 
 
 def _new(values: dict[str, Any], given: set[str]) -> Settings:
@@ -112,27 +109,17 @@ def _going_on(resume: str | None, out: Path | None) -> Path | None:
     return out if (out / CONFIG_FILE).is_file() else None
 
 
-def _repeated(run: Path, asked: Settings, given: set[str]) -> Settings:
-    """Return the settings of a run that is there already, which the same command has been given for again."""
+def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
+    """Return the settings of a run that goes on, changed in what may change; others may be given as they are."""
     before = load_settings(run, out=str(run))
     for name in sorted(given & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
-        if getattr(before, name) != getattr(asked, name):
+        value = tuple(values[name]) if isinstance(values[name], list) else values[name]
+        if value not in ("auto", getattr(before, name)):
             raise ValueError(
-                f"--resume auto: found {option(name)} {getattr(asked, name)}, and {getattr(before, name)} in the run "
-                f"of {run}; needed the same. Leave it out, or choose another --out"
+                f"--resume {run}: found {option(name)} {value}, and {getattr(before, name)} in that run; needed the "
+                "same. Leave it out, or start a new run"
             )
-    return replace(before, **{name: getattr(asked, name) for name in given & MAY_CHANGE_ON_RESUME})
-
-
-def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
-    """Return the settings of a run that goes on, changed in what may change."""
-    refused = sorted(option(name) for name in given - MAY_CHANGE_ON_RESUME - {"resume"})
-    if refused:
-        raise ValueError(
-            f"--resume {run}: goes on with the settings of that run; found {', '.join(refused)} beside it. "
-            "Leave them out, or start a new run."
-        )
-    return load_settings(run, out=str(run), **{name: values[name] for name in given & MAY_CHANGE_ON_RESUME})
+    return replace(before, **{name: values[name] for name in given & MAY_CHANGE_ON_RESUME})
 
 
 def _has_bf16(device: str) -> bool:

@@ -97,19 +97,10 @@ class Checkpoints:
         on_first_rank(refuse_older)
         load(folder, engine.model, engine.saved)
 
-    def whole(self, begin: str, end: str = "") -> dict[str, Tensor]:
-        """Return tensors of the newest checkpoint by the middle of their names, whole. Called on rank 0 alone."""
+    def whole(self, begin: str) -> dict[str, Tensor]:
+        """Return the whole tensors of the newest checkpoint whose names begin so. Called on rank 0 alone."""
         assert self.kept is not None
-        folder = found_at(self._folder(self.kept))
-        reader = CheckpointReader(folder, read_metadata(folder))
-        held: Any = reader.metadata.state_dict_metadata
-        tensors = {
-            name: torch.empty(held[name].size, dtype=held[name].properties.dtype, device="cpu")
-            for name in held
-            if name.startswith(begin) and name.endswith(end)
-        }
-        torch_load(tensors, storage_reader=reader, no_dist=True)
-        return {name.removeprefix(begin).removesuffix(end): tensor for name, tensor in tensors.items()}
+        return whole_tensors(self._folder(self.kept), begin)
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"{STEP}{step:08d}"
@@ -127,6 +118,20 @@ def check_finite(engine: Engine, kept: str) -> None:
                 raise FileError(
                     f"{name}: not finite, so it is not saved. {kept}. Start again with a lower --lr or --adamw-lr"
                 )
+
+
+def whole_tensors(folder: Path, begin: str, end: str = "") -> dict[str, Tensor]:
+    """Return tensors of a checkpoint by the middle of their names, whole; needs no ranks."""
+    folder = found_at(folder)
+    reader = CheckpointReader(folder, read_metadata(folder))
+    held: Any = reader.metadata.state_dict_metadata
+    tensors = {
+        name: torch.empty(held[name].size, dtype=held[name].properties.dtype, device="cpu")
+        for name in held
+        if name.startswith(begin) and name.endswith(end)
+    }
+    torch_load(tensors, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(begin).removesuffix(end): tensor for name, tensor in tensors.items()}
 
 
 def checkpoints_of(run: Path, optimizer: Optimizer) -> Path:

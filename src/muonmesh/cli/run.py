@@ -28,7 +28,6 @@ from muonmesh.cli.report import write_report
 from muonmesh.cli.settings import REPLICAS, Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
 from muonmesh.errors import FileError
-from muonmesh.files import check_writable
 
 
 def train_run(settings: Settings, *, resuming: bool) -> int:
@@ -79,8 +78,6 @@ def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
     """The rest of what can fail without ranks: the text, and what is written."""
     run = settings.directory
     console = make_console()
-    if settings.save_momentum is not None:
-        check_writable(Path(settings.save_momentum), option="--save-momentum")
     before = load_corpus_of(run) if resuming else None
     status = (
         console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()

@@ -188,9 +188,6 @@ class Settings:
         int, Option("Steps between two checkpoints; 0: at the end and on Ctrl-C only.", OUTPUT, least=0)
     ] = 200
     keep: Annotated[int, Option("How many checkpoints of each training stay: the newest whole ones.", OUTPUT)] = 1
-    save_momentum: Annotated[
-        str | None, Option("Also write Muon's final momentum matrices to this safetensors file.", OUTPUT)
-    ] = None
     export: Annotated[bool, Option("Also write each trained model as a folder for from_pretrained.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
@@ -205,10 +202,6 @@ class Settings:
             raise ValueError(
                 f"--batch {self.batch}: cannot be divided over {self.ranks} ranks × {self.grad_accum} micro-steps; "
                 f"needed a multiple of {parts}. Write: --batch {math.ceil(self.batch / parts) * parts}"
-            )
-        if self.save_momentum is not None and self.optimizer == "adamw":
-            raise ValueError(
-                f"--save-momentum {self.save_momentum}: --optimizer adamw has no momentum of Muon. Leave one out"
             )
         if self.warmup >= self.steps:
             raise ValueError(
@@ -325,4 +318,4 @@ def option(name: str) -> str:
 
 # What runs of older versions do not say; they did what these settings do when they are left out.
 LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "keep")
-GONE = ("log",)  # what they say, and nothing depends on any more
+GONE = ("log", "save_momentum")  # what they say, and nothing depends on any more

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass
 from types import FrameType
 
 import numpy as np
@@ -25,7 +24,6 @@ from muonmesh.cli.model import build_model, load_model, prepare_layers
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.settings import Optimizer, ScheduleName, Settings, option
 from muonmesh.errors import FileError
-from muonmesh.numerics.kernels.memory import download
 
 WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
 
@@ -48,25 +46,6 @@ def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: i
             return min(1.0, (1.0 - done) / WSD_DECAY_SHARE)
         case "constant":
             return 1.0
-
-
-Moment = float | torch.cuda.Event
-
-
-def moment(device: torch.device) -> Moment:
-    """Now: the host's clock for a CPU, an event in the current stream for a GPU."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def seconds_between(first: Moment, last: Moment) -> float:
-    """Seconds from one moment to another; on a GPU both must have passed."""
-    if isinstance(first, float) or isinstance(last, float):
-        return float(last) - float(first)  # type: ignore[arg-type]
-    return float(first.elapsed_time(last)) / 1e3
 
 
 class StopRequest:
@@ -139,8 +118,7 @@ class Training:
             FileError: on all ranks: a loss or the state is not finite, or a file cannot be written. The last checkpoint
                 is as it was.
 
-        The ranks agree on that step: each step reduces one flag, read one step later so that a GPU is never waited
-        for, and all act on it at the same place.
+        The ranks agree on that step: each step reduces one flag.
         """
         settings = self.settings
         with ProgressLine(
@@ -152,18 +130,11 @@ class Training:
         ) as line:
             if self.start == 0:
                 self._validate(0, log, line)
-            in_flight: _StepInFlight | None = None
             for step in range(self.start + 1, settings.steps + 1):
-                previous, in_flight = in_flight, self._step(step, stop)
-                stopping = previous is not None and self._finish(previous, log, line)
-                validating = step % settings.eval_every == 0 or step == settings.steps
-                saving = step == settings.steps or _divides(settings.checkpoint_every, step) or stopping
-                if validating or saving:
-                    stopping = self._finish(in_flight, log, line) or stopping
-                    in_flight = None
-                if validating:
+                stopping = self._step(step, stop, log, line)
+                if step % settings.eval_every == 0 or step == settings.steps:
                     self._validate(step, log, line)
-                if saving or stopping:
+                if stopping or step == settings.steps or _divides(settings.checkpoint_every, step):
                     self.checkpoints.save(step, self.engine)
                 if stopping:
                     return step == settings.steps
@@ -190,7 +161,8 @@ class Training:
         loss_sum, count = total.tolist()
         return float(loss_sum / count)
 
-    def _step(self, step: int, stop: StopRequest) -> _StepInFlight:
+    def _step(self, step: int, stop: StopRequest, log: MetricsLog | None, line: ProgressLine) -> bool:
+        """Take a step, record it, and say whether any rank asked to stop."""
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
         for group, peak in zip(self.engine.optimizer.param_groups, self.peak_lrs, strict=True):
@@ -198,19 +170,37 @@ class Training:
         seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
 
-        began = moment(self.device)
+        began = self._now()
         loss = self._accumulate(step)
-        computed = moment(self.device)
+        computed = self._now()
         self.engine.update()
-        updated = moment(self.device)
+        updated = self._now()
         status = torch.stack([loss / self.world, torch.full_like(loss, float(stop.requested))])
         dist.all_reduce(status)
-        return _StepInFlight(
-            step=step,
-            lr=max(group["lr"] for group in self.engine.optimizer.param_groups),
-            status=_Reading(status),
-            moments=(began, computed, updated, moment(self.device)),
-        )
+        mean, stop_flags = status.tolist()
+        self._need_finite("loss", step, mean)
+        seconds = self._now() - began
+        self.seconds += seconds
+        if log is not None:
+            log.append(
+                run=self.name,
+                step=step,
+                tokens=step * settings.tokens_per_step,
+                seconds=self.seconds,
+                loss=mean,
+                lr=max(group["lr"] for group in self.engine.optimizer.param_groups),
+                step_seconds=seconds,
+                forward_backward_seconds=computed - began,
+                optimizer_seconds=updated - computed,
+            )
+        line.step(step, mean, seconds)
+        return bool(stop_flags > 0)
+
+    def _now(self) -> float:
+        """Return the time at which the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _accumulate(self, step: int) -> Tensor:
         """Forward and backward over this rank's share of a step's sequences; its mean loss, 0-d."""
@@ -235,27 +225,6 @@ class Training:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-    def _finish(self, flight: _StepInFlight, log: MetricsLog | None, line: ProgressLine) -> bool:
-        """Read a step's results, record them, and say whether any rank asked to stop."""
-        loss, stop_flags = flight.status.read()
-        self._need_finite("loss", flight.step, loss)
-        forward_backward, optimizer, total = flight.seconds()
-        self.seconds += total
-        if log is not None:
-            log.append(
-                run=self.name,
-                step=flight.step,
-                tokens=flight.step * self.settings.tokens_per_step,
-                seconds=self.seconds,
-                loss=loss,
-                lr=flight.lr,
-                step_seconds=total,
-                forward_backward_seconds=forward_backward,
-                optimizer_seconds=optimizer,
-            )
-        line.step(flight.step, loss, total)
-        return stop_flags > 0
 
     def _validate(self, step: int, log: MetricsLog | None, line: ProgressLine) -> None:
         loss = self.evaluate()
@@ -294,34 +263,6 @@ class Training:
         for _ in range(2):
             self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
         self.engine.begin()
-
-
-@dataclass(frozen=True)
-class _StepInFlight:
-    """A step that the host has issued; a GPU may still be at it."""
-
-    step: int
-    lr: float
-    status: _Reading
-    moments: tuple[Moment, Moment, Moment, Moment]  # began, gradients there, updated, status reduced
-
-    def seconds(self) -> tuple[float, float, float]:
-        """Return the time of forward and backward, of the update, and of all; what waits for other ranks is in it."""
-        began, computed, updated, ended = self.moments
-        return seconds_between(began, computed), seconds_between(computed, updated), seconds_between(began, ended)
-
-
-class _Reading:
-    """Numbers on their way to the host; :meth:`read` waits for them and for nothing that was issued later."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._host, self._arrived = download(values)
-
-    def read(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        values: list[float] = self._host.tolist()
-        return values
 
 
 def _finite(details: dict[str, float]) -> dict[str, float | None]:

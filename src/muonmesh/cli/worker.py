@@ -139,8 +139,8 @@ def train(
 ) -> bool:
     """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
     from muonmesh.checkpoint.ranks import on_first_rank
-    from muonmesh.checkpoint.record import MODEL, STATE
-    from muonmesh.cli.export import export, export_of, save_momentum
+    from muonmesh.checkpoint.record import MODEL
+    from muonmesh.cli.export import export, export_of
     from muonmesh.cli.training import Training
     from muonmesh.files import writing
 
@@ -164,14 +164,10 @@ def train(
     finished = training.run(log, stop)
 
     def leave() -> None:
-        trained = training.checkpoints
-        if name == "muon" and settings.save_momentum is not None:
-            save_momentum(Path(settings.save_momentum), trained.whole(f"{STATE}.", ".momentum_buffer"))
-        if settings.export:
-            weights, from_text = trained.whole(f"{MODEL}."), Path(corpus.directory)
-            export(export_of(run, name), training.config, weights, tokenizer=from_text, init=settings.init)
+        weights, text = training.checkpoints.whole(f"{MODEL}."), Path(corpus.directory)
+        export(export_of(run, name), training.config, weights, tokenizer=text, init=settings.init)
 
-    if finished:
+    if finished and settings.export:
         on_first_rank(leave)
     training.engine.close()
     return finished
