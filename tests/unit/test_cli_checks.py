@@ -180,7 +180,8 @@ def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path
     if damage == "cut":
         file.write_bytes(content[:-10])
     elif damage == "pickled":
-        np.save(file, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
+        with file.open("wb") as stream:
+            np.save(stream, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
     elif damage == "pipe":
         os.mkfifo(file)
     with pytest.raises(FileError, match=r"train\.bin: .*; needed the \d+ tokens that corpus\.json tells of"):
@@ -216,9 +217,9 @@ def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Pa
     assert (tmp_path / "metrics.jsonl").read_text() == f"{good}{line}\n{good}", "as it was"
 
 
-def test_a_step_without_its_times_is_told_by_the_summary(tmp_path: Path) -> None:
+def test_a_step_without_its_times_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"run": "muon", "step": 7, "seconds": 1.0, "tokens": 1, "loss": 5.0}\n')
-    with pytest.raises(FileError, match=r"found no step_seconds in step 7 of muon"):
+    with pytest.raises(FileError, match=r"line 1 .* \(found step_seconds None\)"):
         summarise(tmp_path)
 
 
@@ -237,7 +238,6 @@ IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "nan": ({**LLAMA, "rms_norm_eps": float("nan")}, "found rms_norm_eps nan; needed a finite number"),
     "heads": ({**LLAMA, "num_attention_heads": 3}, r"hidden size \(64\) is not a multiple of .* heads \(3\)"),
     "heads of gpt2": ({**GPT2, "n_head": 5}, "gpt2 cannot be built .*divisible"),
-    "key-value heads": ({**LLAMA, "num_key_value_heads": 3}, "cannot compute with this configuration"),
     "activation": ({**LLAMA, "hidden_act": "nope"}, "llama cannot be built from this configuration: KeyError: 'nope'"),
     "layers": ({**LLAMA, "num_hidden_layers": 10**9}, "found num_hidden_layers 1000000000; needed at most 10000"),
     "width": ({**LLAMA, "hidden_size": 10**15}, "found hidden_size 10{15}; needed at most"),

@@ -16,7 +16,8 @@ from muonmesh.files import cannot_write, is_finite, is_whole, named, read_text, 
 
 METRICS_FILE = "metrics.jsonl"
 TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
-NUMBERS = ("tokens", "seconds", "loss", "validation_loss", "lr", *TIMES)
+OF_A_STEP = ("step", "tokens", "seconds", "loss", *TIMES)
+OF_A_VALIDATION = ("step", "seconds", "validation_loss")
 
 
 class MetricsLog:
@@ -42,7 +43,7 @@ class MetricsLog:
         self._file.close()
         write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._open()
-        return max((float(r.get("seconds", 0.0)) for r in kept if r["run"] == run), default=0.0)
+        return max((float(record["seconds"]) for record in kept if record["run"] == run), default=0.0)
 
     def close(self) -> None:
         """Close the file."""
@@ -77,7 +78,7 @@ def _read(path: Path, number: int, line: str) -> dict[str, Any]:
             raise ValueError(f"found {named(record)}")
         if record.get("run") not in get_args(Optimizer):
             raise ValueError(f"found run {record.get('run')!r}")
-        for name in ("step", *(name for name in NUMBERS if name in record)):
+        for name in OF_A_STEP if "loss" in record else OF_A_VALIDATION:
             value = record.get(name)
             whole = name in ("step", "tokens")
             if not (is_whole(value) if whole else is_finite(value)):

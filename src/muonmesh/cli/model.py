@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from muonmesh.cli.configuration import PRESETS, model_config, sentence
+from muonmesh.cli.configuration import model_config, sentence
 from muonmesh.cli.settings import REPLICAS, Dtype, Parallel, Settings
 from muonmesh.errors import FileError
 
-# What only tensors without memory cannot do; grouped products of experts check their dtype.
-NOT_FOLLOWED = re.compile(r"BF16|[Mm]eta tensor|[Ff]ake ?[Tt]ensor")
 SHARDING = ("fsdp", "hsdp")
 DDP = "Write: --parallel ddp"
-TRIED_TOKENS = 8  # in the forward pass that is tried without memory
 
 
 def build_model(config: Any) -> nn.Module:
@@ -89,11 +85,10 @@ def check_model(
     """Build the model without memory and return its number of parameters; raises what a rank would raise.
 
     Raises:
-        ValueError: there is no such model, it cannot compute, or its parameters cannot be sharded.
+        ValueError: there is no such model, or its parameters cannot be sharded.
     """
     with torch.device("meta"):
-        config = model_config(model, vocab=vocab, seq=seq, init=init is not None)
-        built = build_model(config)
+        built = build_model(model_config(model, vocab=vocab, seq=seq, init=init is not None))
     if init is not None and not any(Path(init).glob("*.safetensors")):
         raise FileError(f"--init {init}: found no weights in safetensors; needed what `save_pretrained` writes")
     check_parameters(built, name=model, parallel=parallel)
@@ -102,8 +97,6 @@ def check_model(
             f"--checkpoint-activations: {type(built).__name__} of transformers cannot compute its layers again; needed "
             "a model that supports gradient checkpointing. Leave it out"
         )
-    if model not in PRESETS:
-        _try_forward(built, model, tokens=min(seq, TRIED_TOKENS), vocab=config.get_text_config().vocab_size)
     return sum(p.numel() for p in built.parameters())
 
 
@@ -118,38 +111,6 @@ def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None
             raise FileError(f"--model {name}: {path} is empty, of shape {tuple(parameter.shape)}; needed sizes above 0")
         if parameter.ndim == 0 and parallel in SHARDING:
             raise FileError(f"--model {name}: {path} is a single number, which FSDP2 cannot shard. {DDP}")
-
-
-def _try_forward(model: nn.Module, name: str, *, tokens: int, vocab: int) -> None:
-    """Send a sequence through a model without memory: heads that do not divide show only there.
-
-    What depends on values, as routing to experts may, cannot be followed so far and is left to the ranks.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # what it has to say is said below
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = model.to_empty(device="cpu")  # of shapes alone, as on the meta device, which cannot compute as much
-            logits = fake(input_ids=torch.zeros(1, tokens, dtype=torch.int64, device="cpu"), use_cache=False).logits
-    except Exception as error:  # whatever two hundred models may raise
-        if type(error).__module__.startswith("torch._subclasses") or NOT_FOLLOWED.search(str(error)):
-            return
-        if isinstance(error, NotImplementedError):
-            return
-        raise FileError(
-            f"--model {name}: cannot compute with this configuration: {sentence(error)}. Correct it, or choose another "
-            "--model"
-        ) from error
-    finally:
-        log.setLevel(level)
-    if tuple(logits.shape) != (1, tokens, vocab):
-        raise FileError(
-            f"--model {name}: gives {tuple(logits.shape)} for {tokens} tokens; needed one number for each of {vocab} "
-            "entries of the vocabulary a token. Choose another --model"
-        )
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

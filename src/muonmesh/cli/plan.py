@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.filesize import decimal
 
 if TYPE_CHECKING:
     from muonmesh.cli.blueprint import Part
@@ -178,7 +179,7 @@ def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _counted(figures: dict[str, Any]) -> str:
     kept = ("weights", "gradients", "momentum", "AdamW's moments")
-    stored = ", ".join(f"{what} {size(figures[f'bytes of {what}'])}" for what in kept)
+    stored = ", ".join(f"{what} {decimal(figures[f'bytes of {what}'])}" for what in kept)
     return (
         f"orthogonalises {figures['matrices']:,}, {figures['flops'] / 1e12:,.3g} TFLOP; "
         f"{figures['bytes sent'] / 1e6:,.4g} MB sent and {figures['bytes received'] / 1e6:,.4g} MB received in "
@@ -191,9 +192,9 @@ def _modelled(figures: dict[str, Any]) -> str:
         f"{part} {figures[f'seconds of the {part}'] * 1e3:,.3g}" for part in ("host", "device", "network")
     )
     return (
-        f"{figures['launches']:,} launches; {size(figures['bytes of the exchange'])} beside what is stored, "
-        f"{size(figures['bytes together'])} together, without activations; {figures['seconds'] * 1e3:,.3g} ms a step, "
-        f"the slowest of {parts} ms"
+        f"{figures['launches']:,} launches; {decimal(figures['bytes of the exchange'])} beside what is stored, "
+        f"{decimal(figures['bytes together'])} together, without activations; {figures['seconds'] * 1e3:,.3g} ms a "
+        f"step, the slowest of {parts} ms"
     )
 
 
@@ -203,11 +204,3 @@ def amount(count: int) -> str:
         if count >= factor:
             return f"{count / factor:,.4g}{unit}"
     return f"{count:,}"
-
-
-def size(count: int) -> str:
-    """Return a number of bytes in a unit that suits it."""
-    exponent = 0
-    while exponent < 4 and count >= 1024 ** (exponent + 1):
-        exponent += 1
-    return f"{count / 1024**exponent:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"

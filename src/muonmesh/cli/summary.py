@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from muonmesh.cli.metrics import METRICS_FILE, TIMES, read_metrics
-from muonmesh.errors import FileError
+from muonmesh.cli.metrics import read_metrics
 
 WARM_UP_STEPS = 3  # left out of speeds and shares: allocations and first plans
 
@@ -87,14 +86,6 @@ def summarise(run: Path) -> list[TrainingSummary]:
         FileError: the metrics are damaged.
     """
     records = read_metrics(run)
-    for record in records:
-        kind = (*TIMES, "loss", "tokens") if "loss" in record else ("validation_loss",)
-        missing = [name for name in ("seconds", *kind) if name not in record]
-        if missing:
-            raise FileError(
-                f"{run / METRICS_FILE}: found no {missing[0]} in step {record['step']} of {record['run']}; needed the "
-                "file as it was written. Bring an undamaged copy"
-            )
     names = dict.fromkeys(record["run"] for record in records)
     summaries = [_summarise(name, [r for r in records if r["run"] == name]) for name in names]
     return [summary for summary in summaries if summary is not None]
