@@ -1,6 +1,6 @@
 """Iterations against each other: how near each comes to the polar factor in bf16, and how long it takes.
 
-    python benchmarks/iterations.py --momentum momentum.safetensors --json benchmarks/results/iterations.json
+    python benchmarks/iterations.py --momentum CHECKPOINT --json benchmarks/results/iterations.json
     python benchmarks/iterations.py --only speed --rounds 9
 
 Contenders: sets by name, with compiled products too where there is a compiler ("one Gram matrix" is method="gram"), and
@@ -69,9 +69,9 @@ def inputs(momentum: Path | None, rows: int, cols: int) -> Iterator[tuple[str, T
     for name in SPECTRA:
         yield f"{name} {rows}×{cols}", spectrum(name, rows, cols)
     if momentum is not None:
-        from safetensors.torch import load_file
+        from muonmesh.cli.checkpoints import whole_tensors
 
-        for name, x in load_file(momentum).items():
+        for name, x in whole_tensors(momentum, "optimizer.state.", ".momentum_buffer").items():
             yield name, (x if x.shape[0] <= x.shape[1] else x.mT).bfloat16().contiguous()
 
 
@@ -184,7 +184,7 @@ def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("accuracy", "speed"))
-    parser.add_argument("--momentum", type=Path, help="recorded by `muonmesh train --save-momentum`")
+    parser.add_argument("--momentum", type=Path, help="a checkpoint of `muonmesh train`: RUN/checkpoints/muon/step-...")
     parser.add_argument("--shape", default="768x3072", help="of the synthetic matrices in the accuracy table")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

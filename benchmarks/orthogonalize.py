@@ -1,10 +1,10 @@
 """orthogonalize: how exact, at which magnitudes, how fast against torch.optim.Muon's iteration.
 
     python benchmarks/orthogonalize.py                                    # the three tables
-    python benchmarks/orthogonalize.py --only accuracy --momentum momentum.safetensors
+    python benchmarks/orthogonalize.py --only accuracy --momentum CHECKPOINT
     python benchmarks/orthogonalize.py --only speed --threads 1 --rounds 15 --json speed.json
 
-`momentum.safetensors` is what `muonmesh train --save-momentum momentum.safetensors` writes. Errors are relative, in
+`CHECKPOINT` is a folder of `muonmesh train`, such as runs/NAME/checkpoints/muon/step-00000600. Errors are relative, in
 the Frobenius norm, to the polynomials applied to fp64 singular values. Speeds are ratios of rounds that take turns,
 A B A B; with one thread they are of processor time, so that other work on the machine disturbs them least.
 """
@@ -71,9 +71,9 @@ def inputs(momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
     yield "four decades 768×3072", decaying(768, 3072, 4)
     yield "four decades 768×768", decaying(768, 768, 4)
     if momentum is not None:
-        from safetensors.torch import load_file
+        from muonmesh.cli.checkpoints import whole_tensors
 
-        for name, matrix in load_file(momentum).items():
+        for name, matrix in whole_tensors(momentum, "optimizer.state.", ".momentum_buffer").items():
             if matrix.ndim == 2:
                 yield f"{name} {matrix.shape[0]}×{matrix.shape[1]}", matrix
 
@@ -164,7 +164,7 @@ def speed(rounds: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("accuracy", "magnitudes", "speed"), help="one table instead of three")
-    parser.add_argument("--momentum", type=Path, help="recorded momentum (safetensors) for the accuracy table")
+    parser.add_argument("--momentum", type=Path, help="a checkpoint of `muonmesh train`, for the accuracy table")
     parser.add_argument("--coefficients", default="polar_express", help="set for the accuracy table")
     parser.add_argument("--steps", type=int, default=5, help="steps for the accuracy table")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

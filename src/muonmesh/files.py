@@ -10,7 +10,6 @@ import re
 import shutil
 import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,33 +202,6 @@ def kind_of(path: Path) -> str:
         if test(mode):
             return name
     return "a device"
-
-
-def check_writable(path: Path, *, option: str) -> None:
-    """Try whether a file can be written, folders above it included; leaves nothing behind.
-
-    Raises:
-        FileError: it cannot, which a training would have found out at its end.
-    """
-    made: list[Path] = []
-    try:
-        if (path.exists() or path.is_symlink()) and not path.is_file():
-            raise FileError(f"{option} {path}: found {kind_of(path)} there; needed the name of a file")
-        made = make_folders(path.parent)
-        if path.exists():
-            with path.open("r+b"):
-                pass
-        with tempfile.NamedTemporaryFile(dir=path.parent) as trial:
-            trial.write(b"trial")
-            trial.flush()
-    except (OSError, ValueError) as error:
-        if isinstance(error, FileError):
-            raise
-        raise FileError(
-            f"{option} {path}: cannot be written: {reason(error)}; needed a file in a folder that can be written"
-        ) from error
-    finally:
-        remove_empty(made)
 
 
 def make_folders(path: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from muonmesh.cli.joining import join
+from muonmesh.cli.worker import join
 
 LATE = 3.0  # seconds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import math
@@ -22,24 +21,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from muonmesh.checkpoint import folder as checkpoint_folder
-from muonmesh.cli import launch as launcher
 from muonmesh.cli.app import app
-from muonmesh.cli.checkpoints import latest_step
+from muonmesh.cli.checkpoints import checkpoints_of, latest_step, whole_tensors
 from muonmesh.cli.configuration import PRESETS, model_config
-from muonmesh.cli.corpus import Split, Survey, Windows, prepare_corpus, standard_library
+from muonmesh.cli.corpus import Windows, divide, prepare_corpus, standard_library
 from muonmesh.cli.documents import find_files
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.launch import Interrupted, RankFailed, launch
-from muonmesh.cli.metrics import MetricsLog, read_metrics
+from muonmesh.cli.launch import RankFailed, launch
+from muonmesh.cli.metrics import TIMES, MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
 from muonmesh.cli.settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
 from muonmesh.cli.training import learning_rate_factor
-from muonmesh.cli.worker import TIMEOUT, seconds_to_wait, work
+from muonmesh.cli.worker import TIMEOUT, seconds_to_wait
+from muonmesh.errors import FileError
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")
 STEPS = 12
@@ -114,7 +111,7 @@ def test_held_out_files_are_not_learnt_from_even_as_copies(tmp_path: Path) -> No
 
 def test_a_single_file_holds_out_its_end() -> None:
     text = "".join(f"line {i}\n" for i in range(1000))
-    (train,), (held_out,) = Split(Survey(1, 1, frozenset())).divide("0" * 64, text)
+    (train,), (held_out,) = divide("0" * 64, text, whole=False)
     assert train + held_out == text
     assert 0.03 < len(held_out) / len(text) < 0.07
 
@@ -183,7 +180,6 @@ def summary(name: str, losses: list[float]) -> TrainingSummary:
         tokens_per_second=100.0,
         forward_backward=0.8,
         optimizer=0.1,
-        communication=0.1,
     )
 
 
@@ -209,12 +205,12 @@ def test_the_better_optimizer_is_compared_with_the_other_whichever_it_is() -> No
 
 
 def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path)
+    log, others = MetricsLog(tmp_path), dict.fromkeys(("tokens", "seconds", *TIMES), 0)
     for run in ("muon", "adamw"):
         for step in (1, 2, 3):
-            log.append(run=run, step=step, loss=1 / 3)
+            log.append(run=run, step=step, loss=1 / 3, **others)
     log.cut("adamw", 1)
-    log.append(run="adamw", step=2, loss=0.1)
+    log.append(run="adamw", step=2, loss=0.1, **others)
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"run": "adamw", "st')  # killed in the middle of a line
@@ -248,19 +244,8 @@ WRONG = {
     "--data nothing/here": r"--data 'nothing/here': found no file",
     "--vocab 12": r"--vocab 12: needed a whole number of at least 257",
     "--optimizer sgd": r"(?s)--optimizer.*sgd.*muon.*adamw.*both",
-    "--zero 2": r"--zero 2: is DeepSpeed's. Write: --engine deepspeed --zero 2",
-    "--engine deepspeed --zero 4": r"--zero 4: needed a whole number of at most 3",
-    "--engine deepspeed --parallel tp": r"--engine deepspeed: found --parallel tp beside it. Leave out one",
-    "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp.*hsdp.*tp",
+    "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp.*hsdp.*zero1",
     "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needed a multiple of 2. Write: --ranks 4",
-    "--parallel fsdp+tp --ranks 1": r"--ranks 1: --parallel fsdp\+tp needed a multiple of 2. Write: --ranks 2",
-    "--parallel tp --ranks 0": r"--ranks 0: needed a whole number of at least 1",
-    "--parallel tp --ranks 8": r"--model small: 8 ranks cannot share a layer of 4 heads, 4 key-value heads and an MLP "
-    r"320 wide; needed a divisor of 4",
-    "--parallel fsdp+tp --model odd.json": r"--model odd.json: 2 ranks cannot share a layer of 3 heads",
-    "--parallel tp --model gpt2": r"--model gpt2: .*no tensor-parallel plan for gpt2; .* Write: --parallel fsdp",
-    "--parallel tp --seq 99": r"--seq 99: cannot be divided over the 2 ranks that share a layer. Write: --seq 100",
-    "--parallel tp --batch 3 --grad-accum 2": r"over 1 group of 2 ranks × 2 micro-steps; .* Write: --batch 4",
     "--schedule never": r"(?s)--schedule.*never.*cosine",
     "--resume nowhere": r"nowhere: found no config.json; needed the directory of a run",
 }
@@ -269,7 +254,6 @@ WRONG = {
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "odd.json").write_text('{"model_type": "llama", "hidden_size": 48, "num_attention_heads": 3}')
     device = [] if "--resume" in line else ["--device", "cpu", "--out", "run"]
     result = CliRunner().invoke(app, ["train", *line.split(), *device], env={"COLUMNS": "200"})
     assert result.exit_code == 2
@@ -339,50 +323,10 @@ def test_an_error_on_one_rank_ends_the_run_with_its_message(how: str, message: s
     assert dict(os.environ) == environment, "a torchrun that this process starts has another launcher"
 
 
-def finish_after_a_hangup(run: str) -> None:
-    """What a rank does that finishes its step when the terminal of its launcher is closed."""
-    heard: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    (Path(run) / f"ready-{os.environ['RANK']}").touch()
-    while not all((Path(run) / f"ready-{rank}").exists() for rank in range(2)):
-        time.sleep(0.01)
-    if os.environ["RANK"] == "0":
-        os.kill(os.getppid(), signal.SIGHUP)
-    while not heard:
-        time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_ranks_that_are_copies_end_when_they_have_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes a copy that returns wait for a launcher that, once it was asked to stop, waits for the copy."""
-    monkeypatch.setattr(launcher, "SECONDS_TO_STOP", 30)
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # so that what `launch` writes there is taken back
-    start = time.monotonic()
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and `launch` leaves it so
-    try:
-        with pytest.raises(Interrupted):
-            launch(tmp_path, ranks=2, worker=finish_after_a_hangup)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert time.monotonic() - start < 30
-
-
-def test_a_rank_collects_garbage_again_once_all_is_imported(tmp_path: Path) -> None:
-    """What is imported is set aside; the models that come and go after it are not."""
-    try:
-        with pytest.raises(ValueError, match=r"found no config\.json"):
-            work(tmp_path)
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > 100_000
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
 def test_a_time_to_wait_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMEOUT, text)
-    with pytest.raises(RunError, match=f"found {text!r}; needed a number of seconds above 0"):
+    with pytest.raises(FileError, match=f"found {text!r}; needed a number of seconds above 0"):
         seconds_to_wait()
     monkeypatch.setenv(TIMEOUT, "0.5")
     assert seconds_to_wait() == timedelta(seconds=0.5)
@@ -449,7 +393,7 @@ def finished(runs: Path, text: Path) -> Path:
     run = runs / "finished"
     temporary = runs / "temporary"
     temporary.mkdir()
-    options = (*TINY, "--data", text, "--out", run, "--save-momentum", runs / "momentum.safetensors")
+    options = (*TINY, "--data", text, "--out", run)
     result = train(*options, temporary=temporary)
     assert result.returncode == 0, result.stderr
     left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # by importing it
@@ -515,20 +459,20 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_shares_of_a_step_add_up_to_the_step(finished: Path) -> None:
+def test_the_parts_of_a_step_are_measured(finished: Path) -> None:
     for record in read_metrics(finished):
         if "loss" in record:
-            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer", "communication")]
+            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer")]
             assert min(parts) > 0
-            assert sum(parts) == pytest.approx(record["step_seconds"], rel=0.02)
+            assert sum(parts) <= record["step_seconds"]
 
 
 @pytest.mark.slow
-def test_a_run_leaves_the_momentum_that_was_asked_for(finished: Path, runs: Path) -> None:
-    momenta = load_file(runs / "momentum.safetensors")
+def test_the_momentum_of_a_run_is_in_its_checkpoint(finished: Path) -> None:
+    place = checkpoints_of(finished, "muon") / f"step-{STEPS:08d}"
+    momenta = whole_tensors(place, "optimizer.state.", ".momentum_buffer")
     assert momenta["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
     assert len(momenta) == 7 * PRESETS["nano"]["num_hidden_layers"]
-    assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in momenta.values())
 
 
 @pytest.mark.slow
@@ -561,14 +505,14 @@ def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
 def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
     result = CliRunner().invoke(app, ["train", "--resume", str(finished), "--lr", "1"])
     assert result.exit_code == 2
-    assert "found --lr beside it" in result.stderr
+    assert "found --lr 1.0, and 0.006 in that run; needed the same" in result.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 def test_the_command_trains_under_deepspeed(runs: Path, text: Path) -> None:
     run = runs / "deepspeed"
-    options = ("--engine", "deepspeed", "--zero", 3, "--ranks", 2, "--model", "nano", "--batch", 4, "--seq", 32)
+    options = ("--parallel", "zero3", "--ranks", 2, "--model", "nano", "--batch", 4, "--seq", 32)
     options += ("--optimizer", "muon")  # AdamW too: tests/integrations/test_train_parallel.py
     output = short_train(run, text, *options)
     assert "2 ranks, ZERO3 over gloo" in output

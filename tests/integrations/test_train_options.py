@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 from muonmesh.cli import worker
 from muonmesh.cli.app import app
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog, read_metrics
 from muonmesh.cli.settings import LATER, Settings, load_settings
-from muonmesh.cli.sweep import figures, finished, parse_sweep, write_sweep
+from muonmesh.cli.sweep import best_of, figures, finished, parse_sweep, write_sweep
 from muonmesh.cli.tokenizer import load_tokenizer
+from muonmesh.cli.training import StopRequest
 from muonmesh.errors import FileError
 from tests.workers import Pool
 
@@ -247,15 +247,14 @@ def test_resume_auto_begins_a_run_or_goes_on_with_it(exported: Path, lines: Path
     assert (run / "metrics.jsonl").read_text() == before, "a finished run is left as it is"
 
 
-def test_resume_auto_insists_on_the_same_settings(tmp_path: Path) -> None:
-    from muonmesh.cli.asked import _repeated
+def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
+    from muonmesh.cli.asked import _resumed
 
-    before = Settings(out=str(tmp_path), lr=0.003)
-    before.save({})
-    asked = Settings(out=str(tmp_path), ranks=4, lr=0.003)
-    assert _repeated(tmp_path, asked, {"ranks", "lr", "out"}) == asked
-    with pytest.raises(ValueError, match=r"--resume auto: found --steps 7, and 600 in the run of .* needed the same"):
-        _repeated(tmp_path, Settings(out=str(tmp_path), steps=7, warmup=0), {"steps"})
+    Settings(out=str(tmp_path), lr=0.003).save({})
+    asked = {"ranks": 4, "lr": 0.003, "out": tmp_path, "device": "auto"}
+    assert _resumed(tmp_path, asked, set(asked)) == Settings(out=str(tmp_path), ranks=4, lr=0.003)
+    with pytest.raises(ValueError, match=r"--resume .*: found --steps 7, and 600 in that run; needed the same"):
+        _resumed(tmp_path, {"steps": 7}, {"steps"})
 
 
 @pytest.mark.slow
@@ -269,16 +268,13 @@ def test_compiled_layers_learn_the_same(exported: Path, lines: Path, tmp_path: P
 # --- before a training, and many of them ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "zero3"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "hsdp", "zero3"])
 def test_a_dry_run_tells_what_a_run_would_take_and_leaves_nothing(parallel: str, tmp_path: Path) -> None:
     line = ("--dry-run", "--model", "nano", "--ranks", 4, "--parallel", parallel, "--device", "cpu")
     result = CliRunner().invoke(app, ["train", *map(str, line), "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.stderr
     assert "nano on 4 ranks" in result.stdout
     assert re.search(r"Rank \d, counted: .* weights .* momentum", result.stdout)
-    assert re.search(
-        r"Time, modelled: 600 steps of 2,048 tokens take at least .* with Muon, .* with AdamW", result.stdout
-    )
     assert ("planned like FSDP2" in result.stdout) == (parallel == "zero3")
     assert not (tmp_path / "run").exists()
 
@@ -298,7 +294,7 @@ def test_a_sweep_tries_the_same_with_both_optimizers(
     assert len({trial.loss for trial in done}) == 8, "a rate or a seed made no difference"
     for trial in done:
         assert trial.loss == validated(base.directory / trial.name)[-1]
-    page = write_sweep(base, done).read_text()
+    write_sweep(base, done)
     assert json.loads((base.directory / "sweep.json").read_text()) == [asdict(trial) for trial in done]
     headings, rows = figures(done)
     assert headings == ["peak learning rate", "0.001", "0.02"]
@@ -307,9 +303,8 @@ def test_a_sweep_tries_the_same_with_both_optimizers(
         low, high = (fmean(trial.loss for trial in own if trial.lr == lr) for lr in (0.001, 0.02))
         assert row[1].startswith(f"{low:.3f} ± ")
         assert row[1].endswith("*") == (low < high) != row[2].endswith("*")
-        assert row[1] in page
-    assert "the edge of what was tried" in page
-    assert page.count("data:image/png;base64,") == 1
+    assert "the edge of what was tried" in best_of(done)[0]
+    assert (base.directory / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -322,11 +317,11 @@ def test_the_command_trains_a_sweep_and_goes_on_with_it(lines: Path, tmp_path: P
     assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())) == 4
     message = refused(*options)
     assert "already there. Write: --resume auto" in message
-    (tmp_path / "sweep" / "sweep.html").unlink()
+    (tmp_path / "sweep" / "sweep.png").unlink()
     again = train(*options, "--resume", "auto")
     assert "Muon is best at" in again
     assert "Report:" not in again, "a finished training was trained again"
-    assert (tmp_path / "sweep" / "sweep.html").is_file()
+    assert (tmp_path / "sweep" / "sweep.png").is_file()
 
 
 WRONG = {
@@ -335,9 +330,8 @@ WRONG = {
     "--init {folder} --vocab 300": r"--init .*: found --vocab 300 beside it; a tokenizer has its size",
     "--tokenizer {folder}/nothing": r"nothing/tokenizer.json: could not be read: .* needed the tokenizer",
     "--resume auto": r"--resume auto: found no --out beside it",
-    "--compile --parallel tp": r"--compile: found --parallel tp; needed ddp, fsdp or hsdp",
+    "--compile --parallel zero1": r"--compile: found --parallel zero1; needed ddp, fsdp or hsdp",
     "--checkpoint-activations --model {folder}/reformer.json": r"ReformerModelWithLMHead .* cannot compute its layers",
-    "--log tensorboard": r"--log tensorboard: found no tensorboard. Write: pip install 'muonmesh\[tensorboard\]'",
     "--data {folder}/rows.parquet": r"rows.parquet: needs pyarrow.* Write: pip install 'muonmesh\[data\]'",
     "--seeds 0,1": r"--seeds 0,1: found no --sweep beside it. Write: --sweep lr=0.006 --seeds 0,1",
     "--sweep rate=1": r"--sweep rate=1: found 'rate'; needed learning rates. Write: --sweep lr=",
@@ -345,22 +339,17 @@ WRONG = {
     "--sweep lr=1,1.0": r"--sweep lr=1,1.0: found a value twice",
     "--sweep lr=0": r"--lr 0.0: needed a positive, finite number",
     "--sweep lr=1 --dry-run": r"--sweep lr=1: found --dry-run beside it, which is of one run. Leave it out",
-    "--data {folder}/splits": r"found the splits test, train; needed one of them. Write: --data .*/splits/test",
 }
 
 
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # As where neither is installed.
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    # As where it is not installed.
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     folder = tmp_path / "folder"
-    for split in ("train", "test"):
-        (folder / "splits" / split).mkdir(parents=True)
-        (folder / "splits" / split / "state.json").write_text("{}")
-    (folder / "splits" / "dataset_dict.json").write_text("{}")
+    folder.mkdir()
     (folder / "reformer.json").write_text('{"model_type": "reformer", "is_decoder": true}')
     (folder / "rows.parquet").write_bytes(b"PAR1")
     prepared = prepare_corpus([__file__], vocab=300, cache=tmp_path / "cache")

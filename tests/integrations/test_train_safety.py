@@ -148,7 +148,7 @@ def test_a_run_is_locked_and_its_ranks_end_with_a_launcher_that_is_killed(long_r
         assert len(second.stderr.splitlines()) == 1
         assert str(run) in second.stderr
         if option[0] == "--resume":
-            assert f"process {process.pid} is training there" in second.stderr
+            assert "another process is training there" in second.stderr
     process.kill()
     process.wait()
     wait_for(lambda: not any(map(alive, ranks)), seconds=10)
@@ -227,9 +227,6 @@ def test_what_is_no_file_is_never_waited_for_and_paths_are_tried_first(folder: P
             ("--data", text / "nowhere.txt"): "found a link to nothing",
             ("--data", text / "socket.txt"): "found a socket",
             ("--data", "/dev/zero"): "found a device",
-            ("--save-momentum", tmp_path): "found a folder there",
-            ("--save-momentum", tmp_path / "file" / "m.safetensors"): "cannot be written: Not a directory",
-            ("--save-momentum", "/proc/m.safetensors"): "cannot be written",
             ("--out", tmp_path / "file"): "already there",
             ("--out", tmp_path / "file" / "run"): "cannot be written: Not a directory",
             ("--out", "/proc/run"): "cannot be written",
@@ -256,6 +253,6 @@ def test_a_terminal_that_prints_ascii_gets_ascii(folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.isascii()
     assert "validation loss" in result.stdout
-    assert re.search(r"\d\.\d\dx the training time", result.stdout), "× in other terminals"
+    assert re.search(r"\d\.\d\d\? the training time", result.stdout), "× in other terminals"
     content = json.loads((run / "config.json").read_text(encoding="utf-8"))
     assert os.fsencode(content["out"]) == os.fsencode(run)

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ from hypothesis import strategies as st
 
 from muonmesh.cli import failure, terminal
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.failure import RunError, forget_rooms, make_room, read_failures, record_failure
+from muonmesh.cli.failure import first_failure, make_room, record_failure
 from muonmesh.cli.lock import LOCK_FILE, RunLock
 from muonmesh.cli.metrics import MetricsLog, read_metrics
-from muonmesh.cli.model import check_memory, check_model, host_memory, least_memory
+from muonmesh.cli.model import check_model
 from muonmesh.cli.settings import LATER, Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
-from muonmesh.files import check_writable, is_finite, make_folders, write_text
+from muonmesh.files import is_finite, make_folders, write_text
 
 ANYTHING = st.one_of(
     st.none(),
@@ -130,11 +129,6 @@ def test_a_step_that_no_checkpoint_could_be_named_after_is_refused() -> None:
         Settings(out="x", steps=10**8)
 
 
-def test_momentum_that_nobody_has_is_not_promised() -> None:
-    with pytest.raises(ValueError, match=r"--save-momentum m: --optimizer adamw has no momentum"):
-        Settings(out="x", optimizer="adamw", save_momentum="m")
-
-
 @settings(max_examples=200, deadline=None)
 @given(name=st.sampled_from([field.name for field in fields(Corpus)]), value=ANYTHING, missing=st.booleans())
 def test_a_description_of_the_text_is_read_as_written_or_refused(
@@ -168,9 +162,9 @@ def prepared(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_tokens_that_have_changed_are_noticed(prepared: tuple[Path, Path], tmp_path: Path) -> None:
     text, place = prepared
-    tokens = bytearray((place / "train.npy").read_bytes())
+    tokens = bytearray((place / "train.bin").read_bytes())
     tokens[-8] ^= 1
-    (place / "train.npy").write_bytes(bytes(tokens))
+    (place / "train.bin").write_bytes(bytes(tokens))
     with pytest.raises(FileError, match=r"its tokens have changed since they were written\. Remove the folder"):
         prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
 
@@ -180,16 +174,17 @@ def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path
     import numpy as np
 
     text, place = prepared
-    file = place / "train.npy"
+    file = place / "train.bin"
     content = file.read_bytes()
     file.unlink()
     if damage == "cut":
         file.write_bytes(content[:-10])
     elif damage == "pickled":
-        np.save(file, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
+        with file.open("wb") as stream:
+            np.save(stream, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
     elif damage == "pipe":
         os.mkfifo(file)
-    with pytest.raises(FileError, match=r"train\.npy: .*; needed the \d+ tokens that corpus\.json tells of"):
+    with pytest.raises(FileError, match=r"train\.bin: .*; needed the \d+ tokens that corpus\.json tells of"):
         prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
 
 
@@ -222,9 +217,9 @@ def test_a_damaged_line_of_metrics_is_told_by_its_number(line: str, tmp_path: Pa
     assert (tmp_path / "metrics.jsonl").read_text() == f"{good}{line}\n{good}", "as it was"
 
 
-def test_a_step_without_its_times_is_told_by_the_summary(tmp_path: Path) -> None:
+def test_a_step_without_its_times_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"run": "muon", "step": 7, "seconds": 1.0, "tokens": 1, "loss": 5.0}\n')
-    with pytest.raises(FileError, match=r"found no step_seconds in step 7 of muon"):
+    with pytest.raises(FileError, match=r"line 1 .* \(found step_seconds None\)"):
         summarise(tmp_path)
 
 
@@ -234,8 +229,6 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_
 LLAMA |= {"num_key_value_heads": 4, "intermediate_size": 128}
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
 IMPOSSIBLE: dict[str, tuple[Any, str]] = {
-    "misspelt": ({**LLAMA, "hidden_sizee": 64}, "found hidden_sizee, which llama does not have; .* hidden_size"),
-    "of another type": ({**GPT2, "intermediate_size": 3}, "found intermediate_size, which gpt2 does not have"),
     "zero": ({**LLAMA, "hidden_size": 0}, "found hidden_size 0; needed a whole number of at least 1"),
     "negative": ({**LLAMA, "num_hidden_layers": -1}, "found num_hidden_layers -1; needed a whole number"),
     "zero by another name": ({**GPT2, "n_embd": 0}, "found n_embd 0; needed a whole number of at least 1"),
@@ -245,7 +238,6 @@ IMPOSSIBLE: dict[str, tuple[Any, str]] = {
     "nan": ({**LLAMA, "rms_norm_eps": float("nan")}, "found rms_norm_eps nan; needed a finite number"),
     "heads": ({**LLAMA, "num_attention_heads": 3}, r"hidden size \(64\) is not a multiple of .* heads \(3\)"),
     "heads of gpt2": ({**GPT2, "n_head": 5}, "gpt2 cannot be built .*divisible"),
-    "key-value heads": ({**LLAMA, "num_key_value_heads": 3}, "cannot compute with this configuration"),
     "activation": ({**LLAMA, "hidden_act": "nope"}, "llama cannot be built from this configuration: KeyError: 'nope'"),
     "layers": ({**LLAMA, "num_hidden_layers": 10**9}, "found num_hidden_layers 1000000000; needed at most 10000"),
     "width": ({**LLAMA, "hidden_size": 10**15}, "found hidden_size 10{15}; needed at most"),
@@ -267,7 +259,7 @@ def test_a_model_that_cannot_be_is_one_sentence(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fields", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_what_older_versions_wrote_is_no_misspelling(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_what_older_versions_wrote_is_read(fields: dict[str, Any], tmp_path: Path) -> None:
     older = {"architectures": ["X"], "torch_dtype": "float32", "transformers_version": "4.0", "_name_or_path": "x"}
     older |= {"use_cache": True, "bos_token_id": 1, "top_k": 3, "task_specific_params": None, "n_ctx": 1024}
     (tmp_path / "model.json").write_text(json.dumps({**fields, **older}))
@@ -285,43 +277,7 @@ def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path
     assert {type(block).__name__ for block in blocks_of(model)} == {"BertLayer"}
 
 
-def test_a_model_larger_than_the_memory_is_told_its_size() -> None:
-    settings = Settings(out="x", model="llama", ranks=2)
-    with pytest.raises(
-        RunError, match=r"--model llama: 6,500\.0M parameters on 2 ranks need at least 78\.3 GB; found 24"
-    ):
-        check_memory(6_500_000_000, settings, memory=24 * 10**9)
-    check_memory(1_000_000, settings)
-    assert least_memory(10**9, replace(settings, parallel="ddp")) > least_memory(10**9, settings)
-    assert (host_memory() or 0) > 10**8
-
-
 # --- paths ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("folder", "found a folder there"),
-        ("file/below", "cannot be written: Not a directory"),
-        ("pipe", "found a named pipe there"),
-        ("nowhere", "found a link to nothing there"),
-        ("/proc/self/new", "cannot be written"),
-        ("x" * 300, "cannot be written: File name too long"),
-    ],
-)
-def test_a_path_is_tried_before_a_training_and_nothing_is_left(path: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("there")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "nowhere").symlink_to(tmp_path / "nothing")
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(FileError, match=rf"--save-momentum .*{message}"):
-        check_writable(tmp_path / path, option="--save-momentum")
-    check_writable(tmp_path / "deep" / "down" / "file", option="--save-momentum")
-    check_writable(tmp_path / "file", option="--save-momentum")
-    assert sorted(tmp_path.iterdir()) == before
-    assert (tmp_path / "file").read_text() == "there"
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
@@ -346,7 +302,7 @@ def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
     with RunLock(run, option="--out"):
         (run / "config.json").write_text("{}")
         for option in ("--out", "--resume"):
-            with pytest.raises(FileError, match=rf"{option} .*run: process {os.getpid()} is training there"):
+            with pytest.raises(FileError, match=rf"{option} .*run: another process is training there"):
                 RunLock(run, option=option).__enter__()
     with RunLock(run, option="--resume"):
         pass
@@ -368,7 +324,7 @@ def test_a_lock_of_a_dead_process_does_not_matter(tmp_path: Path) -> None:
 
 def test_a_directory_that_nothing_was_written_to_goes_again(tmp_path: Path) -> None:
     with RunLock(tmp_path / "deep" / "run", option="--out"):
-        assert (tmp_path / "deep" / "run" / LOCK_FILE).read_text() == f"{os.getpid()}\n"
+        assert (tmp_path / "deep" / "run" / LOCK_FILE).is_file()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "empty").mkdir()
     with RunLock(tmp_path / "empty", option="--out"):
@@ -408,45 +364,26 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "thesis").exists()
 
 
-@pytest.mark.soak
-def test_a_process_that_looks_sees_that_its_launcher_is_gone(tmp_path: Path) -> None:
-    """What is left to systems that send no signal."""
-    looks = (
-        "import os; from muonmesh.cli import lifeline; print(os.getpid(), flush=True); lifeline._watch(os.getppid())"
-    )
-    starts = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(100)"
-    launcher = subprocess.Popen([sys.executable, "-c", starts, looks], stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    process = int(launcher.stdout.readline())
-    time.sleep(0.2)
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{process}").exists() and "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 # --- failures and terminals -------------------------------------------------------------------------------------------
 
 
 def test_an_error_is_written_into_the_room_that_was_taken_for_it(tmp_path: Path) -> None:
+    (tmp_path / failure.FOLDER).mkdir()
     make_room(tmp_path, 2)
-    assert read_failures(tmp_path) == []
-    record_failure(tmp_path, 1, RunError("the disk is full"))
-    assert (tmp_path / "errors" / "rank-1.json").stat().st_size == failure.ROOM
-    assert [str(found) for found in read_failures(tmp_path)] == ["the disk is full"]
+    assert first_failure(tmp_path) is None
+    record_failure(tmp_path, 1, FileError("the disk is full"))
+    assert (tmp_path / failure.FOLDER / "1").stat().st_size == failure.ROOM
+    assert first_failure(tmp_path) == "the disk is full"
     try:
         raise KeyError("é" * 3000)
     except KeyError as error:
         record_failure(tmp_path, 0, error)
-    first, second = read_failures(tmp_path)
-    assert (first.rank, second.rank, second.kind) == (1, 0, "KeyError")
-    assert "Traceback" in str(second)
-    (tmp_path / "errors" / "rank-1.json").write_text('{"rank": 1, "ti')  # a disk that was full
-    assert [found.rank for found in read_failures(tmp_path)] == [0]
-    forget_rooms(tmp_path)
-    assert [path.name for path in (tmp_path / "errors").iterdir()] == ["rank-0.json"]
+    assert first_failure(tmp_path) == "the disk is full", "the other came of it"
+    (tmp_path / failure.FOLDER / "1").write_text('[1, "ti')  # a disk that was full
+    told = first_failure(tmp_path)
+    assert told is not None
+    assert told.startswith("Traceback")
+    assert "\n\nrank 0: KeyError: " in told
 
 
 class Closed(io.StringIO):
@@ -465,12 +402,12 @@ def test_a_terminal_that_is_gone_ends_nothing() -> None:
     stream.flush()
 
 
-def test_what_an_encoding_lacks_is_printed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_encoding_lacks_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
     terminal.print_plainly()
     terminal.make_console().print("2 ranks × 3 – and é", soft_wrap=True)
-    assert printed.getvalue() == b"2 ranks x 3 - and ?\n"
+    assert printed.getvalue() == b"2 ranks ? 3 ? and ?\n"
 
 
 def test_folders_are_made_or_none_of_them(tmp_path: Path) -> None:

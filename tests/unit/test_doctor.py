@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -198,22 +197,6 @@ def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
         assert code == 2, text
         assert told in text.replace("\n", "")
     assert not (tmp_path / "mark").exists()
-
-
-def test_what_would_not_load_into_a_model_is_told_and_is_an_exit_code_when_asked(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 2, "vocab_size": 20, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    path = exported(tmp_path)
-    code, text = doctor(path, "--model", str(tmp_path / "config.json"))
-    assert code == 1, text
-    text = text.replace("\n", "")
-    assert re.search(r"needs model\.\S+ and 10 more, which is not there", text)
-    assert "needs lm_head.weight of another shape: lm_head.weight is (6, 5), not (20, 8)" in text
-    assert doctor(path)[0] == 0
-    code, text = doctor(path, "--model", "nothing-like-it")
-    assert code == 2
-    assert "--model nothing-like-it" in text
 
 
 def test_one_whose_replacement_never_came_is_found_beside_its_place(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Draw the picture that ``muonmesh plan --html`` puts on its page: how much each rank of a cluster orthogonalises.
+"""Draw how much each rank of a cluster orthogonalises, as ``muonmesh plan`` says.
 
     python docs/images/draw/plan.py                   # writes docs/images/plan.png
 
@@ -16,8 +16,9 @@ from matplotlib import pyplot
 from matplotlib.colors import LinearSegmentedColormap
 
 from muonmesh.cli.plan import planned
-from muonmesh.cli.plan_page import COLOURS, WIDE
 
+WIDE = 64  # ranks in a row
+COLOURS = ("#f3f3f0", "#fbe3d6", "#f2a99b", "#d1495b")  # of no work, less than the mean, about it, much more
 CASES = (("hsdp=8x32,tp=8", "ddp=8,ep=32,fsdp=8"), ("hsdp=4x32,tp=8", "ddp=4,ep=32,fsdp=8"))
 
 

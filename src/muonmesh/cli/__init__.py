@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 
 # What the extra brings beside torch. `pip install muonmesh` alone has none of it.
-REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "safetensors")
+REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "safetensors", "filelock")
 
 
 def main() -> None:

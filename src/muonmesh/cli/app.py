@@ -36,7 +36,7 @@ def train(context: typer.Context, **values: Any) -> None:
     Ctrl-C stops after the current step and leaves a checkpoint.
     """
     from muonmesh.cli.asked import settings_of
-    from muonmesh.cli.run import check, train_run
+    from muonmesh.cli.run import check, preview, train_run
     from muonmesh.cli.sweep import train_sweep
 
     given = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
@@ -47,9 +47,8 @@ def train(context: typer.Context, **values: Any) -> None:
             raise SystemExit(train_sweep(settings, request))
         if not request.dry_run:
             raise SystemExit(train_run(settings, resuming=resuming))
-        from muonmesh.cli.preview import preview
-
-        preview(settings, check(settings, resuming=resuming))
+        check(settings, resuming=resuming)
+        preview(settings)
     except ValueError as error:
         raise SystemExit(complain("train", str(error), code=2)) from error
     except OSError as error:

@@ -12,12 +12,10 @@ import torch
 
 from muonmesh.cli.settings import (
     CONFIG_FILE,
-    Parallel,
     Request,
     Settings,
     load_settings,
     option,
-    tensor_parallel_ranks,
 )
 from muonmesh.cli.tokenizer import load_tokenizer
 
@@ -35,35 +33,17 @@ def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tu
     Raises:
         ValueError: an option has a wrong value, or does not go with another.
     """
-    values["parallel"] = _parallel(values["parallel"], request, given)
-    if given & {"engine", "zero"}:
-        given = (given | {"parallel"}) - {"engine", "zero"}
+    if values["parallel"].startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        parallel = values["parallel"]
+        raise ValueError(f"--parallel {parallel}: found no deepspeed. Write: pip install 'muonmesh[deepspeed]'")
     run = _going_on(request.resume, values["out"])
-    if run is not None and request.resume != "auto":
-        return _resumed(run, values, given), True
-    settings = _new(values, given)
-    return (settings, False) if run is None else (_repeated(run, settings, given), True)
-
-
-def _parallel(parallel: Parallel, request: Request, given: set[str]) -> Parallel:
-    """Return how the model is spread, from the options that say so."""
-    zero = request.zero
-    if request.engine == "torch" and zero is not None:
-        raise ValueError(f"--zero {zero}: is DeepSpeed's. Write: --engine deepspeed --zero {zero}")
-    if request.engine == "deepspeed":
-        if "parallel" in given:
-            raise ValueError(f"--engine deepspeed: found --parallel {parallel} beside it. Leave out one of them")
-        stages: dict[int | None, Parallel] = {1: "zero1", 2: "zero2", 3: "zero3", None: "zero2"}
-        parallel = stages[zero]
-    if parallel.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("--engine deepspeed: found no deepspeed. Write: pip install 'muonmesh[deepspeed]'")
-    return parallel
+    return (_new(values, given), False) if run is None else (_resumed(run, values, given), True)
 
 
 def _new(values: dict[str, Any], given: set[str]) -> Settings:
     """Return the settings of a new run, with everything resolved that was left to the machine."""
-    device, ranks, dtype, parallel, batch, steps, out = (
-        values[name] for name in ("device", "ranks", "dtype", "parallel", "batch", "steps", "out")
+    device, ranks, dtype, batch, steps, out = (
+        values[name] for name in ("device", "ranks", "dtype", "batch", "steps", "out")
     )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
@@ -77,13 +57,11 @@ def _new(values: dict[str, Any], given: set[str]) -> Settings:
     if dtype == "auto":
         dtype = "bf16" if _has_bf16(device) else "fp32"
     if batch is None:
-        readers = ranks // (tensor_parallel_ranks(parallel, ranks) or 1)
-        parts = max(1, readers * values["grad_accum"])
+        parts = max(1, ranks * values["grad_accum"])
         batch = -(-Settings.batch // parts) * parts
     model = _model(values, given)
     worked_out = {
         "data": tuple(values["data"] or ()),
-        "log": tuple(dict.fromkeys(values["log"] or ())),
         "model": model,
         "vocab": _vocabulary(values, given),
         "device": device,
@@ -131,27 +109,17 @@ def _going_on(resume: str | None, out: Path | None) -> Path | None:
     return out if (out / CONFIG_FILE).is_file() else None
 
 
-def _repeated(run: Path, asked: Settings, given: set[str]) -> Settings:
-    """Return the settings of a run that is there already, which the same command has been given for again."""
+def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
+    """Return the settings of a run that goes on, changed in what may change; others may be given as they are."""
     before = load_settings(run, out=str(run))
     for name in sorted(given & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
-        if getattr(before, name) != getattr(asked, name):
+        value = tuple(values[name]) if isinstance(values[name], list) else values[name]
+        if value not in ("auto", getattr(before, name)):
             raise ValueError(
-                f"--resume auto: found {option(name)} {getattr(asked, name)}, and {getattr(before, name)} in the run "
-                f"of {run}; needed the same. Leave it out, or choose another --out"
+                f"--resume {run}: found {option(name)} {value}, and {getattr(before, name)} in that run; needed the "
+                "same. Leave it out, or start a new run"
             )
-    return replace(before, **{name: getattr(asked, name) for name in given & MAY_CHANGE_ON_RESUME})
-
-
-def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
-    """Return the settings of a run that goes on, changed in what may change."""
-    refused = sorted(option(name) for name in given - MAY_CHANGE_ON_RESUME - {"resume"})
-    if refused:
-        raise ValueError(
-            f"--resume {run}: goes on with the settings of that run; found {', '.join(refused)} beside it. "
-            "Leave them out, or start a new run."
-        )
-    return load_settings(run, out=str(run), **{name: values[name] for name in given & MAY_CHANGE_ON_RESUME})
+    return replace(before, **{name: values[name] for name in given & MAY_CHANGE_ON_RESUME})
 
 
 def _has_bf16(device: str) -> bool:

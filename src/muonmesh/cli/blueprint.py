@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING
 
 import muonmesh as mm
 from muonmesh.cli.configuration import PRESETS, configuration, fields_of
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.model import build_model
 from muonmesh.layout import MatrixSpec
 
@@ -65,17 +62,7 @@ def blueprint(model: str, *, vocab: int, seq: int) -> list[Part]:
     Raises:
         ValueError: there is no such model, or none of a causal language model.
     """
-    if model in KNOWN:
-        fields = KNOWN[model]
-    elif "/" not in model and not model.endswith(".json") and not Path(model).exists() and model not in PRESETS:
-        if model not in CONFIG_MAPPING:
-            raise RunError(
-                f"--model {model}: found no file, folder or model of this name; needed a config.json, a folder with "
-                f"one, a model type such as gpt2, or one of {', '.join((*KNOWN, *PRESETS))}. Write: --model deepseek-v3"
-            )
-        fields = fields_of(model, seq=seq)
-    else:
-        fields = fields_of(model, seq=seq)
+    fields = KNOWN.get(model) or fields_of(model, seq=seq)
     if model in PRESETS:
         fields = {**fields, "vocab_size": vocab, "tie_word_embeddings": False}
     with torch.device("meta"):

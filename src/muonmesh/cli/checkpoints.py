@@ -19,7 +19,6 @@ from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.cli.engine import Engine
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.settings import Optimizer
 from muonmesh.errors import FileError
 
@@ -51,7 +50,7 @@ class Checkpoints:
             found[0] = latest_step(self.directory)
             broken = [path for step, path in numbered(self.directory, STEP) if step > (found[0] or 0)]
             if broken and found[0] is None:
-                raise RunError(
+                raise FileError(
                     f"{broken[0]}: found files missing or cut off, and no whole checkpoint beside it; needed one. "
                     f"{REMEDY}"
                 )
@@ -90,7 +89,7 @@ class Checkpoints:
 
         def refuse_older() -> None:
             if (found_at(folder) / OLDER_FILE).is_file():
-                raise RunError(
+                raise FileError(
                     f"{folder}: found {OLDER_FILE}, which a version before 0.1 wrote; needed {SETTINGS_FILE}. Finish "
                     "the run with that version and --export, and go on from there with --init"
                 )
@@ -98,19 +97,10 @@ class Checkpoints:
         on_first_rank(refuse_older)
         load(folder, engine.model, engine.saved)
 
-    def whole(self, begin: str, end: str = "") -> dict[str, Tensor]:
-        """Return tensors of the newest checkpoint by the middle of their names, whole. Called on rank 0 alone."""
+    def whole(self, begin: str) -> dict[str, Tensor]:
+        """Return the whole tensors of the newest checkpoint whose names begin so. Called on rank 0 alone."""
         assert self.kept is not None
-        folder = found_at(self._folder(self.kept))
-        reader = CheckpointReader(folder, read_metadata(folder))
-        held: Any = reader.metadata.state_dict_metadata
-        tensors = {
-            name: torch.empty(held[name].size, dtype=held[name].properties.dtype, device="cpu")
-            for name in held
-            if name.startswith(begin) and name.endswith(end)
-        }
-        torch_load(tensors, storage_reader=reader, no_dist=True)
-        return {name.removeprefix(begin).removesuffix(end): tensor for name, tensor in tensors.items()}
+        return whole_tensors(self._folder(self.kept), begin)
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"{STEP}{step:08d}"
@@ -120,14 +110,28 @@ def check_finite(engine: Engine, kept: str) -> None:
     """Make sure that all that this rank would save is finite.
 
     Raises:
-        RunError: naming the first tensor that is not; ``kept`` is said too.
+        FileError: naming the first tensor that is not; ``kept`` is said too.
     """
     for record in engine.saved.checkpoint_records():
         for name, share in record.shares():
             if any(wrong_numbers(name, box) for box in share.boxes.values()):
-                raise RunError(
+                raise FileError(
                     f"{name}: not finite, so it is not saved. {kept}. Start again with a lower --lr or --adamw-lr"
                 )
+
+
+def whole_tensors(folder: Path, begin: str, end: str = "") -> dict[str, Tensor]:
+    """Return tensors of a checkpoint by the middle of their names, whole; needs no ranks."""
+    folder = found_at(folder)
+    reader = CheckpointReader(folder, read_metadata(folder))
+    held: Any = reader.metadata.state_dict_metadata
+    tensors = {
+        name: torch.empty(held[name].size, dtype=held[name].properties.dtype, device="cpu")
+        for name in held
+        if name.startswith(begin) and name.endswith(end)
+    }
+    torch_load(tensors, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(begin).removesuffix(end): tensor for name, tensor in tensors.items()}
 
 
 def checkpoints_of(run: Path, optimizer: Optimizer) -> Path:

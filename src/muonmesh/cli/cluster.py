@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from muonmesh.cli.failure import RunError
+from muonmesh.errors import FileError
 from muonmesh.layout import MatrixSpec, MeshLayout, Placement, Replicate, Shard, StridedShard
 
 Kind = Literal["replicate", "shard", "tensor", "expert"]
@@ -84,7 +84,7 @@ def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
     """Read ``--mesh`` and ``--experts``, such as ``hsdp=8x32,tp=8`` and ``ddp=8,ep=32,fsdp=8``.
 
     Raises:
-        RunError: an axis is unknown or is there twice, a size is none, or the two have different numbers of ranks.
+        FileError: an axis is unknown or is there twice, a size is none, or the two have different numbers of ranks.
     """
     axes = _axes("--mesh", mesh, known=("ddp", "fsdp", "hsdp", "tp"), example="--mesh hsdp=8x32,tp=8")
     if experts is None:
@@ -93,7 +93,7 @@ def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
     other = _axes("--experts", experts, known=known, example=example)
     found, needed = (math.prod(size for _, size in some) for some in (other, axes))
     if found != needed:
-        raise RunError(
+        raise FileError(
             f"--experts {experts}: found {found:,} ranks; needed {needed:,}, the ranks of --mesh {mesh} in another "
             "order. Correct a size"
         )
@@ -106,19 +106,19 @@ def _axes(option: str, text: str, *, known: tuple[str, ...], example: str) -> Ax
         name, _, sizes = part.strip().partition("=")
         if name not in known:
             beside = " A pipeline stage is planned by itself: give the ranks of one stage." if name == "pp" else ""
-            raise RunError(
+            raise FileError(
                 f"{option} {text}: found {part!r}; needed axes of {', '.join(known)}.{beside} Write: {example}"
             )
         kinds = KINDS[name]
         numbers = sizes.split("x")
         if len(numbers) != len(kinds) or not all(re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
             needed = "replicas x shards, two whole numbers" if len(kinds) == 2 else "a whole number of at least 1"
-            raise RunError(f"{option} {text}: found {part!r}; needed {needed}. Write: {example}")
+            raise FileError(f"{option} {text}: found {part!r}; needed {needed}. Write: {example}")
         axes += zip(kinds, map(int, numbers), strict=True)
     doubles = [kind for number, (kind, _) in enumerate(axes) if kind in (other for other, _ in axes[:number])]
     if doubles:
-        raise RunError(f"{option} {text}: found two axes that {doubles[0]}; needed one of each. Write: {example}")
+        raise FileError(f"{option} {text}: found two axes that {doubles[0]}; needed one of each. Write: {example}")
     ranks = math.prod(size for _, size in axes)
     if ranks > MOST_RANKS:
-        raise RunError(f"{option} {text}: found {ranks:,} ranks; needed at most {MOST_RANKS:,}. Write: {example}")
+        raise FileError(f"{option} {text}: found {ranks:,} ranks; needed at most {MOST_RANKS:,}. Write: {example}")
     return tuple(axes)

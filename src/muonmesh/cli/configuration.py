@@ -1,22 +1,17 @@
-"""Configuration: the `transformers` configuration that ``--model`` names, with every field of it known and possible."""
+"""Configuration: the `transformers` configuration that ``--model`` names, with every size in it possible."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID
 from muonmesh.errors import FileError
 from muonmesh.files import is_finite, is_whole, read_json
 
-# Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would be fewer than four,
-# so that four ranks can share a layer. They do not depend on --ranks: a run resumes on any number of ranks.
+# Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would be fewer than four.
 PRESETS: dict[str, dict[str, int]] = {
     "nano": {"hidden_size": 64, "num_hidden_layers": 2},
     "small": {"hidden_size": 128, "num_hidden_layers": 4},
@@ -27,13 +22,6 @@ PRESETS: dict[str, dict[str, int]] = {
 HEAD_SIZE = 64
 LEAST_HEADS = 4
 
-# What older versions of transformers wrote into every config.json and what says nothing about a causal model.
-WITHOUT_EFFECT = frozenset({
-    "add_cross_attention", "auto_map", "cross_attention_hidden_size", "decoder_start_token_id", "finetuning_task",
-    "gradient_checkpointing", "is_decoder", "n_ctx", "predict_special_tokens", "prefix", "pruned_heads",
-    "sep_token_id", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torchscript",
-    "use_bfloat16",
-})  # fmt: skip
 # By the names that transformers maps others to.
 AT_LEAST_ONE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -57,9 +45,9 @@ def model_config(model: str, *, vocab: int, seq: int, end_of_text: int = END_OF_
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and longest < seq:
-        raise RunError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
+        raise FileError(f"--model {model}: reads at most {longest} tokens; --seq is {seq}. Write: --seq {longest}")
     if init and vocab > text.vocab_size:
-        raise RunError(
+        raise FileError(
             f"--init {model}: has {text.vocab_size} entries of a vocabulary; the tokenizer has {vocab}. Choose a "
             "--tokenizer that belongs to it"
         )
@@ -90,7 +78,7 @@ def configuration(model: str, fields: Mapping[str, Any]) -> Any:
     """The `transformers` configuration of these fields, as they say; ``model`` names it in errors.
 
     Raises:
-        ValueError: the type is none, or a field is unknown or impossible.
+        ValueError: the type is none, or a field is impossible.
     """
     from transformers import AutoConfig
 
@@ -101,11 +89,10 @@ def configuration(model: str, fields: Mapping[str, Any]) -> Any:
     except OSError:  # of importing it
         raise
     except Exception as error:  # each of some four hundred classes looks at its fields in its own way
-        raise RunError(
+        raise FileError(
             f"--model {model}: {sentence(error)}. Needed a preset ({', '.join(PRESETS)}), the path of a "
             "transformers config.json, or a model type such as gpt2."
         ) from error
-    _check_known(model, given, config)
     return config
 
 
@@ -131,13 +118,13 @@ def _llama(*, hidden_size: int, num_hidden_layers: int) -> dict[str, int]:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise RunError(f"--model {path}: no such file; needed a transformers config.json.")
+        raise FileError(f"--model {path}: no such file; needed a transformers config.json.")
     try:
         fields = read_json(path, needed="a transformers config.json")
     except FileError as error:
-        raise RunError(f"--model {error}") from error
+        raise FileError(f"--model {error}") from error
     if not isinstance(fields.get("model_type"), str):
-        raise RunError(f'--model {path}: found no "model_type"; needed a transformers config.json.')
+        raise FileError(f'--model {path}: found no "model_type"; needed a transformers config.json.')
     return fields
 
 
@@ -152,14 +139,14 @@ def _check_values(model: str, fields: Mapping[str, Any]) -> None:
     for path, value in _walk(fields):
         name = path.split(".")[-1]
         if isinstance(value, float) and not is_finite(value):
-            raise RunError(f"--model {model}: found {path} {value}; needed a finite number")
+            raise FileError(f"--model {model}: found {path} {value}; needed a finite number")
         if not is_whole(value):
             continue
         most = MOST_COUNTED if COUNT.fullmatch(name) else MOST
         if value > most:
-            raise RunError(f"--model {model}: found {path} {value}; needed at most {most}")
+            raise FileError(f"--model {model}: found {path} {value}; needed at most {most}")
         if aliases.get(name, name) in AT_LEAST_ONE and value < 1:
-            raise RunError(f"--model {model}: found {path} {value}; needed a whole number of at least 1")
+            raise FileError(f"--model {model}: found {path} {value}; needed a whole number of at least 1")
 
 
 def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -171,34 +158,6 @@ def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _walk(inner, path)
     else:
         yield path, value
-
-
-def _check_known(model: str, given: Mapping[str, Any], config: Any, path: str = "") -> None:
-    """Refuse fields that the class does not know: it keeps them, and does nothing with them.
-
-    What it knows under an older name it renames or drops, and so does not keep.
-    """
-    known = _known(type(config))
-    for name, value in given.items():
-        inner = getattr(config, name, None)
-        if isinstance(value, Mapping) and hasattr(inner, "get_text_config"):
-            _check_known(model, value, inner, f"{path}{name}.")
-        if name in known or name in WITHOUT_EFFECT or name.startswith("_") or name not in vars(config):
-            continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise RunError(
-            f"--model {model}: found {path}{name}, which {config.model_type} does not have; the nearest name it has is "
-            f"{near[0]}. Write that, or leave it out"
-        )
-
-
-def _known(kind: Any) -> set[str]:
-    if dataclasses.is_dataclass(kind):
-        names = {field.name for field in dataclasses.fields(kind)}
-    else:  # before transformers 5.2
-        names = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
-    aliases = _aliases(kind)
-    return {*names, *aliases, *aliases.values(), "model_type"}
 
 
 def _aliases(kind: Any) -> dict[str, str]:

@@ -17,15 +17,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.lib import format as npy
 
 from muonmesh.cli.documents import RECORDS, Source, find_files, sources_of, walk
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID, ReadyTokenizer, load_tokenizer, train_tokenizer
-from muonmesh.files import check_fields, kind_of, onto_disk, read_json, reason, write_text, writing
+from muonmesh.errors import FileError
+from muonmesh.files import check_fields, kind_of, onto_disk, read_json, write_text, writing
 
 CHARACTERS_AT_ONCE = 1 << 24  # tokenised together, so that all cores have something to do
-HEADER = 128  # bytes; room for any count
 
 
 class TokenFile:
@@ -37,12 +35,11 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, tokenizer: ReadyTokenizer) -> None:
-        self._tokenizer, self._dtype = tokenizer, np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
+        self._tokenizer = tokenizer
         self._waiting: list[str] = []
         self._waiting_characters = 0
         self.count = self.characters = 0
-        self._file = path.open("w+b")
-        self._file.write(b"\0" * HEADER)
+        self._file = path.open("wb")
 
     def add(self, texts: Sequence[str]) -> None:
         """Append texts; they are tokenised when there are enough of them, or at the end."""
@@ -52,18 +49,13 @@ class TokenFile:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and the header with the number of tokens."""
+        """Write what is left."""
         self._flush()
-        header = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.count,)}
-        text = repr(header).encode("latin1")
-        prefix = npy.magic(1, 0) + (HEADER - 10).to_bytes(2, "little")
-        self._file.seek(0)
-        self._file.write(prefix + text.ljust(HEADER - 11) + b"\n")
         self._file.close()
 
     def _flush(self) -> None:
         for encoding in self._tokenizer.itself.encode_batch_fast(self._waiting, add_special_tokens=False):
-            tokens = np.array([*encoding.ids, self._tokenizer.end_of_text], dtype=self._dtype)
+            tokens = np.array([*encoding.ids, self._tokenizer.end_of_text], dtype=dtype_of(self._tokenizer.size))
             self._file.write(tokens.tobytes())
             self.count += len(tokens)
         self.characters += self._waiting_characters
@@ -72,7 +64,7 @@ class TokenFile:
 
 HELD_OUT_SHARE = 0.05
 FILES_FOR_A_SPLIT = 40  # with fewer files than this, the end of each file is held out instead of whole files
-FORMAT = 1  # part of the digest: raise it when the same text would give other tokens
+FORMAT = 2  # part of the name of a folder: raise it when the same text would give other files
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 DESCRIPTION_FILE = "corpus.json"
 DIGESTED_AT_ONCE = 1 << 22  # tokens
@@ -94,12 +86,12 @@ class Corpus:
     end_of_text: int = END_OF_TEXT_ID
 
     def train(self) -> np.ndarray:
-        """Tokens to learn from, one-dimensional, mapped from disk; a RunError where they are not there."""
-        return _mapped(Path(self.directory) / "train.npy", self.train_tokens)
+        """Tokens to learn from, one-dimensional, mapped from disk; a FileError where they are not there."""
+        return self._mapped("train.bin", self.train_tokens)
 
     def validation(self) -> np.ndarray:
-        """Held-out tokens, one-dimensional, mapped from disk; a RunError where they are not there."""
-        return _mapped(Path(self.directory) / "validation.npy", self.validation_tokens)
+        """Held-out tokens, one-dimensional, mapped from disk; a FileError where they are not there."""
+        return self._mapped("validation.bin", self.validation_tokens)
 
     def measured_digest(self) -> str:
         """The digest of the tokens as they are now."""
@@ -108,6 +100,21 @@ class Corpus:
             for first in range(0, len(tokens), DIGESTED_AT_ONCE):
                 digest.update(tokens[first : first + DIGESTED_AT_ONCE].tobytes())
         return digest.hexdigest()
+
+    def _mapped(self, name: str, count: int) -> np.ndarray:
+        path, dtype = Path(self.directory) / name, dtype_of(self.vocab)
+        found = kind_of(path) if not path.is_file() else f"{path.stat().st_size} bytes"
+        if found != f"{count * dtype.itemsize} bytes":
+            raise FileError(
+                f"{path}: found {found}; needed the {count} tokens that {DESCRIPTION_FILE} tells of. Remove its "
+                f"folder: {REMADE}"
+            )
+        return np.memmap(path, dtype, mode="r") if count else np.empty(0, dtype)
+
+
+def dtype_of(vocab: int) -> np.dtype:
+    """Return the type of tokens of a vocabulary."""
+    return np.dtype(np.uint16 if vocab <= 2**16 else np.uint32)
 
 
 class Windows:
@@ -170,26 +177,30 @@ def prepare_corpus(
     source = " ".join(patterns) if patterns else "the Python standard library"
     ready = None if tokenizer is None else load_tokenizer(tokenizer)
     sources = sources_of(files, field=field)
-    survey = _survey(sources)
-    if not survey.documents:
+    known = [_is_held_out(name) for each in sources for name, _ in each.documents()]
+    if not known:
         raise ValueError(f"--data {source}: found {len(files)} files, none of them UTF-8 text with anything in it.")
-    ordered = [each.digest for each in sources if each.digest not in survey.empty]
+    ordered = [each.digest for each in sources]
     records = any(each.file.suffix in RECORDS for each in sources)
     beside = ([field] if records else []) + ([ready.digest] if ready else [])
     key = hashlib.sha256(json.dumps([FORMAT, HELD_OUT_SHARE, vocab, ordered, *beside]).encode()).hexdigest()[:16]
     directory = cache / key
     if not (directory / DESCRIPTION_FILE).is_file():
-        split = Split(survey)
+        # Whole documents are held out, chosen by their hash. Where there are too few for that, the end of each is.
+        whole = len(known) >= FILES_FOR_A_SPLIT and 0 < sum(known) < len(known)
         if ready is None:
             learnt = (
-                train for each in sources for name, text in each.documents() for train in split.divide(name, text)[0]
+                train
+                for each in sources
+                for name, text in each.documents()
+                for train in divide(name, text, whole=whole)[0]
             )
             trained = train_tokenizer(learnt, vocab=vocab)
             ready = ReadyTokenizer(trained, END_OF_TEXT_ID, "")
-        _write(directory, ready, sources, split, source=source, files=len(ordered))
+        _write(directory, ready, sources, whole=whole, source=source)
     corpus = load_corpus(directory)
     if corpus.measured_digest() != corpus.digest:
-        raise RunError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
+        raise FileError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
     return corpus
 
 
@@ -197,13 +208,13 @@ def load_corpus(directory: Path) -> Corpus:
     """A corpus that :func:`prepare_corpus` wrote, wherever its folder lies now.
 
     Raises:
-        RunError: there is none, or it is damaged.
+        FileError: there is none, or it is damaged.
     """
     return replace(_described(directory / DESCRIPTION_FILE), directory=str(directory))
 
 
 def save_corpus_of(run: Path, corpus: Corpus) -> None:
-    """Note in a run's directory which corpus it reads; a RunError where that cannot be written."""
+    """Note in a run's directory which corpus it reads; a FileError where that cannot be written."""
     write_text(run / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
 
 
@@ -211,58 +222,21 @@ def load_corpus_of(run: Path) -> Corpus:
     """The corpus that a run reads.
 
     Raises:
-        RunError: the description is missing, or damaged.
+        FileError: the description is missing, or damaged.
     """
     return _described(run / DESCRIPTION_FILE)
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What a first reading of all sources found.
-
-    Attributes:
-        documents: How many there are.
-        held_out: How many of them would be held out by their hash.
-        empty: Digests of the files without any.
-    """
-
-    documents: int
-    held_out: int
-    empty: frozenset[str]
-
-
-class Split:
-    """Divides documents into what is learnt from and what is held out.
-
-    Whole documents are held out, chosen by their hash. Where there are too few for that, the end of each is.
-    """
-
-    def __init__(self, survey: Survey) -> None:
-        self._whole = survey.documents >= FILES_FOR_A_SPLIT and 0 < survey.held_out < survey.documents
-
-    def divide(self, name: str, text: str) -> tuple[list[str], list[str]]:
-        """Return (texts to learn from, texts held out) of a document of the hash ``name``."""
-        if self._whole:
-            return ([], [text]) if _is_held_out(name) else ([text], [])
-        cut = max(1, round(len(text) * (1 - HELD_OUT_SHARE)))
-        return [text[:cut]], [text[cut:]] if cut < len(text) else []
+def divide(name: str, text: str, *, whole: bool) -> tuple[list[str], list[str]]:
+    """Return (texts to learn from, texts held out) of a document of the hash ``name``: itself or its end."""
+    if whole:
+        return ([], [text]) if _is_held_out(name) else ([text], [])
+    cut = max(1, round(len(text) * (1 - HELD_OUT_SHARE)))
+    return [text[:cut]], [text[cut:]] if cut < len(text) else []
 
 
 def _is_held_out(name: str) -> bool:
     return int(name[:8], 16) < HELD_OUT_SHARE * 16**8
-
-
-def _survey(sources: Sequence[Source]) -> Survey:
-    documents = held_out = 0
-    empty = set()
-    for each in sources:
-        before = documents
-        for name, _ in each.documents():
-            documents += 1
-            held_out += _is_held_out(name)
-        if documents == before:
-            empty.add(each.digest)
-    return Survey(documents, held_out, frozenset(empty))
 
 
 def _described(path: Path) -> Corpus:
@@ -273,23 +247,21 @@ def _described(path: Path) -> Corpus:
     return Corpus(**content)
 
 
-def _write(
-    directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source], split: Split, *, source: str, files: int
-) -> None:
+def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source], *, whole: bool, source: str) -> None:
     """Write next to ``directory`` and move into place, so that a half-written corpus is never found.
 
     Raises:
-        RunError: it could not be written.
+        FileError: it could not be written.
     """
     with writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="preparing-", dir=directory.parent))
     try:
-        arrays = (TokenFile(scratch / "train.npy", tokenizer), TokenFile(scratch / "validation.npy", tokenizer))
+        arrays = (TokenFile(scratch / "train.bin", tokenizer), TokenFile(scratch / "validation.bin", tokenizer))
         with writing(directory):
             for each in sources:
                 for name, text in each.documents():
-                    for array, texts in zip(arrays, split.divide(name, text), strict=True):
+                    for array, texts in zip(arrays, divide(name, text, whole=whole), strict=True):
                         array.add(texts)
             for array in arrays:
                 array.close()
@@ -299,7 +271,7 @@ def _write(
             directory=str(directory),
             digest="",
             source=source,
-            files=files,
+            files=len(sources),
             characters=sum(array.characters for array in arrays),
             vocab=tokenizer.size,
             train_tokens=arrays[0].count,
@@ -318,16 +290,3 @@ def _write(
                     raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _mapped(path: Path, count: int) -> np.ndarray:
-    needed = f"needed the {count} tokens that {DESCRIPTION_FILE} tells of. Remove its folder: {REMADE}"
-    try:
-        if not path.is_file():
-            raise ValueError(f"found {kind_of(path)}")
-        tokens: np.ndarray = np.load(path, mmap_mode="r")  # which refuses pickled objects
-        if tokens.shape != (count,) or tokens.dtype not in (np.uint16, np.uint32):
-            raise ValueError(f"found {tokens.dtype} of shape {tokens.shape}")
-    except (OSError, ValueError, EOFError) as error:
-        raise RunError(f"{path}: {reason(error)}; {needed}") from error
-    return tokens

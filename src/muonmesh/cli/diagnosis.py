@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, Entry, check_entries, re
 from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of
-from muonmesh.cli.failure import read_failures
-from muonmesh.cli.lock import LOCK_FILE, holder_of
-from muonmesh.cli.settings import Settings, load_config, load_settings
+from muonmesh.cli.settings import load_config, load_settings
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, read_json, reason
 
@@ -51,7 +49,6 @@ class Diagnosis:
         path: Where.
         kind: What it is, in words; empty for what is no checkpoint.
         faults: What is damaged, a sentence each.
-        misfits: What would not load into the model that was asked about, a sentence each.
         notes: What else there is to know, a sentence each.
         tensors: By name.
         settings: What was saved beside the tensors.
@@ -62,7 +59,6 @@ class Diagnosis:
     path: str
     kind: str = ""
     faults: list[str] = field(default_factory=list)
-    misfits: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tensors: dict[str, Held] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -87,27 +83,15 @@ class Diagnosis:
             self.faults.append(str(error))
 
 
-def diagnose(path: Path, *, model: str | None = None) -> Diagnosis:
-    """Look at a run, a checkpoint, an exported model or a file of `torch.save`.
-
-    Args:
-        path: Where it is.
-        model: What it should load into, as ``muonmesh plan --model`` takes it; for a run, its own.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+def diagnose(path: Path) -> Diagnosis:
+    """Look at a run, a checkpoint, an exported model or a file of `torch.save`."""
     if path.is_dir() and ((path / "checkpoints").is_dir() or _is_run(path)):
-        return _run(path, model)
+        return _run(path)
     if found_at(path).is_dir():
-        found = _folder(path)
-    elif path.is_file():
-        found = _file(path)
-    else:
-        return Diagnosis(str(path), faults=[f"{path}: {kind_of(path)}; needed a folder or a file"])
-    if model is not None:
-        _compare(found, model, Settings.vocab, Settings.seq)
-    return found
+        return _folder(path)
+    if path.is_file():
+        return _file(path)
+    return Diagnosis(str(path), faults=[f"{path}: {kind_of(path)}; needed a folder or a file"])
 
 
 def _is_run(path: Path) -> bool:
@@ -118,23 +102,14 @@ def _is_run(path: Path) -> bool:
     return True
 
 
-def _run(run: Path, model: str | None) -> Diagnosis:
+def _run(run: Path) -> Diagnosis:
     found = Diagnosis(str(run), A_RUN)
-    settings: Settings | None = None
     with found.noting():
-        settings = load_settings(run, out=str(run))
+        load_settings(run)
         found.settings = load_config(run)
-    holder = holder_of(run / LOCK_FILE)
-    if holder is not None:
-        found.notes.append(f"process {holder} is training there")
-    found.notes += [f"it ended with: {failure}" for failure in read_failures(run)[:1]]
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
-        for _, path in numbered(directory, STEP):
-            part = _folder(path)
-            if part.whole and settings is not None:
-                _compare(part, model or settings.model, settings.vocab, settings.seq)
-            found.parts.append(part)
+        found.parts += [_folder(path) for _, path in numbered(directory, STEP)]
         left = [path.name for path in directory.glob(".*.writing")] if directory.is_dir() else []
         found.notes += [
             f"{directory / each}: left by a save that was cut off; the next one removes it" for each in left
@@ -142,7 +117,7 @@ def _run(run: Path, model: str | None) -> Diagnosis:
     whole = [part for part in found.parts if part.whole]
     if not found.parts:
         found.notes.append("no checkpoint yet")
-    elif whole and holder is None:
+    elif whole:
         found.notes.append(f"goes on with: muonmesh train --resume {run}")
     return found
 
@@ -263,46 +238,9 @@ def _inside(value: Any, name: str = "") -> Iterator[tuple[str, Held]]:
             yield from _inside(inner, f"{name}.{number}" if name else str(number))
 
 
-def _compare(found: Diagnosis, model: str, vocab: int, seq: int) -> None:
-    """Say which weights of a model are not there, or are otherwise."""
-    from muonmesh.cli.blueprint import blueprint
-
-    if found.kind == EXPORTED:
-        weights = {name: held.shape for name, held in found.tensors.items()}
-    else:
-        weights = {n.removeprefix("model."): held.shape for n, held in found.tensors.items() if n.startswith("model.")}
-    if not weights:
-        return
-    needed = {part.name: part.shape for part in blueprint(model, vocab=vocab, seq=seq)}
-    missing = [name for name in needed if name not in weights]
-    if missing:
-        found.misfits.append(f"{model} needs {_some(missing)}, which is not there")
-    other = [name for name in needed if name in weights and weights[name] != needed[name]]
-    if other:
-        first = other[0]
-        found.misfits.append(
-            f"{model} needs {_some(other)} of another shape: {first} is {weights[first]}, not {needed[first]}"
-        )
-    more = [name for name in weights if name not in needed]
-    if more:
-        found.misfits.append(f"{model} has no {_some(more)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
 def _first(names: Sequence[str]) -> str:
     return repr(names[0]) if names else ""
 
 
 def _held(shape: Sequence[int], dtype: torch.dtype) -> Held:
     return Held(tuple(shape), str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize)
-
-
-def by_role(tensors: Mapping[str, Held], role: Callable[[str], str]) -> dict[str, list[Held]]:
-    """The tensors of each role, in the order in which the roles first appear."""
-    found: dict[str, list[Held]] = {}
-    for name, held in tensors.items():
-        found.setdefault(role(name), []).append(held)
-    return found

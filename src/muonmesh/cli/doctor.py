@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from muonmesh.cli.diagnosis import Diagnosis
+    from muonmesh.cli.diagnosis import Diagnosis, Held
 
 WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2
 
@@ -26,35 +26,28 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Say what would not load into this model, given as to muonmesh plan.", show_default=False),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, each tensor by its name.")] = False,
 ) -> None:
-    """Say what is in a checkpoint, whether it is whole, and what would not load where; or look at this installation.
+    """Say what is in a checkpoint and whether it is whole; or look at this installation.
 
     Nothing is executed, changed or loaded into a model, and the path needs no trust.
 
-    Exit code 0: whole. 1: damaged, or it does not fit --model. 2: no checkpoint.
+    Exit code 0: whole. 1: damaged. 2: no checkpoint.
     """
     from muonmesh.cli.diagnosis import diagnose
-    from muonmesh.cli.terminal import complain, make_console
+    from muonmesh.cli.terminal import make_console
 
     console = make_console()
     if path is None:
         products = products_here()
         console.print(json.dumps(products, indent=1) if as_json else products["told"], soft_wrap=True, markup=False)
         return
-    try:
-        found = diagnose(path, model=model)
-    except ValueError as error:
-        raise SystemExit(complain("doctor", str(error), code=NO_CHECKPOINT)) from error
+    found = diagnose(path)
     if as_json:
         console.print(json.dumps(found.as_json(), indent=1), soft_wrap=True, markup=False)
     else:
         print_diagnosis(console, found)
-    raise SystemExit(exit_code(found, asked=model is not None))
+    raise SystemExit(NO_CHECKPOINT if not found.kind else WHOLE if found.whole else DAMAGED)
 
 
 def products_here() -> dict[str, str]:
@@ -77,14 +70,6 @@ def products_here() -> dict[str, str]:
     return {"variant": variant, "told": f"compiled products: variant {variant}. {taken}"}
 
 
-def exit_code(found: Diagnosis, *, asked: bool) -> int:
-    """What scripts are told; ``asked`` is whether somebody wanted to know if it fits a model."""
-    if not found.kind:
-        return NO_CHECKPOINT
-    misfits = [*found.misfits, *(misfit for part in found.parts for misfit in part.misfits)]
-    return WHOLE if found.whole and not (asked and misfits) else DAMAGED
-
-
 def print_diagnosis(console: Console, found: Diagnosis) -> None:
     """Print what was found in plain words, the tensors as a table."""
 
@@ -95,7 +80,7 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
         say(found.faults[0])
         return
     say(f"{found.path}: {found.kind}, {_state(found)}", "bold")
-    for title, lines in (("damaged", found.faults), ("does not fit", found.misfits), ("note", found.notes)):
+    for title, lines in (("damaged", found.faults), ("note", found.notes)):
         for line in lines:
             say(f"  {title}: {line}", "red" if title == "damaged" else "")
     if found.ranks is not None:
@@ -139,16 +124,14 @@ def _role(name: str) -> str:
 
 
 def _table(found: Diagnosis) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from muonmesh.cli.terminal import table_of
 
-    from muonmesh.cli.diagnosis import by_role
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(("", "tensors", "numbers", "dtypes", "MB")):
-        table.add_column(heading, justify="left" if number in (0, 3) else "right", overflow="fold")
-    for role, held in by_role(found.tensors, _role).items():
+    roles: dict[str, list[Held]] = {}
+    for name, tensor in found.tensors.items():
+        roles.setdefault(_role(name), []).append(tensor)
+    rows = []
+    for role, held in roles.items():
         numbers = sum(math.prod(one.shape) for one in held)
         dtypes = ", ".join(sorted({one.dtype for one in held}))
-        table.add_row(role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.size for one in held) / 1e6:,.2f}")
-    return table
+        rows.append((role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.size for one in held) / 1e6:,.2f}"))
+    return table_of(("", "tensors", "numbers", "dtypes", "MB"), rows, left=(0, 3))

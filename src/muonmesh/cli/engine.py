@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from muonmesh.cli.clock import CollectiveClock
 from muonmesh.cli.model import parallelise
 from muonmesh.cli.settings import Optimizer, Settings
 
@@ -70,33 +69,18 @@ class Engine:
             return self.model.no_sync()
         return nullcontext()
 
-    def update(self, clock: CollectiveClock) -> float:
-        """Clip, step, and return the host seconds that this waited for other ranks.
-
-        Muon clips what its AdamW groups hold: its own update has no magnitude.
-        """
-        muon = isinstance(self.optimizer, mm.Muon)
-        with clock:
-            if self._clip and muon:
-                self.optimizer.clip_grad_norm_(self._clip, norms=False)
-            elif self._clip:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+    def update(self) -> None:
+        """Clip and step. Muon clips what its AdamW groups hold: its own update has no magnitude."""
+        if self._clip and isinstance(self.optimizer, mm.Muon):
+            self.optimizer.clip_grad_norm_(self._clip, norms=False)
+        elif self._clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self.optimizer.step()
-        return clock.take() + (self.optimizer.communication_seconds if muon else 0.0)
 
     def explain(self) -> str:
         """Return who goes where and why, as text."""
-        if isinstance(self.optimizer, mm.Muon):
-            return str(self.optimizer.explain())
-        known = self.optimizer.defaults
-        lines = [f"torch.optim.AdamW, betas {known['betas']}, eps {known['eps']}"]
-        for number, group in enumerate(self.optimizer.param_groups):
-            count = sum(parameter.numel() for parameter in group["params"])
-            lines.append(
-                f"group {number}: {len(group['params'])} parameters, {count:,} entries, "
-                f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}"
-            )
-        return "\n".join(lines)
+        kind = "" if self.optimizer is self.saved else "torch.optim.AdamW, by these groups\n\n"
+        return f"{kind}{self.saved.explain()}"
 
     def metrics(self) -> dict[str, float]:
         """Return what the optimizer says of its last step; nothing for AdamW."""
@@ -152,11 +136,9 @@ class ZeroEngine(Engine):
         """Return nothing: the engine knows when to reduce."""
         return nullcontext()
 
-    def update(self, clock: CollectiveClock) -> float:
+    def update(self) -> None:
         """Clip and step."""
-        with clock:
-            self.model.step()
-        return clock.take()
+        self.model.step()
 
     def explain(self) -> str:
         """Return who goes where and why, call by call."""

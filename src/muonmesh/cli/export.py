@@ -1,4 +1,4 @@
-"""Export: what other programs read of a trained model: a folder for `from_pretrained`, and momentum as a file."""
+"""Export: what other programs read of a trained model, a folder for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from muonmesh.checkpoint.manifest import entry_of, write_manifest
@@ -58,20 +57,3 @@ def export(folder: Path, config: Any, weights: dict[str, Tensor], *, tokenizer: 
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
         onto_disk(folder.parent)
-
-
-def save_momentum(path: Path, momenta: dict[str, Tensor]) -> None:
-    """Write Muon's momentum matrices by parameter name, whole, as safetensors. Called on rank 0 alone.
-
-    Raises:
-        FileError: the file could not be written.
-    """
-    scratch = path.with_name(f".{path.name}.writing")
-    with writing(path, raised=Exception):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file(momenta, scratch)
-            onto_disk(scratch)
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from muonmesh.cli.failure import RunError
+from muonmesh.errors import FileError
 from muonmesh.files import is_number, read_json
 from muonmesh.layout.balance import at_home, least_imbalance
 from muonmesh.report.device_rates import DeviceRates
@@ -72,17 +72,17 @@ def load_rates(path: Path) -> DeviceRates:
     """Read rates of a device from a JSON object; what it leaves out is one H100's.
 
     Raises:
-        RunError: it is no such object, or a name or a number in it is none.
+        FileError: it is no such object, or a name or a number in it is none.
     """
     content = read_json(path, needed="rates such as those of the documentation")
     known = asdict(DeviceRates())
     for name, value in content.items():
         if name not in known:
-            raise RunError(f"--rates {path}: found {name!r}; needed {', '.join(known)}. Rename it or leave it out")
+            raise FileError(f"--rates {path}: found {name!r}; needed {', '.join(known)}. Rename it or leave it out")
         least = 0 if name in ("launch", "collective") else math.nextafter(0, 1)
         if not is_number(value) or not least <= value < math.inf:
             needed = "a number of seconds" if least == 0 else "a positive, finite number a second"
-            raise RunError(f"--rates {path}: found {name} {value!r}; needed {needed}. Correct it")
+            raise FileError(f"--rates {path}: found {name} {value!r}; needed {needed}. Correct it")
     return DeviceRates(**content)
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
+import shutil
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from muonmesh.cli.failure import forget_rooms, make_room, read_failures, room_for_logs
-from muonmesh.cli.lifeline import LAUNCHER
+from muonmesh.cli.failure import FOLDER, first_failure, make_room
+from muonmesh.cli.worker import LAUNCHER
 from muonmesh.files import writing
 
 WORKER = "muonmesh.cli.worker"
@@ -43,20 +41,20 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
     Args:
         run: The run's directory.
         ranks: How many.
-        worker: The module; or a function of ``str(run)``, which copies of this process call: they have imported all
-            that it has, so they start in no time.
+        worker: The module; or a function of ``str(run)`` that ends its process, which copies of this process call.
 
     Raises:
         RankFailed: a rank failed; the others were ended.
         Interrupted: a signal came.
-        RunError: the run's directory cannot be written.
+        FileError: the run's directory cannot be written.
     """
+    shutil.rmtree(run / FOLDER, ignore_errors=True)  # of a launcher that was killed
     with writing(run):
+        (run / FOLDER).mkdir(parents=True)
         make_room(run, ranks)
     environment = dict(os.environ)
     os.environ[LAUNCHER] = str(os.getpid())
-    threads = str(max(1, usable_cores() // ranks))
-    os.environ.setdefault("OMP_NUM_THREADS", threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     # The shared store keeps the addresses of dead processes, which hangs or fails gloo after a restart.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SECONDS_TO_STOP)
@@ -64,52 +62,35 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     signals = _Signals()
     try:
-        # torch makes a directory for logs of ranks that nobody asked for, and leaves it behind. Here the next start
-        # finds it should this process be killed.
-        with tempfile.TemporaryDirectory(dir=room_for_logs(run)) as logs:
-            command: tuple[str | Callable[..., None], tuple[Any, ...]]
-            if isinstance(worker, str):
-                command = (sys.executable, ("-m", worker, str(run)))
-            else:
-                command = (_end_when_stopped, (worker, str(run), signals.asked))
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=ranks,
-                run_id=uuid.uuid4().hex,
-                rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
-                local_addr="localhost",
-                max_restarts=0,
-                start_method="fork",  # of a function; a module is a program of its own
-                signals_to_handle="",  # `_Signals` does
-                logs_specs=DefaultLogsSpecs(log_dir=logs),
-            )
-            elastic_launch(config, command[0])(*command[1])
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="fork",  # of a function; a module is a program of its own
+            signals_to_handle="",  # `_Signals` does
+            # torch makes a folder there for logs that nobody asked for, and leaves it behind.
+            logs_specs=DefaultLogsSpecs(log_dir=str(run / FOLDER)),
+        )
+        if isinstance(worker, str):
+            elastic_launch(config, sys.executable)("-m", worker, str(run))
+        else:
+            elastic_launch(config, worker)(str(run))
     except ChildFailedError as error:
         raise RankFailed(_explain(run, error)) from error
     except SignalException as error:
-        failures = read_failures(run)
-        if failures:
-            raise RankFailed(str(failures[0])) from error
-        raise Interrupted from error
+        failure = first_failure(run)
+        raise (Interrupted() if failure is None else RankFailed(failure)) from error
     finally:
         for name in os.environ.keys() - environment.keys():  # what starts next, a torchrun say, has another launcher
             del os.environ[name]
         os.environ.update(environment)
         signals.give_back()
-        forget_rooms(run)
-
-
-def _end_when_stopped(worker: Callable[[str], None], run: str, asked: mmap.mmap) -> None:
-    """Call ``worker(run)`` in a copy of the launcher, and end the copy if the launcher was asked to stop.
-
-    A copy that returns waits until the launcher has read what it returned, and a launcher that stops never does.
-    """
-    worker(run)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # one that comes from here on ends the copy, one before has been told
-    if asked[0]:
-        os._exit(0)
+        shutil.rmtree(run / FOLDER, ignore_errors=True)
 
 
 def usable_cores() -> int:
@@ -124,8 +105,7 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self.asked = mmap.mmap(-1, 1)
-        """One byte that copies of this process see too: whether it was asked to end."""
+        self._asked = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         for number, handler in self._before.items():
             if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # ignored, as under nohup, it stays so
@@ -137,9 +117,9 @@ class _Signals:
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self.asked[0]:
+        if number == signal.SIGHUP and self._asked:
             return
-        self.asked[0] = 1
+        self._asked = True
         raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.SIGINT)
 
 
@@ -149,8 +129,5 @@ def _explain(run: Path, error: ChildFailedError) -> str:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             return f"rank {rank}: ended by {name}{hint}"
-    failures = read_failures(run)
-    if not failures:
-        rank, failure = error.get_first_failure()
-        return f"rank {rank}: ended with exit code {failure.exitcode}; its own output is above"
-    return str(failures[0])
+    rank, failure = error.get_first_failure()
+    return first_failure(run) or f"rank {rank}: ended with exit code {failure.exitcode}; its own output is above"

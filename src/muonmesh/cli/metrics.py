@@ -10,48 +10,40 @@ import json
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
-from muonmesh.cli.failure import RunError
 from muonmesh.cli.settings import Optimizer
-from muonmesh.cli.sinks import Sink
+from muonmesh.errors import FileError
 from muonmesh.files import cannot_write, is_finite, is_whole, named, read_text, reason, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
-MAYBE = "communication_seconds"  # None where nobody can tell
-TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds", MAYBE)
-NUMBERS = ("tokens", "seconds", "loss", "validation_loss", "lr", *TIMES)
+TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
+OF_A_STEP = ("step", "tokens", "seconds", "loss", *TIMES)
+OF_A_VALIDATION = ("step", "seconds", "validation_loss")
 
 
 class MetricsLog:
-    """Appends lines; each is flushed, so a killed run leaves all but the last of them.
-
-    Attributes:
-        sinks: Where the lines go too.
-    """
+    """Appends lines; each is flushed, so a killed run leaves all but the last of them."""
 
     def __init__(self, directory: Path) -> None:
-        self.sinks: list[Sink] = []
         self._path = directory / METRICS_FILE
         self._file = self._open()
 
     def append(self, **record: Any) -> None:
-        """Write one line; a RunError where it cannot be written."""
+        """Write one line; a FileError where it cannot be written."""
         with writing(self._path):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-            for sink in self.sinks:
-                sink.append(record)
 
     def cut(self, run: str, step: int) -> float:
         """Forget what ``run`` wrote after ``step``, which a resumed run writes again; return its seconds until then.
 
         Raises:
-            RunError: the file is damaged, or cannot be written; it is as it was.
+            FileError: the file is damaged, or cannot be written; it is as it was.
         """
         kept = [r for r in read_metrics(self._path.parent) if r["run"] != run or r["step"] <= step]
         self._file.close()
         write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._open()
-        return max((float(r.get("seconds", 0.0)) for r in kept if r["run"] == run), default=0.0)
+        return max((float(record["seconds"]) for record in kept if record["run"] == run), default=0.0)
 
     def close(self) -> None:
         """Close the file."""
@@ -61,14 +53,14 @@ class MetricsLog:
         try:
             return self._path.open("a", encoding="utf-8")
         except OSError as error:
-            raise RunError(cannot_write(self._path, error)) from error
+            raise FileError(cannot_write(self._path, error)) from error
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """Every whole line of a run's metrics, in the order written; empty where there are none.
 
     Raises:
-        RunError: a line is not what a training writes; the message has its number.
+        FileError: a line is not what a training writes; the message has its number.
     """
     path = directory / METRICS_FILE
     if not path.exists():
@@ -86,13 +78,13 @@ def _read(path: Path, number: int, line: str) -> dict[str, Any]:
             raise ValueError(f"found {named(record)}")
         if record.get("run") not in get_args(Optimizer):
             raise ValueError(f"found run {record.get('run')!r}")
-        for name in ("step", *(name for name in NUMBERS if name in record)):
+        for name in OF_A_STEP if "loss" in record else OF_A_VALIDATION:
             value = record.get(name)
             whole = name in ("step", "tokens")
-            if not (is_whole(value) if whole else is_finite(value)) and not (name == MAYBE and value is None):
+            if not (is_whole(value) if whole else is_finite(value)):
                 raise ValueError(f"found {name} {value!r}")
     except (ValueError, RecursionError) as error:
-        raise RunError(
+        raise FileError(
             f"{path}: line {number} is not one that a training writes ({reason(error)}); needed the file as it was "
             "written. Remove the line, or bring an undamaged copy"
         ) from error

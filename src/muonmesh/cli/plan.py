@@ -1,13 +1,15 @@
-"""Plan: ``muonmesh plan``: what a step would cost on a cluster that is not here, as a table, JSON and a picture."""
+"""Plan: ``muonmesh plan``: what a step would cost on a cluster that is not here, as a table and JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.filesize import decimal
 
 if TYPE_CHECKING:
     from muonmesh.cli.blueprint import Part
@@ -62,17 +64,12 @@ def plan(
         Path | None,
         typer.Option("--json", help="Write every figure, and every owner.", rich_help_panel=OUTPUT, show_default=False),
     ] = None,
-    html_file: Annotated[
-        Path | None,
-        typer.Option("--html", help="Write a page with a picture.", rich_help_panel=OUTPUT, show_default=False),
-    ] = None,
 ) -> None:
     """Say what one step of Muon would cost on a cluster, before anybody has it.
 
     Who orthogonalises what, FLOPs, bytes and stored memory are counted from the plan that every rank would make.
     Launches, the memory of a step and its time are modelled, and say so. Nothing is downloaded, built or run.
     """
-    from muonmesh.cli.plan_page import page
     from muonmesh.cli.terminal import complain
     from muonmesh.files import write_text
 
@@ -81,8 +78,6 @@ def plan(
         print_plan(found)
         if json_file is not None:
             write_text(json_file, json.dumps(found, indent=1) + "\n")
-        if html_file is not None:
-            write_text(html_file, page(found))
     except ValueError as error:
         raise SystemExit(complain("plan", str(error), code=2)) from error
 
@@ -108,18 +103,18 @@ def planned(
     """
     from muonmesh.cli.blueprint import blueprint
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
-    from muonmesh.cli.failure import RunError
     from muonmesh.cli.figures import figures_of, load_rates
     from muonmesh.cli.settings import Settings
+    from muonmesh.errors import FileError
     from muonmesh.report.forecast import Weight, forecast
 
     cluster = parse_cluster(mesh, experts)
     if rank is not None and rank >= len(cluster.ranks):
-        raise RunError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
+        raise FileError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
     speed = None if rates is None else load_rates(rates)
     parts = parts or blueprint(model, vocab=Settings.vocab, seq=Settings.seq)
     if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
-        raise RunError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
+        raise FileError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
     found = forecast(placed, rank=rank, rates=speed, itemsize=4 if weights == "fp32" else 2)
     asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights}
@@ -128,19 +123,84 @@ def planned(
 
 def print_plan(found: dict[str, Any]) -> None:
     """Print the kinds of parameters, and what the rank does."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from muonmesh.cli.plan_page import HEADINGS, lines_of, rows_of
-    from muonmesh.cli.terminal import make_console
+    from muonmesh.cli.terminal import make_console, table_of
 
     console = make_console()
-    title = f"{found['model']} on {found['ranks']:,} ranks"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if number == 0 else "right", overflow="fold")
-    for row in rows_of(found):
-        table.add_row(*row)
-    console.print(table)
+    console.print(f"{found['model']} on {found['ranks']:,} ranks", markup=False)
+    console.print(table_of(HEADINGS, rows_of(found)))
     for title, line in lines_of(found):
         console.print(f"[bold]{title}[/bold]: {line}", soft_wrap=True)
+
+
+HEADINGS = ("parameters", "shape", "matrices", "owners", "TFLOP", "MB sent")
+
+
+def rows_of(found: dict[str, Any]) -> list[list[str]]:
+    """The table: a row for the matrices of all layers that are alike; bytes are those of the rank that is told of."""
+    rows = []
+    for kind in found["kinds"]:
+        if kind["algorithm"] == "muon":
+            shape = "×".join(map(str, kind["shape"]))
+            rows.append(
+                [
+                    kind["name"].removeprefix("model.").removesuffix(".weight"),
+                    shape if kind["count"] == 1 else f"{kind['count']} of {shape}",
+                    f"{kind['matrices']:,}",
+                    f"{kind['owners']:,}",
+                    f"{kind['flops'] / 1e12:,.4g}",
+                    f"{kind['bytes sent'] / 1e6:,.3f}" if kind["bytes sent"] else "",
+                ]
+            )
+    return rows
+
+
+def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is said below the table, by title; a line of modelled figures says so."""
+    from muonmesh.report.device_rates import DeviceRates
+
+    balance = found["balance"]
+    device = "one H100" if found["rates"] == asdict(DeviceRates()) else "the rates given"
+    return [
+        (
+            "Model",
+            f"{amount(found['elements'])} parameters, {found['matrices']:,} matrices in {found['buckets']} buckets"
+            f"; {sum(k['count'] for k in found['kinds'] if k['algorithm'] == 'adamw'):,} other parameters are AdamW's",
+        ),
+        (
+            "Balance",
+            f"busiest over mean {balance['busiest over mean']:.3f}, of {balance['least that any plan could have']:.3f} "
+            f"that any plan must have; {balance['share of matrices at home']:.0%} of the matrices are orthogonalised "
+            "where they lie whole",
+        ),
+        (f"Rank {found['rank']}, counted", _counted(found["counted"])),
+        (f"Rank {found['rank']}, modelled for {device}", _modelled(found["modelled"])),
+    ]
+
+
+def _counted(figures: dict[str, Any]) -> str:
+    kept = ("weights", "gradients", "momentum", "AdamW's moments")
+    stored = ", ".join(f"{what} {decimal(figures[f'bytes of {what}'])}" for what in kept)
+    return (
+        f"orthogonalises {figures['matrices']:,}, {figures['flops'] / 1e12:,.3g} TFLOP; "
+        f"{figures['bytes sent'] / 1e6:,.4g} MB sent and {figures['bytes received'] / 1e6:,.4g} MB received in "
+        f"{figures['collectives']} collectives; {stored}"
+    )
+
+
+def _modelled(figures: dict[str, Any]) -> str:
+    parts = ", ".join(
+        f"{part} {figures[f'seconds of the {part}'] * 1e3:,.3g}" for part in ("host", "device", "network")
+    )
+    return (
+        f"{figures['launches']:,} launches; {decimal(figures['bytes of the exchange'])} beside what is stored, "
+        f"{decimal(figures['bytes together'])} together, without activations; {figures['seconds'] * 1e3:,.3g} ms a "
+        f"step, the slowest of {parts} ms"
+    )
+
+
+def amount(count: int) -> str:
+    """Return a large count in short: 671B, 1.28M."""
+    for unit, factor in (("B", 1e9), ("M", 1e6)):
+        if count >= factor:
+            return f"{count / factor:,.4g}{unit}"
+    return f"{count:,}"

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Sequence
+import base64
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+import numpy as np
+from rich.console import Console
 
-from muonmesh.cli.page import document, embedded, table
-from muonmesh.cli.plots import FILES, plot_losses
 from muonmesh.cli.settings import Settings, load_config
-from muonmesh.cli.summary import LABELS, Comparison, TrainingSummary, compare, summarise
-from muonmesh.cli.terminal import make_console
+from muonmesh.cli.summary import LABELS, Comparison, Point, TrainingSummary, compare, summarise
+from muonmesh.cli.terminal import make_console, table_of
 from muonmesh.files import read_text, write_text, writing
 
 REPORT_FILE = "report.html"
+COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # apart in brightness too, for print and for the colour-blind
+PICTURES = {"loss-steps.png": "step", "loss-time.png": "training time [s], evaluation left out"}
+SHOWN_FROM = 0.08  # share of the training after which the curves decide the vertical range
 METHOD = (
     "Both trainings start from the same weights, read the same sequences in the same order and follow the same "
     "schedule. The validation loss is the mean over the same held-out sequences each time. The number of steps is read "
     "off the validation curve of the better optimizer, at the final loss of the other, between two measurements by a "
     "straight line. Under a schedule that ends at zero this understates the better one: it is read while its learning "
-    "rate is still high. Time is training time; evaluation and checkpoints are left out of it for both."
+    "rate is still high. Time is training time; evaluation and checkpoints are left out of it for both. Shares are of "
+    "a step's time on the first rank, waits for others included."
 )
 
 
@@ -32,35 +37,25 @@ def write_report(run: Path, settings: Settings) -> Path | None:
     A run that was stopped is reported as far as it got; one without a finished step is not (None).
 
     Raises:
-        RunError: what the run left is damaged, or the report cannot be written.
+        FileError: what the run left is damaged, or the report cannot be written.
     """
     summaries = summarise(run)
     if not summaries:
         return None
     comparison = compare(summaries)
     with writing(run):
-        plot_losses(run, summaries, comparison)
+        for name in PICTURES:
+            _plot(run / name, summaries, comparison)
     path = run / REPORT_FILE
     write_text(path, _page(run, settings, summaries, comparison))
-    _print(settings, summaries, comparison)
+    _print(make_console(), settings, summaries, comparison)
     return path
 
 
-def _print(settings: Settings, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> None:
-    console = make_console()
-    printed = Table()
-    headings, rows = _figures(settings, summaries)
-    for number, heading in enumerate(headings):
-        printed.add_column(heading, justify="left" if number == 0 else "right")
-    for row in rows:
-        printed.add_row(*row)
-    console.print(printed)
-    if comparison is not None:
-        console.print(f"[bold]{comparison}[/bold]", soft_wrap=True)
-
-
-def _figures(settings: Settings, summaries: Sequence[TrainingSummary]) -> tuple[list[str], list[list[str]]]:
-    """The table of the report: a row for each figure, a column for each training."""
+def _print(
+    console: Console, settings: Settings, summaries: Sequence[TrainingSummary], comparison: Comparison | None
+) -> None:
+    """Print a row for each figure, a column for each training, and what the comparison says."""
     figures: dict[str, Callable[[TrainingSummary], str]] = {
         "validation loss, last": lambda s: f"{s.final_validation_loss:.3f}",
         "training loss, last tenth of the steps": lambda s: f"{s.final_train_loss:.3f}",
@@ -71,38 +66,70 @@ def _figures(settings: Settings, summaries: Sequence[TrainingSummary]) -> tuple[
         "tokens per second": lambda s: f"{s.tokens_per_second:,.0f}",
         "share of forward + backward": lambda s: f"{s.forward_backward:.1%}",
         "share of the optimizer": lambda s: f"{s.optimizer:.1%}",
-        "share of communication": lambda s: "–" if s.communication is None else f"{s.communication:.1%}",
         "peak learning rate": lambda s: f"{settings.lr if s.name == 'muon' else settings.adamw_lr:g}",
     }
     rows = [[name, *(figure(summary) for summary in summaries)] for name, figure in figures.items()]
-    return ["", *(LABELS[summary.name] for summary in summaries)], rows
+    console.print(table_of(["", *(LABELS[summary.name] for summary in summaries)], rows))
+    if comparison is not None:
+        console.print(f"[bold]{comparison}[/bold]", soft_wrap=True)
 
 
 def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> str:
-    config = load_config(run)
-    environment = config.pop("environment", {})
-    titles = {"steps": "Loss against steps", "seconds": "Loss against time"}
-    pictures = "".join(embedded(run / name, titles[axis]) for axis, name in FILES.items())
+    """Return what the terminal shows and what the run wrote beside it as one page, with the pictures in it."""
+    console = Console(record=True, file=io.StringIO(), width=120, highlight=False)
+    console.print(f"muonmesh train: {run.name}", style="bold", markup=False)
+    _print(console, settings, summaries, comparison)
     explanation = read_text(run / "explain.txt", needed="what the run wrote there of its optimizers")
-    lead = str(comparison) if comparison is not None else _unfinished(settings, summaries)
-    return document(
-        f"muonmesh train: {run.name}",
-        f"""<p class="lead">{html.escape(lead)}.</p>
-{table(*_figures(settings, summaries))}
-<p class="note">{html.escape(METHOD)} Shares are of a step's time on the first rank; communication is what that rank
-waited for, imbalance between the ranks included.</p>
-{pictures}
-<h2>Who orthogonalises what</h2><pre>{html.escape(explanation)}</pre>
-<h2>Where it ran</h2>{_pairs(environment)}
-<h2>Settings</h2>{_pairs(config)}""",
-    )
+    config = load_config(run)
+    environment = config.pop("environment")
+    settings_of = "\n".join(f"{name}: {value}" for name, value in {**environment, **config}.items())
+    for text in (METHOD, "Who orthogonalises what", explanation, "Where it ran, and its settings", settings_of):
+        console.print(f"\n{text}", markup=False)
+    pictures = (base64.b64encode((run / name).read_bytes()).decode("ascii") for name in PICTURES)
+    tags = "".join(f'<img alt="losses" src="data:image/png;base64,{picture}">' for picture in pictures)
+    return console.export_html().replace("<body>", f"<body>{tags}")
 
 
-def _unfinished(settings: Settings, summaries: Sequence[TrainingSummary]) -> str:
-    losses = ", ".join(f"{LABELS[s.name]} {s.final_validation_loss:.3f} after {s.last_step} steps" for s in summaries)
-    missing = [LABELS[name] for name in settings.optimizers if name not in {s.name for s in summaries}]
-    return f"Validation loss: {losses}" + (f"; not trained yet: {', '.join(missing)}" if missing else "")
+def _plot(picture: Path, summaries: Sequence[TrainingSummary], comparison: Comparison | None) -> None:
+    """Write the loss curves against steps or against time."""
+    by_step = picture.name == "loss-steps.png"
+
+    def along(points: Sequence[Point]) -> list[float]:
+        return [point.step if by_step else point.seconds for point in points]
+
+    with figure_of(picture, PICTURES[picture.name], "loss [nats per token]") as axes:
+        shown: list[float] = []
+        for summary in summaries:
+            colour, width = COLOURS[summary.name], max(1, len(summary.train) // 40)
+            # Single batches are noisy: the mean of each and those just before it.
+            losses = np.convolve([point.loss for point in summary.train], np.full(width, 1 / width), mode="valid")
+            axes.plot(along(summary.train)[width - 1 :], losses, color=colour, alpha=0.4, linewidth=0.8)
+            validated = [point.loss for point in summary.validation]
+            label = f"{LABELS[summary.name]}: validation {validated[-1]:.3f} (thin: training, running mean)"
+            axes.plot(along(summary.validation), validated, color=colour, marker="o", markersize=3, label=label)
+            shown += list(losses[int(SHOWN_FROM * len(losses)) :])
+            shown += [point.loss for point in summary.validation if point.step >= SHOWN_FROM * summary.last_step]
+        if comparison is not None:  # the stretch between the moments at which both reached the same loss
+            ends = (comparison.steps, comparison.of_steps) if by_step else (comparison.seconds, comparison.of_seconds)
+            label = f"{ends[0] / ends[1]:.2f}× the {'steps' if by_step else 'time'}"
+            axes.plot(ends, [comparison.loss] * 2, color="#444444", linestyle=":", marker="|", label=label)
+        margin = 0.05 * (max(shown) - min(shown)) or 0.1
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
+        axes.set_xlim(left=0)
 
 
-def _pairs(values: dict[str, Any]) -> str:
-    return table(("", "value"), [(str(name), str(value)) for name, value in values.items()])
+@contextlib.contextmanager
+def figure_of(picture: Path, x: str, y: str) -> Iterator[Any]:
+    """Give the axes of a figure, which is written as a PNG at the end of the ``with`` block."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    yield axes
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.legend(frameon=False)
+    FigureCanvasAgg(figure).print_png(picture)

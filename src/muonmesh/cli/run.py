@@ -15,18 +15,19 @@ import torch
 import transformers
 
 from muonmesh.checkpoint.manifest import check_copy
+from muonmesh.cli.blueprint import parts_of
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import LOCK_FILE, RunLock
 from muonmesh.cli.metrics import read_metrics
-from muonmesh.cli.model import check_memory, check_model
+from muonmesh.cli.model import build_model, check_model
+from muonmesh.cli.plan import planned, print_plan
 from muonmesh.cli.report import write_report
-from muonmesh.cli.settings import Settings, load_config
-from muonmesh.cli.sinks import check_sinks
+from muonmesh.cli.settings import REPLICAS, Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
 from muonmesh.errors import FileError
-from muonmesh.files import check_writable
 
 
 def train_run(settings: Settings, *, resuming: bool) -> int:
@@ -54,22 +55,29 @@ def check(settings: Settings, *, resuming: bool) -> int:
         settings.model,
         vocab=settings.vocab,
         seq=settings.seq,
-        tensor_parallel=settings.tensor_parallel,
         parallel=settings.parallel,
         init=settings.init,
         recompute=settings.checkpoint_activations,
     )
-    check_memory(parameters, settings)
-    check_sinks(settings.log)
     return parameters
+
+
+def preview(settings: Settings) -> None:
+    """Print who would own what in a run, without starting a rank."""
+    with torch.device("meta"):
+        config = model_config(settings.model, vocab=settings.vocab, seq=settings.seq, init=settings.init is not None)
+        parts = parts_of(build_model(config))
+    ranks = settings.ranks
+    meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
+    print_plan(planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), parts=parts))
+    if settings.zero:
+        make_console().print(f"ZeRO {settings.zero} is planned like FSDP2; its flat shards have other borders.")
 
 
 def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
     """The rest of what can fail without ranks: the text, and what is written."""
     run = settings.directory
     console = make_console()
-    if settings.save_momentum is not None:
-        check_writable(Path(settings.save_momentum), option="--save-momentum")
     before = load_corpus_of(run) if resuming else None
     status = (
         console.status("Reading text and training a tokenizer") if console.is_terminal else contextlib.nullcontext()

@@ -14,19 +14,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from muonmesh.cli.failure import RunError
+from muonmesh.errors import FileError
 from muonmesh.files import is_finite, is_whole, read_json, write_text
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]
-Parallel = Literal["ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "zero1", "zero2", "zero3"]
+Parallel = Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
-Logger = Literal["jsonl", "tensorboard", "wandb"]
 
 REPLICAS = 2  # of the model, under hsdp
-PAIR = 2  # ranks that share each layer, under fsdp+tp
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
 WHAT, HOW, WHERE, OUTPUT = "What to learn", "How to learn", "Where to run", "What to keep"
@@ -107,15 +105,12 @@ class Settings:
     data: Annotated[
         tuple[str, ...],
         Option(
-            "Files, folders or globs of text, JSONL, Parquet, or a folder of datasets; repeatable. Default: the Python "
-            "standard library.",
+            "Files, folders or globs of text, JSONL or Parquet; repeatable. Default: the Python standard library.",
             WHAT,
             asked=list[str] | None,
         ),
     ] = ()
-    text_field: Annotated[str, Option("Field or column of JSONL, Parquet and datasets that holds the text.", WHAT)] = (
-        "text"
-    )
+    text_field: Annotated[str, Option("Field or column of JSONL and Parquet that holds the text.", WHAT)] = "text"
     model: Annotated[
         str,
         Option(
@@ -164,9 +159,8 @@ class Settings:
     parallel: Annotated[
         Parallel,
         Option(
-            "FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; TP shares the work in "
-            "every layer of a Llama-like model; FSDP+TP shares it in pairs of ranks and shards over the pairs; zeroN "
-            "is --engine deepspeed --zero N.",
+            "FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; zeroN is that stage of "
+            "DeepSpeed's engine.",
             WHERE,
         ),
     ] = "fsdp"
@@ -194,42 +188,20 @@ class Settings:
         int, Option("Steps between two checkpoints; 0: at the end and on Ctrl-C only.", OUTPUT, least=0)
     ] = 200
     keep: Annotated[int, Option("How many checkpoints of each training stay: the newest whole ones.", OUTPUT)] = 1
-    save_momentum: Annotated[
-        str | None, Option("Also write Muon's final momentum matrices to this safetensors file.", OUTPUT)
-    ] = None
     export: Annotated[bool, Option("Also write each trained model as a folder for from_pretrained.", OUTPUT)] = False
-    log: Annotated[
-        tuple[Logger, ...],
-        Option(
-            "Tensorboard or wandb (offline): where metrics go too, beside metrics.jsonl (jsonl); repeatable.",
-            OUTPUT,
-            asked=list[str] | None,
-        ),
-    ] = ()
 
     def __post_init__(self) -> None:
         check_fields_of(self)
-        if self.compile and (self.tensor_parallel > 1 or self.zero):
+        if self.compile and self.zero:
             raise ValueError(f"--compile: found --parallel {self.parallel}; needed ddp, fsdp or hsdp. Leave out one")
-        multiple = {"hsdp": REPLICAS, "fsdp+tp": PAIR}.get(self.parallel, 1)
-        if self.ranks % multiple:
-            raise ValueError(
-                f"--ranks {self.ranks}: --parallel {self.parallel} needed a multiple of {multiple}. "
-                f"Write: --ranks {math.ceil(self.ranks / multiple) * multiple}"
-            )
-        parts = self.data_parallel * self.grad_accum
+        if self.parallel == "hsdp" and self.ranks % REPLICAS:
+            write = f"Write: --ranks {self.ranks + 1}"
+            raise ValueError(f"--ranks {self.ranks}: --parallel hsdp needed a multiple of {REPLICAS}. {write}")
+        parts = self.ranks * self.grad_accum
         if self.batch % parts:
-            sharers = f"{self.ranks} ranks"
-            if self.tensor_parallel > 1:
-                groups = "group" if self.data_parallel == 1 else "groups"
-                sharers = f"{self.data_parallel} {groups} of {self.tensor_parallel} ranks"
             raise ValueError(
-                f"--batch {self.batch}: cannot be divided over {sharers} × {self.grad_accum} micro-steps; "
+                f"--batch {self.batch}: cannot be divided over {self.ranks} ranks × {self.grad_accum} micro-steps; "
                 f"needed a multiple of {parts}. Write: --batch {math.ceil(self.batch / parts) * parts}"
-            )
-        if self.save_momentum is not None and self.optimizer == "adamw":
-            raise ValueError(
-                f"--save-momentum {self.save_momentum}: --optimizer adamw has no momentum of Muon. Leave one out"
             )
         if self.warmup >= self.steps:
             raise ValueError(
@@ -237,24 +209,14 @@ class Settings:
             )
 
     @property
-    def tensor_parallel(self) -> int:
-        """Ranks that share each layer, and so read the same sequences."""
-        return tensor_parallel_ranks(self.parallel, self.ranks)
-
-    @property
     def zero(self) -> int:
         """Stage of ZeRO under DeepSpeed's engine; 0 without it."""
         return int(self.parallel.removeprefix("zero")) if self.parallel.startswith("zero") else 0
 
     @property
-    def data_parallel(self) -> int:
-        """Ranks, or groups of ranks that share each layer, that read sequences of their own."""
-        return self.ranks // self.tensor_parallel
-
-    @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass of one rank."""
-        return self.batch // (self.data_parallel * self.grad_accum)
+        return self.batch // (self.ranks * self.grad_accum)
 
     @property
     def tokens_per_step(self) -> int:
@@ -279,7 +241,7 @@ class Settings:
         """Write ``config.json``: the settings, and under ``environment`` what else a reader may want to know.
 
         Raises:
-            RunError: it could not be written; an older one is as it was.
+            FileError: it could not be written; an older one is as it was.
         """
         content = {**asdict(self), "environment": environment}
         write_text(self.directory / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
@@ -289,11 +251,6 @@ class Settings:
 class Request:
     """What else `muonmesh train` can be asked for: options that say how the command goes, and are no settings."""
 
-    engine: Annotated[
-        Literal["torch", "deepspeed"],
-        Option("Who holds the weights: torch's --parallel, or DeepSpeed's --zero.", WHERE),
-    ] = "torch"
-    zero: Annotated[int | None, Option("Stage of ZeRO with --engine deepspeed. Default: 2.", WHERE, most=3)] = None
     sweep: Annotated[
         str | None,
         Option(
@@ -309,9 +266,7 @@ class Request:
             OUTPUT,
         ),
     ] = None
-    dry_run: Annotated[bool, Option("Say who would own what, memory and expected time, and train nothing.", OUTPUT)] = (
-        False
-    )
+    dry_run: Annotated[bool, Option("Say who would own what, and train nothing.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
         check_fields_of(self)
@@ -321,49 +276,39 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
     """Read a run's settings back, with ``changes`` made to them.
 
     Raises:
-        RunError: ``directory`` holds no run, or one that another version or an editor wrote.
+        FileError: ``directory`` holds no run, or one that another version or an editor wrote.
         ValueError: ``changes`` do not go with it.
     """
     path = directory / CONFIG_FILE
     content = load_config(directory)
-    del content["environment"]
+    for name in ("environment", *GONE):
+        content.pop(name, None)
     known = [field.name for field in fields(Settings)]
     unknown = sorted(set(content) - set(known))
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f" The nearest known one is {near[0]!r}." if near else ""
-        raise RunError(f"{path}: unknown settings {unknown}; another version wrote it.{hint}")
+        raise FileError(f"{path}: unknown settings {unknown}; another version wrote it.{hint}")
     missing = [name for name in known if name not in content and name not in LATER]
     if missing:
-        raise RunError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
+        raise FileError(f"{path}: found no {missing[0]!r}; needed the file as the run wrote it")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in content.items()}
     try:
         settings = Settings(**values)
     except ValueError as error:
-        raise RunError(f"{path}: {error}") from error
+        raise FileError(f"{path}: {error}") from error
     return replace(settings, **changes)
 
 
 def load_config(directory: Path) -> dict[str, Any]:
-    """The whole ``config.json``, environment included; a RunError where there is none, or not an object."""
+    """The whole ``config.json``, environment included; a FileError where there is none, or not an object."""
     path = directory / CONFIG_FILE
     if not path.is_file():
-        raise RunError(f"{directory}: found no {CONFIG_FILE}; needed the directory of a run, such as runs/NAME.")
+        raise FileError(f"{directory}: found no {CONFIG_FILE}; needed the directory of a run, such as runs/NAME.")
     content = read_json(path, needed="the settings of a run")
     if not isinstance(content.get("environment"), dict):
-        raise RunError(f"{path}: found no object 'environment'; needed the file as the run wrote it")
+        raise FileError(f"{path}: found no object 'environment'; needed the file as the run wrote it")
     return content
-
-
-def tensor_parallel_ranks(parallel: Parallel, ranks: int) -> int:
-    """How many of ``ranks`` share each layer."""
-    match parallel:
-        case "tp":
-            return ranks
-        case "fsdp+tp":
-            return PAIR
-        case _:
-            return 1
 
 
 def option(name: str) -> str:
@@ -372,4 +317,5 @@ def option(name: str) -> str:
 
 
 # What runs of older versions do not say; they did what these settings do when they are left out.
-LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "log", "keep")
+LATER = ("text_field", "tokenizer", "init", "export", "checkpoint_activations", "compile", "keep")
+GONE = ("log", "save_momentum")  # what they say, and nothing depends on any more

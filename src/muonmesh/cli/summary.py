@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.metrics import METRICS_FILE, TIMES, read_metrics
+from muonmesh.cli.metrics import read_metrics
 
 WARM_UP_STEPS = 3  # left out of speeds and shares: allocations and first plans
 
@@ -35,7 +34,6 @@ class TrainingSummary:
     tokens_per_second: float
     forward_backward: float
     optimizer: float
-    communication: float | None
 
     @property
     def last_step(self) -> int:
@@ -85,17 +83,9 @@ def summarise(run: Path) -> list[TrainingSummary]:
     """Every training of a run that has finished a step and been evaluated, in the order they ran.
 
     Raises:
-        RunError: the metrics are damaged.
+        FileError: the metrics are damaged.
     """
     records = read_metrics(run)
-    for record in records:
-        kind = (*TIMES, "loss", "tokens") if "loss" in record else ("validation_loss",)
-        missing = [name for name in ("seconds", *kind) if name not in record]
-        if missing:
-            raise RunError(
-                f"{run / METRICS_FILE}: found no {missing[0]} in step {record['step']} of {record['run']}; needed the "
-                "file as it was written. Bring an undamaged copy"
-            )
     names = dict.fromkeys(record["run"] for record in records)
     summaries = [_summarise(name, [r for r in records if r["run"] == name]) for name in names]
     return [summary for summary in summaries if summary is not None]
@@ -150,7 +140,6 @@ def _summarise(name: str, records: Sequence[dict[str, Any]]) -> TrainingSummary 
     timed = steps[WARM_UP_STEPS:] or steps
     total = sum(record["step_seconds"] for record in timed)
     tokens_per_step = steps[-1]["tokens"] / steps[-1]["step"]
-    waits = [record["communication_seconds"] for record in timed]
     return TrainingSummary(
         name=name,
         train=tuple(Point(r["step"], r["seconds"], r["loss"]) for r in steps),
@@ -160,5 +149,4 @@ def _summarise(name: str, records: Sequence[dict[str, Any]]) -> TrainingSummary 
         tokens_per_second=tokens_per_step * len(timed) / total,
         forward_backward=sum(record["forward_backward_seconds"] for record in timed) / total,
         optimizer=sum(record["optimizer_seconds"] for record in timed) / total,
-        communication=None if any(wait is None for wait in waits) else sum(waits) / total,
     )

@@ -6,31 +6,24 @@ resumed and reported like any other. A sweep that is started again goes on where
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import TypeVar
 
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.page import document, embedded, table
+from muonmesh.cli.report import COLOURS, figure_of
 from muonmesh.cli.run import train_run
 from muonmesh.cli.settings import CONFIG_FILE, Optimizer, Request, Settings, load_settings
 from muonmesh.cli.summary import LABELS, summarise
-from muonmesh.cli.terminal import make_console
+from muonmesh.cli.terminal import make_console, table_of
+from muonmesh.errors import FileError
 from muonmesh.files import write_text, writing
 
 Number = TypeVar("Number", int, float)
-SWEEP_FILE, PAGE_FILE, PICTURE_FILE = "sweep.json", "sweep.html", "sweep.png"
-METHOD = (
-    "Both optimizers tried the same learning rates and the same seeds, each time in a whole training with its own "
-    "schedule. A figure is the last validation loss, the mean over the seeds where there are several, with their "
-    "standard deviation. A best one at the edge of the rates may not be the best there is."
-)
+SWEEP_FILE, PICTURE_FILE = "sweep.json", "sweep.png"
 
 
 @dataclass(frozen=True)
@@ -70,8 +63,8 @@ def train_sweep(base: Settings, request: Request) -> int:
     if sweep is None:
         write = f"--sweep lr={base.lr:g} --seeds {request.seeds}"
         raise ValueError(f"--seeds {request.seeds}: found no --sweep beside it. Write: {write}")
-    if resume not in (None, "auto") or request.dry_run or base.save_momentum is not None:
-        found = "--resume" if resume not in (None, "auto") else "--dry-run" if request.dry_run else "--save-momentum"
+    if resume not in (None, "auto") or request.dry_run:
+        found = "--dry-run" if request.dry_run else "--resume"
         raise ValueError(f"--sweep {sweep}: found {found} beside it, which is of one run. Leave it out")
     trials = parse_sweep(sweep, request.seeds, base)
     if resume is None and os.path.lexists(base.directory) and os.listdir(base.directory):
@@ -89,11 +82,12 @@ def train_sweep(base: Settings, request: Request) -> int:
         if code:
             return code
     done = list(finished(base, trials))
-    page = write_sweep(base, done)
+    write_sweep(base, done)
     console = make_console()
+    console.print(table_of(*figures(done)))
     for line in best_of(done):
         console.print(f"[bold]{line}[/bold]", soft_wrap=True)
-    console.print(f"Sweep: {page}", soft_wrap=True)
+    console.print(f"Sweep: {base.directory / SWEEP_FILE}", soft_wrap=True)
     return 0
 
 
@@ -101,11 +95,11 @@ def parse_sweep(sweep: str, seeds: str | None, base: Settings) -> list[Trial]:
     """Read ``--sweep lr=0.003,0.006`` and ``--seeds 0,1``: every rate with every seed, for each optimizer.
 
     Raises:
-        RunError: a rate or a seed is none, or is there twice.
+        FileError: a rate or a seed is none, or is there twice.
     """
     name, _, text = sweep.partition("=")
     if name != "lr" or not text:
-        raise RunError(f"--sweep {sweep}: found {name!r}; needed learning rates. Write: --sweep lr=0.003,0.006")
+        raise FileError(f"--sweep {sweep}: found {name!r}; needed learning rates. Write: --sweep lr=0.003,0.006")
     rates = _numbers(f"--sweep {sweep}", text, float)
     each = [base.seed] if seeds is None else _numbers(f"--seeds {seeds}", seeds, int)
     trials = [Trial(optimizer, lr, seed) for optimizer in base.optimizers for lr in rates for seed in each]
@@ -118,7 +112,7 @@ def finished(base: Settings, trials: Sequence[Trial]) -> Iterator[Trial]:
     """Yield the trials that have been trained to their end, with their losses.
 
     Raises:
-        RunError: what one of them left is damaged.
+        FileError: what one of them left is damaged.
     """
     for trial in trials:
         folder = base.directory / trial.name
@@ -127,33 +121,25 @@ def finished(base: Settings, trials: Sequence[Trial]) -> Iterator[Trial]:
                 yield replace(trial, loss=summary.final_validation_loss)
 
 
-def write_sweep(base: Settings, trials: Sequence[Trial]) -> Path:
-    """Write ``sweep.json``, a picture and ``sweep.html``; returns the page.
-
-    Args:
-        base: Settings of the sweep, whose directory is written to.
-        trials: Finished ones.
+def write_sweep(base: Settings, trials: Sequence[Trial]) -> None:
+    """Write ``sweep.json`` and a picture of the losses of finished trials into the directory of a sweep.
 
     Raises:
-        RunError: they could not be written.
+        FileError: they could not be written.
     """
     folder = base.directory
     write_text(folder / SWEEP_FILE, json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
-    with writing(folder):
-        _plot(folder / PICTURE_FILE, trials)
-    headings, rows = figures(trials)
-    lead = "; ".join(best_of(trials))
-    runs = [[trial.name, f"{trial.loss:.4f}"] for trial in trials]
-    write_text(
-        folder / PAGE_FILE,
-        document(
-            f"muonmesh train: {folder.name}",
-            f'<p class="lead">{html.escape(lead)}.</p>{table(headings, rows)}<p class="note">{html.escape(METHOD)}</p>'
-            f"{embedded(folder / PICTURE_FILE, 'Validation loss by learning rate')}"
-            f"<h2>Trainings</h2>{table(('folder', 'validation loss'), runs)}",
-        ),
-    )
-    return folder / PAGE_FILE
+    with (
+        writing(folder),
+        figure_of(folder / PICTURE_FILE, "peak learning rate", "validation loss [nats per token]") as axes,
+    ):
+        axes.set_xscale("log")
+        for optimizer in dict.fromkeys(trial.optimizer for trial in trials):
+            own, colour = [trial for trial in trials if trial.optimizer == optimizer], COLOURS[optimizer]
+            rates = sorted({trial.lr for trial in own})
+            means = [fmean(losses_of(own, optimizer, rate)) for rate in rates]
+            axes.plot(rates, means, color=colour, marker="o", markersize=4, label=LABELS[optimizer])
+            axes.scatter([t.lr for t in own], [t.loss for t in own], color=colour, alpha=0.35, s=14)
 
 
 def figures(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
@@ -195,32 +181,7 @@ def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Numb
     try:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError as error:
-        raise RunError(f"{option}: found {text!r}; needed numbers with commas between them. Correct it") from error
+        raise FileError(f"{option}: found {text!r}; needed numbers with commas between them. Correct it") from error
     if len(set(numbers)) < len(numbers):
-        raise RunError(f"{option}: found a value twice; needed each once. Leave it out")
+        raise FileError(f"{option}: found a value twice; needed each once. Leave it out")
     return numbers
-
-
-def _plot(path: Path, trials: Sequence[Trial]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from muonmesh.cli.plots import COLOURS
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), dpi=150, layout="constrained")
-    for optimizer in dict.fromkeys(trial.optimizer for trial in trials):
-        own = [trial for trial in trials if trial.optimizer == optimizer]
-        rates = sorted({trial.lr for trial in own})
-        means = [fmean(losses_of(own, optimizer, rate)) for rate in rates]
-        axes.plot(rates, means, color=COLOURS[optimizer], marker="o", markersize=4, label=LABELS[optimizer])
-        axes.scatter([t.lr for t in own], [t.loss for t in own], color=COLOURS[optimizer], alpha=0.35, s=14)
-    axes.set_xscale("log")
-    axes.set_xlabel("peak learning rate")
-    axes.set_ylabel("validation loss [nats per token]")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-    pyplot.close(figure)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-ERRORS = "muonmesh.plain"  # our way of encoding what an encoding lacks
-PLAIN = {
-    "×": "x", "–": "-", "—": "-", "…": "...", "ᵀ": "T", "→": "->", "≥": ">=", "≤": "<=",
-    "’": "'", "‘": "'", "“": '"', "”": '"', "•": "*",
-}  # fmt: skip
+    from rich.table import Table
 
 
 def print_plainly() -> None:
-    """Let stdout and stderr print something alike for what their encoding lacks, instead of raising."""
-    codecs.register_error(ERRORS, _alike)
+    """Let stdout and stderr print a question mark for what their encoding lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=ERRORS)
+            stream.reconfigure(errors="replace")
 
 
 def make_console() -> Console:
@@ -32,6 +26,20 @@ def make_console() -> Console:
     from rich.console import Console
 
     return Console(file=cast(IO[str], Lasting(sys.stdout)), highlight=False)
+
+
+def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)) -> Table:
+    """Return a table of plain text, whose columns end at the right but for those at ``left``."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def complain(command: str, message: str, *, code: int) -> int:
@@ -79,10 +87,3 @@ def silence(stream: IO[str]) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-
-
-def _alike(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    found = error.object[error.start : error.end]
-    return "".join(PLAIN.get(character, "?") for character in found), error.end

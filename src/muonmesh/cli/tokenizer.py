@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from muonmesh.cli.failure import RunError
+from muonmesh.errors import FileError
 from muonmesh.files import read_json, read_text, reason
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -65,14 +65,16 @@ def load_tokenizer(folder: str) -> ReadyTokenizer:
     """Read a tokenizer.json from a local folder, and its end-of-text token from the tokenizer_config.json beside it.
 
     Raises:
-        RunError: there is none, it cannot be read, or nothing says which token ends a text.
+        FileError: there is none, it cannot be read, or nothing says which token ends a text.
     """
     path = Path(folder) / TOKENIZER_FILE
     text = read_text(path, needed="the tokenizer that `save_pretrained` writes. Write: --tokenizer FOLDER with one")
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library has no class of its own for it
-        raise RunError(f"{path}: is no tokenizer ({reason(error)}); needed one that `save_pretrained` wrote") from error
+        raise FileError(
+            f"{path}: is no tokenizer ({reason(error)}); needed one that `save_pretrained` wrote"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = Path(folder) / TOKENIZER_CONFIG_FILE
@@ -80,7 +82,7 @@ def load_tokenizer(folder: str) -> ReadyTokenizer:
     mark = mark.get("content") if isinstance(mark, dict) else mark
     end = tokenizer.token_to_id(mark if isinstance(mark, str) else END_OF_TEXT)
     if end is None:
-        raise RunError(
+        raise FileError(
             f"{config}: found eos_token {mark!r}, which the tokenizer lacks; needed the token that ends a text. "
             'Write it there: "eos_token": "..."'
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import signal
+import time
+from types import FrameType
 
 import numpy as np
 import torch
@@ -14,17 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
-from muonmesh.cli.clock import CollectiveClock, Moment, StepTimes, moment, seconds_between
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import Engine, ZeroEngine
-from muonmesh.cli.failure import RunError
-from muonmesh.cli.lifeline import StopRequest
 from muonmesh.cli.metrics import MetricsLog
 from muonmesh.cli.model import build_model, load_model, prepare_layers
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.settings import Optimizer, ScheduleName, Settings, option
-from muonmesh.numerics.kernels.memory import download
+from muonmesh.errors import FileError
 
 WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero
 
@@ -49,6 +48,25 @@ def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: i
             return 1.0
 
 
+class StopRequest:
+    """Set by SIGINT or SIGHUP on any rank; the training ends when all ranks have heard of it."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def install(self) -> None:
+        """Take SIGINT and SIGHUP over, the latter unless it is ignored, as under nohup.
+
+        SIGTERM keeps ending the process: so a rank left waiting for a dead one goes at once.
+        """
+        signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+
 class Training:
     """A model and an optimizer that learn together.
 
@@ -60,8 +78,6 @@ class Training:
     def __init__(self, name: Optimizer, settings: Settings, corpus: Corpus, device: torch.device) -> None:
         self.name, self.settings, self.device = name, settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        # Ranks that share each layer read the same sequences: to the data they are one.
-        self.reader, self.readers = self.rank // settings.tensor_parallel, settings.data_parallel
         torch.manual_seed(settings.seed)
         self.config = model_config(
             settings.model,
@@ -79,7 +95,6 @@ class Training:
         validation = Windows(corpus.validation(), length=settings.seq, seed=settings.seed)
         self.validation_windows = validation.spread(min(settings.eval_sequences, validation.count))
         self.checkpoints = Checkpoints(checkpoints_of(settings.directory, name), keep=settings.keep)
-        self.clock = CollectiveClock(self.model)
         self.start = 0
         self.seconds = 0.0  # of training, evaluation and checkpoints left out; rank 0 knows those before the start
         if isinstance(self.model, DistributedDataParallel):
@@ -100,11 +115,10 @@ class Training:
         """Train to the end; False when a stop was asked for, with a checkpoint of the step reached.
 
         Raises:
-            RunError: on all ranks: a loss or the state is not finite, or a file cannot be written. The last checkpoint
+            FileError: on all ranks: a loss or the state is not finite, or a file cannot be written. The last checkpoint
                 is as it was.
 
-        The ranks agree on that step: each step reduces one flag, read one step later so that a GPU is never waited
-        for, and all act on it at the same place.
+        The ranks agree on that step: each step reduces one flag.
         """
         settings = self.settings
         with ProgressLine(
@@ -116,18 +130,11 @@ class Training:
         ) as line:
             if self.start == 0:
                 self._validate(0, log, line)
-            in_flight: _StepInFlight | None = None
             for step in range(self.start + 1, settings.steps + 1):
-                previous, in_flight = in_flight, self._step(step, stop)
-                stopping = previous is not None and self._finish(previous, log, line)
-                validating = step % settings.eval_every == 0 or step == settings.steps
-                saving = step == settings.steps or _divides(settings.checkpoint_every, step) or stopping
-                if validating or saving:
-                    stopping = self._finish(in_flight, log, line) or stopping
-                    in_flight = None
-                if validating:
+                stopping = self._step(step, stop, log, line)
+                if step % settings.eval_every == 0 or step == settings.steps:
                     self._validate(step, log, line)
-                if saving or stopping:
+                if stopping or step == settings.steps or _divides(settings.checkpoint_every, step):
                     self.checkpoints.save(step, self.engine)
                 if stopping:
                     return step == settings.steps
@@ -137,8 +144,8 @@ class Training:
         """Mean loss over the same held-out sequences each time, shared among the ranks."""
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         size = self.settings.micro_batch
-        mine = self.validation_windows[self.reader :: self.readers]
-        most = -(-len(self.validation_windows) // self.readers)  # FSDP2 needs as many forwards on every rank
+        mine = self.validation_windows[self.rank :: self.world]
+        most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs as many forwards on every rank
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         inner.eval()
         with torch.no_grad():
@@ -154,7 +161,8 @@ class Training:
         loss_sum, count = total.tolist()
         return float(loss_sum / count)
 
-    def _step(self, step: int, stop: StopRequest) -> _StepInFlight:
+    def _step(self, step: int, stop: StopRequest, log: MetricsLog | None, line: ProgressLine) -> bool:
+        """Take a step, record it, and say whether any rank asked to stop."""
         settings = self.settings
         factor = learning_rate_factor(step, name=settings.schedule, steps=settings.steps, warmup=settings.warmup)
         for group, peak in zip(self.engine.optimizer.param_groups, self.peak_lrs, strict=True):
@@ -162,23 +170,37 @@ class Training:
         seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
 
-        began = moment(self.device)
-        with self.clock:
-            loss = self._accumulate(step)
-        waited = self.clock.take()
-        computed = moment(self.device)
-        waited_in_optimizer = self.engine.update(self.clock)
-        updated = moment(self.device)
+        began = self._now()
+        loss = self._accumulate(step)
+        computed = self._now()
+        self.engine.update()
+        updated = self._now()
         status = torch.stack([loss / self.world, torch.full_like(loss, float(stop.requested))])
         dist.all_reduce(status)
-        ended = moment(self.device)
-        return _StepInFlight(
-            step=step,
-            lr=max(group["lr"] for group in self.engine.optimizer.param_groups),
-            status=_Reading(status),
-            moments=(began, computed, updated, ended),
-            waited=(waited, waited_in_optimizer),
-        )
+        mean, stop_flags = status.tolist()
+        self._need_finite("loss", step, mean)
+        seconds = self._now() - began
+        self.seconds += seconds
+        if log is not None:
+            log.append(
+                run=self.name,
+                step=step,
+                tokens=step * settings.tokens_per_step,
+                seconds=self.seconds,
+                loss=mean,
+                lr=max(group["lr"] for group in self.engine.optimizer.param_groups),
+                step_seconds=seconds,
+                forward_backward_seconds=computed - began,
+                optimizer_seconds=updated - computed,
+            )
+        line.step(step, mean, seconds)
+        return bool(stop_flags > 0)
+
+    def _now(self) -> float:
+        """Return the time at which the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _accumulate(self, step: int) -> Tensor:
         """Forward and backward over this rank's share of a step's sequences; its mean loss, 0-d."""
@@ -188,7 +210,7 @@ class Training:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
-            begin = first + (micro * self.readers + self.reader) * settings.micro_batch
+            begin = first + (micro * self.world + self.rank) * settings.micro_batch
             with self.engine.accumulating(last=last):
                 windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
                 loss = self._loss(self.model, windows)
@@ -199,32 +221,10 @@ class Training:
     def _loss(self, model: nn.Module, windows: np.ndarray) -> Tensor:
         """Mean cross entropy in nats per token, 0-d fp32, of (n, seq + 1) windows."""
         tokens = torch.from_numpy(windows).to(self.device, non_blocking=True)
-        autocast = self.settings.dtype == "bf16" and self.settings.parallel in ("ddp", "tp")
+        autocast = self.settings.dtype == "bf16" and self.settings.parallel == "ddp"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-    def _finish(self, flight: _StepInFlight, log: MetricsLog | None, line: ProgressLine) -> bool:
-        """Read a step's results, record them, and say whether any rank asked to stop."""
-        loss, stop_flags = flight.status.read()
-        self._need_finite("loss", flight.step, loss)
-        times = flight.times()
-        self.seconds += times.total
-        if log is not None:
-            log.append(
-                run=self.name,
-                step=flight.step,
-                tokens=flight.step * self.settings.tokens_per_step,
-                seconds=self.seconds,
-                loss=loss,
-                lr=flight.lr,
-                step_seconds=times.total,
-                forward_backward_seconds=times.forward_backward,
-                optimizer_seconds=times.optimizer,
-                communication_seconds=times.communication,
-            )
-        line.step(flight.step, loss, times)
-        return stop_flags > 0
 
     def _validate(self, step: int, log: MetricsLog | None, line: ProgressLine) -> None:
         loss = self.evaluate()
@@ -239,7 +239,7 @@ class Training:
                 validation_loss=loss,
                 **({"optimizer": _finite(details)} if details else {}),
             )
-        line.validation(step, loss)
+        line.validation(loss)
 
     def _need_finite(self, what: str, step: int, loss: float) -> None:
         """A mean over all ranks, so that each of them finds the same and raises."""
@@ -248,7 +248,7 @@ class Training:
         settings, last = self.settings, self.checkpoints.kept
         kept = "There is no checkpoint yet" if last is None else f"The checkpoint of step {last} is kept"
         rate = option("lr" if self.name == "muon" else "adamw_lr")
-        raise RunError(
+        raise FileError(
             f"{self.name}: the {what} of step {step} is {loss}; needed a finite one. {kept}. Start a new run with a "
             f"lower {rate} (this one's is {settings.lr_of(self.name):g})"
         )
@@ -263,46 +263,6 @@ class Training:
         for _ in range(2):
             self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
         self.engine.begin()
-
-
-@dataclass(frozen=True)
-class _StepInFlight:
-    """A step that the host has issued; a GPU may still be at it."""
-
-    step: int
-    lr: float
-    status: _Reading
-    moments: tuple[Moment, Moment, Moment, Moment]  # began, gradients there, updated, status reduced
-    waited: tuple[float, float]  # host seconds in collectives: before and within the update
-
-    def times(self) -> StepTimes:
-        began, computed, updated, ended = self.moments
-        forward_backward = seconds_between(began, computed)
-        update = seconds_between(computed, updated)
-        total = seconds_between(began, ended)
-        if not isinstance(began, float):  # on a GPU the host's waits say nothing
-            return StepTimes(total=total, forward_backward=forward_backward, optimizer=update, communication=None)
-        before, within = self.waited
-        reduction = seconds_between(updated, ended)
-        return StepTimes(
-            total=total,
-            forward_backward=max(0.0, forward_backward - before),
-            optimizer=max(0.0, update - within),
-            communication=before + within + reduction,
-        )
-
-
-class _Reading:
-    """Numbers on their way to the host; :meth:`read` waits for them and for nothing that was issued later."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._host, self._arrived = download(values)
-
-    def read(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        values: list[float] = self._host.tolist()
-        return values
 
 
 def _finite(details: dict[str, float]) -> dict[str, float | None]:

@@ -9,6 +9,7 @@ Or by torchrun, for restarts and for several hosts that share the run's folder. 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import math
 import os
@@ -18,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from muonmesh.cli.failure import RunError, forget_failures, record_failure
-from muonmesh.cli.lifeline import LAUNCHER, StopRequest, end_with_launcher
+from muonmesh.cli.failure import record_failure
 from muonmesh.cli.terminal import print_plainly
+from muonmesh.errors import FileError
 
 if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
     import torch
@@ -30,8 +31,11 @@ if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
     from muonmesh.cli.corpus import Corpus
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import Optimizer, Settings
+    from muonmesh.cli.training import StopRequest
 
 EXPLANATION_FILE = "explain.txt"
+LAUNCHER = "MUONMESH_LAUNCHER"  # environment variable: the process that started the ranks
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIMEOUT = (
     "MUONMESH_TIMEOUT"  # environment variable: seconds that a collective waits for the others; torch's own if unset
 )
@@ -41,23 +45,19 @@ def work(run: Path) -> None:
     """Train what the run's settings ask for, going on from its checkpoints where there are any.
 
     Raises:
-        RunError: the ranks were given different texts or settings, they are not as many as the run has, another
+        FileError: the ranks were given different texts or settings, they are not as many as the run has, another
             process trains there, or what the run left is damaged.
     """
-    gc.disable()  # imports leave half a million objects and no garbage; to look through them takes a second
     import torch
     import torch.distributed as dist
 
-    import muonmesh.cli.training  # noqa: F401 - what takes longest, before it is set aside
     from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank
     from muonmesh.cli.corpus import load_corpus_of
-    from muonmesh.cli.joining import join
     from muonmesh.cli.lock import RunLock
     from muonmesh.cli.metrics import MetricsLog
     from muonmesh.cli.settings import load_settings
+    from muonmesh.cli.training import StopRequest
 
-    gc.freeze()
-    gc.enable()
     settings = load_settings(run)
     corpus = load_corpus_of(run)
     if settings.device == "cuda":
@@ -68,18 +68,13 @@ def work(run: Path) -> None:
         device = torch.device("cpu")
         join("gloo", timeout=seconds_to_wait())
     if dist.get_world_size() != settings.ranks:
-        raise RunError(
+        raise FileError(
             f"{run}: found {dist.get_world_size()} ranks, started by torchrun; needed the {settings.ranks} of the run. "
             f"Write: --nproc-per-node {settings.ranks}, or change them: muonmesh train --resume {run} --ranks N"
         )
     lock = RunLock(run, option="torchrun")
-    if LAUNCHER not in os.environ:  # which holds it already, and has forgotten what an earlier attempt wrote
-
-        def take() -> None:
-            lock.__enter__()
-            forget_failures(run)
-
-        on_first_rank(take)
+    if LAUNCHER not in os.environ:  # which holds it already
+        on_first_rank(lock.take)
     insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
     stop = StopRequest()
     log = MetricsLog(run) if dist.get_rank() == 0 else None
@@ -88,14 +83,38 @@ def work(run: Path) -> None:
             break
         gc.collect()  # sharded models are full of cycles, and the next one needs the room
     dist.destroy_process_group()
-    lock.__exit__(None, None, None)
+    lock.release()
+
+
+def join(backend: str, *, timeout: timedelta | None, device_id: torch.device | None = None) -> None:
+    """Make the default process group of ranks that torchrun or `muonmesh.cli.launch` has started.
+
+    Torchrun gives all attempts one store. What an attempt finds there of the one before it are addresses of processes
+    that are gone, and gloo would wait for them. So on one host each attempt has a name of its own in the store. The
+    agents of several hosts count attempts differently: there torchrun must not share its store, see docs/training.md.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout: How long a collective waits; None for torch's own limit.
+        device_id: This rank's device, for NCCL.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    settings: dict[str, Any] = {"timeout": timeout, "device_id": device_id}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store, rank, ranks = next(rendezvous("env://"))
+        attempt = PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        settings |= {"store": attempt, "rank": rank, "world_size": ranks}
+    dist.init_process_group(backend, **settings)
 
 
 def seconds_to_wait() -> timedelta | None:
     """How long collectives wait, None for torch's own limit.
 
     Raises:
-        RunError: the environment says something else than a number of seconds.
+        FileError: the environment says something else than a number of seconds.
     """
     text = os.environ.get(TIMEOUT)
     if text is None:
@@ -105,7 +124,7 @@ def seconds_to_wait() -> timedelta | None:
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < math.inf:
-        raise RunError(f"{TIMEOUT}: found {text!r}; needed a number of seconds above 0. Write: {TIMEOUT}=600")
+        raise FileError(f"{TIMEOUT}: found {text!r}; needed a number of seconds above 0. Write: {TIMEOUT}=600")
     return timedelta(seconds=seconds)
 
 
@@ -120,9 +139,8 @@ def train(
 ) -> bool:
     """One of a run's trainings, from its checkpoint if it has one; False when it was stopped."""
     from muonmesh.checkpoint.ranks import on_first_rank
-    from muonmesh.checkpoint.record import MODEL, STATE
-    from muonmesh.cli.export import export, export_of, save_momentum
-    from muonmesh.cli.sinks import open_sinks
+    from muonmesh.checkpoint.record import MODEL
+    from muonmesh.cli.export import export, export_of
     from muonmesh.cli.training import Training
     from muonmesh.files import writing
 
@@ -132,7 +150,6 @@ def train(
 
     def write() -> None:
         assert log is not None
-        log.sinks = open_sinks(run, name, settings, start=training.start)
         training.seconds = log.cut(name, training.start if training.start else -1)
         with (
             writing(run / EXPLANATION_FILE),
@@ -147,17 +164,11 @@ def train(
     finished = training.run(log, stop)
 
     def leave() -> None:
-        trained = training.checkpoints
-        if name == "muon" and settings.save_momentum is not None:
-            save_momentum(Path(settings.save_momentum), trained.whole(f"{STATE}.", ".momentum_buffer"))
-        if settings.export:
-            weights, from_text = trained.whole(f"{MODEL}."), Path(corpus.directory)
-            export(export_of(run, name), training.config, weights, tokenizer=from_text, init=settings.init)
+        weights, text = training.checkpoints.whole(f"{MODEL}."), Path(corpus.directory)
+        export(export_of(run, name), training.config, weights, tokenizer=text, init=settings.init)
 
-    if finished:
+    if finished and settings.export:
         on_first_rank(leave)
-    for sink in log.sinks if log is not None else ():
-        sink.close()
     training.engine.close()
     return finished
 
@@ -174,11 +185,24 @@ def main(work: Callable[[Path], None] = work) -> None:
     try:
         work(run)
     except BaseException as error:
-        record_failure(run, int(os.environ["RANK"]), error, tell=LAUNCHER not in os.environ)
+        record_failure(run, int(os.environ["RANK"]), error)
         _end(1)
     # Everything has been written and closed. What would come now is the interpreter's end under threads of torch's, in
     # which a rank was once aborted ("terminate called without an active exception").
     _end(0)
+
+
+def end_with_launcher() -> None:
+    """Let Linux end this process when the one that started it is gone, torchrun too.
+
+    A launcher that is killed cannot tell its ranks. They have sessions of their own, so no signal of a terminal reaches
+    them either, and they would train on with nobody to stop them.
+    """
+    launcher = int(os.environ.get(LAUNCHER, "0")) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
+    if launcher and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != launcher:  # it went before the line above
+            os._exit(1)
 
 
 def _end(code: int) -> None:
