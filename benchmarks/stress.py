@@ -25,7 +25,7 @@ from iterations import polynomials_of, qdwh_of
 from report import print_rows
 from torch import Tensor
 
-from muonmesh.numerics.coefficients import COEFFICIENT_SETS, degrees_of
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule, coefficient_set
 from muonmesh.numerics.newton_schulz import orthogonalize
 
 SHAPES = ((1, 64), (16, 1024), (24, 100), (64, 64), (128, 512), (384, 400))
@@ -125,7 +125,9 @@ def rows_of(table: list[dict[str, Any]], sets: list[str]) -> list[list[str]]:
     """A line for each set: the worst matrix, and the middle of all."""
     lines = []
     for name in sets:
-        told = [name, str(sum(degrees_of(SETS[name])))]
+        rational = coefficient_set(SETS[name]).rational
+        degrees = sum(map(len, coefficient_schedule(SETS[name]))) + (0 if rational is None else len(rational))
+        told = [name, str(degrees)]
         for key in ("largest", "own", "polar"):
             found = [(row[name][key], row["input"]) for row in table if key in row[name]]
             if found:

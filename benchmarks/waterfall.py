@@ -34,9 +34,9 @@ from torch.profiler import ProfilerActivity, profile
 from workload import GPT2_SMALL_LAYER, LAYOUTS, Shape, Workload
 
 from muonmesh.layout.cost import cost
-from muonmesh.numerics.coefficients import CoefficientName, coefficient_set, degrees_of, for_rows
+from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.kernels import KernelName, compiled
-from muonmesh.numerics.newton_schulz import resolve_method, takes_all_at_once
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "layers": (GPT2_SMALL_LAYER, 3),
@@ -143,12 +143,18 @@ def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, flo
 
 def least_of(rows: int, cols: int, coefficients: CoefficientName, kernels: KernelName) -> int:
     """Operations of one orthogonalisation: those of the polynomials, and the four thin products of deflation."""
-    taken, steps = for_rows(coefficients, None, min(rows, cols))
-    method = resolve_method(rows, cols, coefficients=taken, steps=steps)
-    device, dtype = torch.device("cpu"), torch.bfloat16
-    at_once = takes_all_at_once(min(rows, cols), taken, method, kernels, device=device, dtype=dtype)
-    thin = 4 * 2 * rows * cols * coefficient_set(taken).deflated
-    return cost(rows, cols, degrees=degrees_of(taken, steps), gram=method == "gram", at_once=at_once) + thin
+    taken = Orthogonalizer.of(
+        rows,
+        cols,
+        coefficients=coefficients,
+        steps=None,
+        method="auto",
+        dtype=torch.bfloat16,
+        kernels=kernels,
+        device=torch.device("cpu"),
+    )
+    thin = 4 * 2 * rows * cols * taken.prepared.deflated
+    return cost(rows, cols, degrees=taken.degrees, gram=taken.method == "gram", at_once=taken.whole) + thin
 
 
 def measure(

@@ -329,6 +329,7 @@ class Muon(torch.optim.Optimizer):
         ready = ReadyParameters(
             planned.plan,
             planned.momentum_holdings,
+            planned.orthogonalizers,
             slots.muon,
             rules,
             flags,

@@ -388,6 +388,14 @@ def test_what_deflation_needs_more_of_is_decided_for_each_matrix(kernels: Any) -
         assert torch.equal(plain * number, found.to(torch.float32))  # powers of two round nothing
 
 
+@pytest.mark.parametrize(("method", "steps"), [("standard", 1), ("gram", 1), ("gram", 2)])
+def test_deflated_takes_few_steps_with_torch_s_products_too(method: Any, steps: int) -> None:
+    """So few that one product with X applies them all, which only kernels that keep the rounding do otherwise."""
+    x = matrix(384, 500, "gaussian")
+    result = orthogonalize(x, coefficients="deflated", steps=steps, method=method, kernels="torch")
+    assert error(result, oracle(x, "deflated", steps)) < 0.02
+
+
 def test_of_few_rows_deflated_is_polar_express() -> None:
     for shape in ((383, 500), (500, 383), (2, 12, 30)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -118,13 +118,13 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
     owned = 0
     ranks = schedules(plan)
     for rank, schedule in enumerate(ranks):
-        for local in itertools.chain.from_iterable(alike for _, rest in stages_of(schedule) for alike in rest.local):
+        local_of_stages = [alike for _, rest in stages_of(schedule) for alike in rest.local]
+        for local in itertools.chain.from_iterable([*local_of_stages, *schedule.left]):
             owned += 1
             for leg, same in zip(local.read, local.write, strict=True):
                 elements(same, back[leg.parameter, rank]).copy_(-elements(leg, held[leg.parameter, rank]))
-    moving = ([n for n, stage in enumerate(stages_of(schedule)) if stage[0].moving] for schedule in ranks)
-    for numbers_of_stage in zip(*moving, strict=True):
-        stages = [stages_of(schedule)[n] for schedule, n in zip(ranks, numbers_of_stage, strict=True)]
+    for n in range(ranks[0].stages):
+        stages = [stages_of(schedule)[n] for schedule in ranks]
         for rank, (there, _) in enumerate(stages):
             for leg, into in there.reads:
                 into.copy_(elements(leg, held[leg.parameter, rank]))
@@ -143,8 +143,8 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
                 out.copy_(-x)
             for leg, of in rest.staying:
                 elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
-        each = zip(ranks, numbers_of_stage, stages, strict=True)
-        for of_all in zip(*(rounds_of(schedule, n, rest) for schedule, n, (_, rest) in each), strict=True):
+        each = zip(ranks, stages, strict=True)
+        for of_all in zip(*(rounds_of(schedule, n, rest) for schedule, (_, rest) in each), strict=True):
             for one in of_all:
                 for to, of in one.leaving:
                     to.copy_(of)
@@ -163,10 +163,10 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
         Parameter(str(i), layout, layout, split(str(i), layout.shape, None), (1,), "")
         for i, layout in enumerate(layouts)
     ]
-    ((there, back),) = stages_of(Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU))
-    assert (there.swap, back.rounds.count, there.reads, back.batches) == (None, 0, (), ())
-    shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in back.local]
-    assert sorted(map(len, back.local)) == [1, 3]  # a tall matrix is assembled wide
+    schedule = Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU)
+    assert schedule.stages == 0
+    shapes = [{parameters[one.assignment].matrices[0].shape for one in alike} for alike in schedule.left]
+    assert sorted(map(len, schedule.left)) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
 
 

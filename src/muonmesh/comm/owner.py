@@ -79,6 +79,7 @@ class OwnerExchange:
             if number:
                 self._receive(number - 1, work)
             self._scatter_the_rest(number, work)
+        work.run_local(self.schedule.left)
         self._wire.counts.orthogonalized += self.schedule.local_count
         if count:
             self._receive(count - 1, work)

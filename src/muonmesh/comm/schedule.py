@@ -35,8 +35,8 @@ class Schedule:
     """What one rank does each step for the matrices that have owners.
 
     There is one stage for each bucket of which something moves. Local matrices, of which nothing moves, are computed in
-    the next such stage, whatever bucket they are in; those after the last one have a stage of their own. Numbers here
-    count stages; errors name the bucket.
+    the next such stage, whatever bucket they are in; what is left after the last one is computed while its results
+    travel. Numbers here count stages; errors name the bucket.
 
     Args:
         plan: Whose.
@@ -47,12 +47,13 @@ class Schedule:
 
     Attributes:
         stages: How many stages there are.
+        left: Local matrices that no stage computes, those of one shape and setting together.
         memory: What they work in, by role, if it is kept from step to step; empty on a device.
     """
 
     def __init__(self, plan: Plan, rank: int, peers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Work it out."""
-        self._drafts = _drafts(plan, rank, peers)
+        self._drafts, self.left = _drafts(plan, rank, peers)
         self._dtype, self._device = dtype, device
         self.stages = len(self._drafts)
         self._rounds_before = [0, *itertools.accumulate(draft.rounds.count for draft in self._drafts)]
@@ -70,7 +71,7 @@ class Schedule:
     @property
     def local_count(self) -> int:
         """How many matrices are this rank's alone."""
-        return sum(len(alike) for draft in self._drafts for alike in draft.local)
+        return sum(map(len, itertools.chain(self.left, *(draft.local for draft in self._drafts))))
 
     def name(self, number: int) -> str:
         """Return what errors call a stage: by the number that its bucket has in the plan."""
@@ -249,8 +250,8 @@ def _of_round(number: int, legs: Mapping[int, Sequence[tuple[Leg, ...]]]) -> dic
     return {peer: some[number] for peer, some in legs.items() if some[number]}
 
 
-def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> list[_Draft]:
-    """Return a draft for each bucket that moves; local matrices wait for the next of them, or for one of their own."""
+def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], tuple[tuple[Local, ...], ...]]:
+    """Return a draft for each bucket that moves, with the local matrices that came before; and those after the last."""
     drafts, waiting = list[_Draft](), list[Local]()
 
     def taken() -> tuple[tuple[Local, ...], ...]:
@@ -268,10 +269,7 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> list[_Draft]:
             ways = _without(gather, staying), _without(scatter, staying)
             name, gathers, rounds = f"bucket {number}", plan.gathers(number), plan.rounds(number)
             drafts.append(_Draft(plan, rank, peers, name, moving, taken(), ways, gathers, rounds))
-    if waiting:
-        nothing = Routes({}, {})
-        drafts.append(_Draft(plan, rank, peers, "what is left", (), taken(), (nothing, nothing), False, Rounds()))
-    return drafts
+    return drafts, taken()
 
 
 def _alike(plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -165,12 +165,6 @@ def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[
     return "polar_express", len(coefficient_schedule(coefficients, steps)) + 2
 
 
-def finish_of(coefficients: Coefficients, steps: int | None) -> tuple[Polynomial, ...]:
-    """Return what may follow the polynomials on a CPU: nothing where somebody asks for another number of steps."""
-    chosen = coefficient_set(coefficients)
-    return chosen.finish if steps in (None, chosen.steps) else ()
-
-
 def register_coefficients(name: str, chosen: CoefficientSet) -> None:
     """Make a set known by a name, which ``ns_coefficients`` and `orthogonalize` then take.
 
@@ -255,13 +249,3 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
     polynomials = chosen.polynomials
     endless = cycle(polynomials) if chosen.past_end == "cycle" else chain(polynomials, repeat(polynomials[-1]))
     return tuple(islice(endless, steps))
-
-
-def degrees_of(coefficients: Coefficients, steps: int | None = None) -> list[int]:
-    """Return what the steps cost as `layout.cost` counts it: the number of coefficients of each step's polynomial.
-
-    A rational step costs what a quintic costs: X Xᵀ, rows³ operations, and a product with X. Its rows³ operations are a
-    Cholesky factorisation and what makes the inverse of it.
-    """
-    rational = [] if coefficient_set(coefficients).rational is None else [3]
-    return rational + [len(polynomial) for polynomial in coefficient_schedule(coefficients, steps)]

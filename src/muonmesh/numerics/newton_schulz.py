@@ -8,7 +8,8 @@ long side of X only to form A and to apply the result; between them everything i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -21,7 +22,6 @@ from muonmesh.numerics.coefficients import (
     Polynomial,
     coefficient_schedule,
     coefficient_set,
-    finish_of,
     for_rows,
 )
 from muonmesh.numerics.deflation import deflate, departure
@@ -30,6 +30,7 @@ from muonmesh.numerics.gram_form import factor_of_all, factored
 from muonmesh.numerics.kernels import Exact, KernelName, Matmuls, resolve, select
 from muonmesh.numerics.kernels.dense import scaled
 from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 from muonmesh.numerics.rational import rational_step
@@ -48,7 +49,6 @@ _NARROWED, _DEPARTURE = 11, 0.03
 _GRAM_FROM = ((384, 2), (256, 4))
 
 
-@plain_modes()
 def orthogonalize(
     x: Tensor,
     *,
@@ -94,37 +94,127 @@ def orthogonalize(
         TypeError: x is not a plain dense floating-point tensor, dtype cannot be computed in, or steps is no int.
     """
     _check_input(x)
-    like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
-    if out is not None and not (like_x and out.is_contiguous()):
-        found = f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}"
-        needed = f"x's {tuple(x.shape)}, {x.dtype} on {x.device}, contiguous"
-        write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
-        raise ValueError(explain_error("out", found, needed, write))
-    rows, cols = sorted(x.shape[-2:])
-    coefficients, steps = for_rows(coefficients, steps, rows)
-    chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
-    prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
-    whole = takes_all_at_once(rows, coefficients, chosen, kernels, device=x.device, dtype=dtype)
-    matmuls = select(kernels, device=x.device, dtype=dtype, rows=rows, cols=cols, whole=whole)
-    segments = (schedule,) if whole else tuple(_segments(schedule, chosen))
-    prepared = replace(prepared, finish=finish_of(coefficients, steps) if x.device.type == "cpu" else ())
+    resolved = Orthogonalizer.of(
+        *x.shape[-2:],
+        coefficients=coefficients,
+        steps=steps,
+        method=method,
+        dtype=dtype,
+        kernels=kernels,
+        device=x.device,
+    )
+    return resolved(x, out=out, overwrite=overwrite, times=times, room=room)
 
-    if room is not None:
-        iteration = _Iteration((1, rows, cols), matmuls, kernels, dtype=dtype, device=x.device)
-        with exact_fp32(dtype):
-            return iteration.run_in(room, segments, prepared, None if times is None else _numbers(times, dtype))
-    matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    target = result.view(matrices.shape)
-    numbers = None if times is None else _numbers(times, dtype)
-    at_once = max(1, min(matmuls.at_once, len(matrices)))
-    iteration = _Iteration((at_once, rows, cols), matmuls, kernels, dtype=dtype, device=x.device)
-    with exact_fp32(dtype):
-        for start in range(0, len(matrices), at_once):
-            some = slice(start, start + at_once)
-            own = None if numbers is None else numbers[some]
-            iteration.run(matrices[some], target[some], segments, prepared, own, overwrite=overwrite)
-    return result
+
+@dataclass(frozen=True)
+class Orthogonalizer:
+    """How matrices of one shape are orthogonalised: what `orthogonalize` was asked for, resolved once.
+
+    Attributes:
+        rows, cols: Of each matrix as it is iterated on, rows ≤ cols.
+        prepared: The coefficient set that such matrices get: what they need before and after the polynomials.
+        method: How the polynomials are applied.
+        segments: The polynomials, those together that one product with X applies.
+        whole: Whether all steps are taken on one Gram matrix: those after deflation, by kernels that keep its rounding.
+        kernels: What was asked to multiply.
+        dtype: Compute dtype.
+        device: Where the matrices are.
+    """
+
+    rows: int
+    cols: int
+    prepared: CoefficientSet
+    method: Literal["standard", "gram"]
+    segments: tuple[tuple[Polynomial, ...], ...]
+    whole: bool
+    kernels: KernelName
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(
+        rows: int,
+        cols: int,
+        *,
+        coefficients: Coefficients,
+        steps: int | None,
+        method: Method,
+        dtype: torch.dtype,
+        kernels: KernelName,
+        device: torch.device,
+    ) -> Orthogonalizer:
+        """Resolve what was asked for; see `orthogonalize`."""
+        rows, cols = sorted((rows, cols))
+        coefficients, steps = for_rows(coefficients, steps, rows)
+        chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
+        prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
+        deflates = chosen == "gram" and prepared.deflated > 0
+        whole = deflates and resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True) == "compiled"
+        segments = (schedule,) if whole else tuple(_segments(schedule, chosen))
+        finishes = device.type == "cpu" and steps in (None, prepared.steps)  # else somebody asks for another number
+        prepared = replace(prepared, finish=prepared.finish if finishes else ())
+        return Orthogonalizer(rows, cols, prepared, chosen, segments, whole, kernels, dtype, device)
+
+    @property
+    def degrees(self) -> list[int]:
+        """What the steps cost as `layout.cost` counts it: the number of coefficients of each step's polynomial.
+
+        A rational step costs what a quintic costs: X Xᵀ, rows³ operations, and a product with X. Its rows³ operations
+        are a Cholesky factorisation and what makes the inverse of it.
+        """
+        rational = [] if self.prepared.rational is None else [3]
+        return rational + [len(polynomial) for segment in self.segments for polynomial in segment]
+
+    def products(self) -> Matmuls:
+        """Return the products, for one thread; raises ValueError where the kernels cannot be."""
+        rows, cols = self.rows, self.cols
+        return select(self.kernels, device=self.device, dtype=self.dtype, rows=rows, cols=cols, whole=self.whole)
+
+    @cached_property
+    def at_once(self) -> int:
+        """How many matrices are best orthogonalised together."""
+        return self.products().at_once
+
+    @plain_modes()
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        out: Tensor | None = None,
+        overwrite: bool = False,
+        times: Tensor | None = None,
+        room: Tensor | None = None,
+    ) -> Tensor:
+        """Return the orthogonal factor of each matrix of this shape; see `orthogonalize`."""
+        like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
+        if out is not None and not (like_x and out.is_contiguous()):
+            found = f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}"
+            needed = f"x's {tuple(x.shape)}, {x.dtype} on {x.device}, contiguous"
+            write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
+            raise ValueError(explain_error("out", found, needed, write))
+        numbers = None if times is None else times.to(torch.promote_types(self.dtype, torch.float32))[:, None, None]
+        matmuls = self.products()
+        if room is not None:
+            with exact_fp32(self.dtype):
+                return _Iteration(self, 1, matmuls).run_in(room, numbers)
+        matrices = x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+        result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        target = result.view(matrices.shape)
+        at_once = max(1, min(matmuls.at_once, len(matrices)))
+
+        def run() -> None:
+            iteration = _Iteration(self, at_once, matmuls)
+            for start in range(0, len(matrices), at_once):
+                some = slice(start, start + at_once)
+                own = None if numbers is None else numbers[some]
+                iteration.run(matrices[some], target[some], own, overwrite=overwrite)
+
+        with exact_fp32(self.dtype):
+            if matmuls.one_thread:
+                run_on_one_thread(run, device=self.device)
+            else:
+                run()
+        return result
 
 
 def room_for(rows: int, cols: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -204,21 +294,6 @@ def resolve_method(
     return "gram" if gram_is_better else "standard"
 
 
-def takes_all_at_once(
-    rows: int,
-    coefficients: Coefficients,
-    method: Literal["standard", "gram"],
-    kernels: KernelName,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> bool:
-    """Say whether all steps are taken on one Gram matrix: those after deflation, by kernels that keep its rounding."""
-    taken, _ = for_rows(coefficients, None, rows)
-    deflates = method == "gram" and coefficient_set(taken).deflated > 0
-    return deflates and resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True) == "compiled"
-
-
 def _check_input(x: Tensor) -> None:
     """Raise for what is not a batch of dense floating-point matrices held whole by this process."""
     if not isinstance(x, Tensor):
@@ -255,10 +330,6 @@ def _segments(
         length = 3 - length if method == "gram" else 1
 
 
-def _numbers(times: Tensor, dtype: torch.dtype) -> Tensor:
-    return times.to(torch.promote_types(dtype, torch.float32))[:, None, None]
-
-
 class _Iteration:
     """Matrices on their way to orthogonality, in buffers that the next batch uses again.
 
@@ -276,43 +347,27 @@ class _Iteration:
             cols), rows ≤ cols, compute dtype.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        matmuls: Matmuls,
-        kernels: KernelName,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Work on at most (batch, rows, cols) matrices, in memory that is the thread's own."""
-        self._matmuls, self._kernels = matmuls, kernels
+    def __init__(self, resolved: Orthogonalizer, batch: int, matmuls: Matmuls) -> None:
+        """Work on at most so many matrices, in memory that is the thread's own."""
+        self._resolved, self._matmuls = resolved, matmuls
         self._row_products = row_products if matmuls.exact is None else matmuls.exact.row_products
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self._shape = batch, resolved.rows, resolved.cols
+        self._dtype, self._device = resolved.dtype, resolved.device
         self._memory: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
         self._panels: list[slice] = []  # of columns that are multiplied one after the other; empty: all at once
 
-    def run(
-        self,
-        matrices: Tensor,
-        out: Tensor,
-        segments: Sequence[tuple[Polynomial, ...]],
-        prepared: CoefficientSet,
-        times: Tensor | None,
-        *,
-        overwrite: bool,
-    ) -> None:
+    def run(self, matrices: Tensor, out: Tensor, times: Tensor | None, *, overwrite: bool) -> None:
         """Orthogonalise `matrices`, shape (batch, m, n), into `out`: at most as many as there is memory for.
 
-        `prepared` says what they need before the polynomials of `segments`, and `times`, (batch, 1, 1), what the
-        results are multiplied by.
+        The results are multiplied by `times`, (batch, 1, 1).
         """
+        prepared = self._resolved.prepared
         count, together = len(matrices), self._matmuls.together
         first = matrices if overwrite and self._serves(matrices) else self._long(0, count)
         second = out if self._serves(out) else self._long(1, count)
         # X alternates between the two, and should end in `out`.
-        moves = len(segments) + (prepared.rational is not None)
+        moves = len(self._resolved.segments) + (prepared.rational is not None)
         self.x, self._next = (first, second) if moves % 2 else (second, first)
         self._begin(count)
         if self._matmuls.normalize is not None and prepared.begins_with_polynomials and matrices.dtype == self.x.dtype:
@@ -321,18 +376,12 @@ class _Iteration:
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
             self._norm_is(self._load(matrices, together=together))
-        self._iterate(segments, prepared, times)
+        self._iterate(times)
         if self.x is not out:
             exact = self._exact_for(out)
             (store if exact is None else exact.store)(self.x, out)
 
-    def run_in(
-        self,
-        room: Tensor,
-        segments: Sequence[tuple[Polynomial, ...]],
-        prepared: CoefficientSet,
-        times: Tensor | None,
-    ) -> Tensor:
+    def run_in(self, room: Tensor, times: Tensor | None) -> Tensor:
         """Orthogonalise the matrix in the last columns of a room, and return in which columns the result is."""
         _, _, cols = self._shape
         width = room.shape[2] - cols
@@ -343,7 +392,7 @@ class _Iteration:
             self._inverse, self._inverse_square = self._matmuls.normalize(self.x)
         else:
             self._norm_is(load(self.x, self.x, together=True))
-        self._iterate(segments, prepared, times)
+        self._iterate(times)
         return self.x
 
     def _begin(self, count: int) -> None:
@@ -351,9 +400,8 @@ class _Iteration:
         self._squares.clear()
         self._square_term: Tensor | None = None
 
-    def _iterate(
-        self, segments: Sequence[tuple[Polynomial, ...]], prepared: CoefficientSet, times: Tensor | None
-    ) -> None:
+    def _iterate(self, times: Tensor | None) -> None:
+        prepared, segments = self._resolved.prepared, self._resolved.segments
         self._last, self._times = False, times
         if prepared.preconditioner == "aol":
             rescale_rows(self.x, self._gram())
@@ -362,7 +410,7 @@ class _Iteration:
         if prepared.deflated:
             before = self._norm
             deflate(self.x, prepared.deflated)
-            if len(segments) == 1:
+            if len(segments) == 1 and self._matmuls.exact is not None:
                 self.all_steps(segments[0])
             else:
                 self.begin(segments[0][0])
@@ -432,7 +480,7 @@ class _Iteration:
 
     def rational_step(self, abc: tuple[float, float, float]) -> None:
         """X ← x (a + b·x²) / (1 + c·x²) of X divided by a bound of its largest singular value."""
-        self._norm_is(self._norm * rational_step(self.x, self._norm, abc, self._kernels))
+        self._norm_is(self._norm * rational_step(self.x, self._norm, abc, self._resolved.kernels))
 
     def begin(self, p: Polynomial) -> None:
         """Divide X by ‖A²‖^½ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.

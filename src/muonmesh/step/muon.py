@@ -14,10 +14,8 @@ from muonmesh.comm.storage import this_rank
 from muonmesh.comm.views import contiguous, view_in_matrix
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Piece
-from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
-from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.together import Folded, Updated
 from muonmesh.step.adjacent import adjacent_matrices
@@ -176,7 +174,7 @@ class MuonStep:
         for some in alike:
             self._ready.arrive([matrix.assignment for matrix in some])
             assignment = self._ready.plan.assignments[some[0].assignment]
-            size = self._at_once(len(some), assignment.matrix.shape)
+            size = self._at_once(len(some), some[0].assignment)
             for stored in _by_storage(some):
                 for start in range(0, len(stored), size):
                     batch = stored[start : start + size]
@@ -243,7 +241,7 @@ class MuonStep:
         """Orthogonalise batches (matrices, results, their assignments)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
         for batch, out, assignments in batches:
-            size = self._at_once(len(batch), (batch.shape[1], batch.shape[2]))
+            size = self._at_once(len(batch), assignments[0])
             flops = self._ready.plan.assignments[assignments[0]].flops
             for start in range(0, len(assignments), size):
                 some = slice(start, start + size)
@@ -251,20 +249,14 @@ class MuonStep:
                 tasks.append((flops * len(assignments[some]), task))
         self._run(tasks)
 
-    def _at_once(self, count: int, shape: tuple[int, int]) -> int:
-        """Return how many of ``count`` equal matrices are orthogonalised by one task."""
-        rows, cols = sorted(shape)
+    def _at_once(self, count: int, number: int) -> int:
+        """Return how many of ``count`` matrices that are equal to this one are orthogonalised by one task."""
+        numel = self._ready.matrix(number).numel
         if self._ready.device.type != "cpu":
-            return max(1, _AT_ONCE_ON_A_DEVICE // (rows * cols))
-        kernels = select(
-            self._ready.precision.kernels,
-            device=self._ready.device,
-            dtype=self._ready.precision.compute,
-            rows=rows,
-            cols=cols,
-        )
-        threads = 1 if count * rows * cols < _WORTH_A_THREAD else torch.get_num_threads()
-        turns = -(-count // (threads * kernels.at_once))  # of each thread, so that all have equally many
+            return max(1, _AT_ONCE_ON_A_DEVICE // numel)
+        threads = 1 if count * numel < _WORTH_A_THREAD else torch.get_num_threads()
+        at_once = self._ready.orthogonalizer(number).at_once
+        turns = -(-count // (threads * at_once))  # of each thread, so that all have equally many
         return max(1, -(-count // (threads * turns)))
 
     def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
@@ -288,17 +280,8 @@ class MuonStep:
                 own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
                 parts.balance_whole(own, matrix, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
-            orthogonalize(
-                batch,
-                coefficients=rule.coefficients,
-                steps=rule.steps,
-                method=rule.method,
-                dtype=self._ready.precision.compute,
-                kernels=self._ready.precision.kernels,
-                out=out,
-                overwrite=True,
-                times=self._steps_of(assignments),
-            )
+            orthogonalizer = self._ready.orthogonalizer(assignments[0])
+            orthogonalizer(batch, out=out, overwrite=True, times=self._steps_of(assignments))
         else:
             out.copy_(batch)
         if rule.changes_matrices():

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,9 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.routes import pieces
-from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, coefficient_set, degrees_of, for_rows
+from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels
-from muonmesh.numerics.newton_schulz import resolve_method, takes_all_at_once
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
 from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.blocks import Blocks
@@ -45,6 +45,9 @@ from muonmesh.step.members import Member, with_state_layouts
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
+
+Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
+"""How matrices are orthogonalised, by the number of their group and their shape as they are assembled."""
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Planned:
         momentum_holdings: The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it.
         device: Of the Muon parameters, or of the first parameter if there are none; without any see
             `device_without_parameters`.
+        orthogonalizers: How the matrices of each Muon group of this rank are orthogonalised, by group and shape.
         exchange: Made when the ranks have compared their plans.
         beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """
@@ -79,6 +83,7 @@ class Planned:
     holdings: Holdings
     momentum_holdings: Holdings
     device: torch.device
+    orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
     beyond: Sequence[tuple[int, ...]] = ()
     _names: list[str] | None = None
@@ -204,18 +209,6 @@ def holdings_of(plan: Plan, rank: int, *, momentum: bool) -> Holdings:
     return tuple(found)
 
 
-def method_of(group: Mapping[str, Any], rows: int, cols: int, dtype: torch.dtype) -> Literal["standard", "gram"]:
-    """Return how a group, which has been checked, orthogonalises a rows × cols matrix."""
-    return resolve_method(
-        rows,
-        cols,
-        coefficients=group["ns_coefficients"],
-        steps=group["ns_steps"],
-        method=group["ns_method"],
-        dtype=dtype,
-    )
-
-
 def plan_members(
     groups: Sequence[Mapping[str, Any]],
     members: Sequence[Member],
@@ -237,7 +230,8 @@ def plan_members(
     elementwise = tuple(
         m for m in members if not is_matrix_rule(groups[m.group]["algorithm"]) and m.storage.layout is not None
     )
-    parameters = [_parameter(groups[member.group], member, precision) for member in muon]
+    orthogonalizers: Orthogonalizers = {}
+    parameters = [_parameter(groups[member.group], member, precision, orthogonalizers) for member in muon]
     plan = make_plan(
         parameters,
         ranks=connected_ranks([member.storage for member in members]),
@@ -252,7 +246,7 @@ def plan_members(
     device = next(devices_here, None) or device_without_parameters()
     if muon:
         check_kernels(precision.kernels, device=device, dtype=precision.compute)
-    return _planned(signature, muon, elementwise, adamw, plan, device)
+    return _planned(signature, muon, elementwise, adamw, plan, device, orthogonalizers)
 
 
 def widened(
@@ -285,7 +279,7 @@ def widened(
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
     muon, rest = tuple(map(own, parameters)), tuple(map(own, elementwise))
-    return _planned(planned.signature, muon, rest, planned.adamw, plan, planned.device)
+    return _planned(planned.signature, muon, rest, planned.adamw, plan, planned.device, planned.orthogonalizers)
 
 
 def _planned(
@@ -295,12 +289,14 @@ def _planned(
     adamw: tuple[tuple[Member, ...], ...],
     plan: Plan,
     device: torch.device,
+    orthogonalizers: Orthogonalizers,
 ) -> Planned:
     rank = this_rank()
     holdings = holdings_of(plan, rank, momentum=False)
     shared = any(parameter.momentum_storage is not parameter.target for parameter in plan.parameters)
     momentum_holdings = holdings_of(plan, rank, momentum=True) if shared else holdings
-    return Planned(signature, muon, elementwise, adamw, plan, rank, holdings, momentum_holdings, device)
+    stored = holdings, momentum_holdings
+    return Planned(signature, muon, elementwise, adamw, plan, rank, *stored, device, orthogonalizers)
 
 
 def bucket_elements(bucket_cap_mb: float, precision: Precision) -> int:
@@ -308,39 +304,35 @@ def bucket_elements(bucket_cap_mb: float, precision: Precision) -> int:
     return max(1, int(bucket_cap_mb * 2**20 / precision.compute.itemsize))
 
 
-def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -> Parameter:
+def _parameter(
+    group: Mapping[str, Any], member: Member, precision: Precision, orthogonalizers: Orthogonalizers
+) -> Parameter:
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
     steps = len(coefficient_schedule(group["ns_coefficients"], group["ns_steps"]))
-    shapes = {(matrix.rows, matrix.cols) for matrix in matrices}  # most parameters are many matrices of few shapes
-    degrees = {
-        shape: degrees_of(*for_rows(group["ns_coefficients"], group["ns_steps"], min(shape))) for shape in shapes
-    }
-    methods = {shape: method_of(group, *shape, precision.compute) for shape in shapes}
-    flops = {
-        shape: cost(
-            *shape,
-            degrees=degrees[shape],
-            gram=methods[shape] == "gram",
-            at_once=takes_all_at_once(
-                min(shape),
-                group["ns_coefficients"],
-                methods[shape],
-                precision.kernels,
-                device=member.tensor.device,
+    flops = {}
+    for shape in {matrix.shape for matrix in matrices}:  # most parameters are many matrices of few shapes
+        resolved = orthogonalizers.get((member.group, shape))
+        if resolved is None:
+            resolved = orthogonalizers[member.group, shape] = Orthogonalizer.of(
+                *shape,
+                coefficients=group["ns_coefficients"],
+                steps=group["ns_steps"],
+                method=group["ns_method"],
                 dtype=precision.compute,
-            ),
-        )
-        for shape in shapes
-    }
+                kernels=precision.kernels,
+                device=member.tensor.device,
+            )
+        gram, at_once = resolved.method == "gram", resolved.whole
+        flops[shape] = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once)
     named = group["ns_coefficients"]
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
     if precision.kernels != "auto":  # they round otherwise
         settings = f"{settings}, kernels {precision.kernels}"
-    each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
+    each = tuple(flops[matrix.shape] for matrix in matrices)
     rule = RULES[group["algorithm"]]
     assert issubclass(rule, Rule)
     if not rule.orthogonalizes:  # a pass or two over the elements

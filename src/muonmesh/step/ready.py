@@ -12,13 +12,14 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.work import Ends
 from muonmesh.layout import Layout, Matrix, Plan, overlap
 from muonmesh.layout.routes import Leg
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule
 from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flags import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.planning import Holdings
+from muonmesh.step.planning import Holdings, Orthogonalizers
 from muonmesh.step.slots import Slot, create_state
 
 
@@ -60,6 +61,7 @@ class ReadyParameters:
     Args:
         plan: Who orthogonalises what.
         holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
+        orthogonalizers: How matrices are orthogonalised (`Planned.orthogonalizers`).
         slots: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
         rules: For each param group the snapshot of its rule; None for AdamW's groups.
         flags: What all ranks agreed on.
@@ -77,6 +79,7 @@ class ReadyParameters:
         self,
         plan: Plan,
         holdings: Holdings,
+        orthogonalizers: Orthogonalizers,
         slots: Sequence[Slot | None],
         rules: Sequence[Rule | None],
         flags: Flags,
@@ -87,6 +90,7 @@ class ReadyParameters:
         offload: Offload | None = None,
     ) -> None:
         self.plan, self.holdings, self.slots, self.rules = plan, holdings, slots, rules
+        self._orthogonalizers = orthogonalizers
         self.flags, self.precision, self.device, self.blocks = flags, precision, device, blocks
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
         self.copies = None if offload is None else DeviceCopies(offload, plan, holdings, slots)
@@ -115,6 +119,10 @@ class ReadyParameters:
         rule = self.rules[self.group(number)]
         assert rule is not None
         return rule
+
+    def orthogonalizer(self, number: int) -> Orthogonalizer:
+        """Return how a matrix of which this rank stores something is orthogonalised."""
+        return self._orthogonalizers[self.group(number), self.matrix(number).shape]
 
     def scale(self, number: int) -> float:
         """Return the update scale of a whole matrix; there are few shapes and many pieces."""

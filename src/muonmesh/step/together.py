@@ -11,10 +11,8 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.work import Local
-from muonmesh.numerics.coefficients import coefficient_set, for_rows
-from muonmesh.numerics.kernels import select
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.numerics.newton_schulz import orthogonalize, room_for
+from muonmesh.numerics.newton_schulz import room_for
 from muonmesh.numerics.rules import together
 from muonmesh.numerics.rules.together import Factors, Folded, Updated, Wholes
 from muonmesh.step.adjacent import adjacent_matrices
@@ -62,7 +60,7 @@ class MuonStepTogether(MuonStep):
         batches: list[Sequence[Local]] = []
         for some in alike:
             shape = self._ready.plan.assignments[some[0].assignment].matrix.shape
-            size = 1 if shape[0] * shape[1] >= _LARGE else self._at_once(len(some), shape)
+            size = 1 if shape[0] * shape[1] >= _LARGE else self._at_once(len(some), some[0].assignment)
             if self._ready.copies is not None:
                 size = min(size, self._ready.copies.at_once(shape[0] * shape[1]))
             batches += [some[start : start + size] for start in range(0, len(some), size)]
@@ -95,19 +93,13 @@ class MuonStepTogether(MuonStep):
         """`_local` of one large matrix in little more memory than it takes; False if it must take the general way."""
         (number,) = numbers = [local.assignment for local in batch]
         rule, (rows, cols) = self._ready.rule(number), self._ready.plan.assignments[number].matrix.shape
+        orthogonalizer = self._ready.orthogonalizer(number)
         # Of these kernels alone it is known that panels have the bits of the whole, which another layout may multiply.
-        kernels = select(
-            self._ready.precision.kernels,
-            device=self._ready.device,
-            dtype=self._ready.precision.compute,
-            rows=rows,
-            cols=cols,
-        )
         more = (
-            kernels.normalize is None
+            orthogonalizer.products().normalize is None
             or rule.balances()
             or rule.changes_matrices()
-            or not coefficient_set(for_rows(rule.coefficients, rule.steps, rows)[0]).begins_with_polynomials
+            or not orthogonalizer.prepared.begins_with_polynomials
         )
         if more or not rule.orthogonalizes:
             return False
@@ -116,16 +108,7 @@ class MuonStepTogether(MuonStep):
         if wholes is None:
             return False
         together.fold_wholes(wholes, _as_stored(batch, x), factors)
-        out = orthogonalize(
-            x,
-            coefficients=rule.coefficients,
-            steps=rule.steps,
-            method=rule.method,
-            dtype=self._ready.precision.compute,
-            kernels=self._ready.precision.kernels,
-            times=self._steps_of(numbers),
-            room=room,
-        )
+        out = orthogonalizer(x, times=self._steps_of(numbers), room=room)
         together.apply_wholes(wholes, _as_stored(batch, out), factors)
         return True
 

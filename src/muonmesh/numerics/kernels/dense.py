@@ -1,6 +1,8 @@
-"""CPU: one batched product per entry."""
+"""CPU: one batched product per entry; bf16 ones in fp32 where there are no bf16 instructions, and for tiny matrices."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,4 +56,69 @@ def dense(*, at_once: int) -> Matmuls:
     together = at_once > 1
     return Matmuls(
         gram=gram, polynomial=polynomial, product=product, full=product, apply=apply, at_once=at_once, together=together
+    )
+
+
+def widened(exact: Matmuls) -> Matmuls:
+    """Return a table that computes bf16 products by the fp32 table ``exact``, each result rounded once.
+
+    Without bf16 instructions oneDNN multiplies bf16 in a loop that takes twenty to sixty times as long as fp32
+    [measured, AVX2], and with them torch multiplies tiny matrices in a loop of its own. What is computed here is the
+    same but for the order of the fp32 sums: products of bf16 numbers are exact in fp32, sums are fp32, and each element
+    is rounded once.
+
+    The bits of an fp32 product depend on where its operands begin within 64 bytes, so in a batch every matrix must
+    begin at a multiple of 64: rows and columns are filled up with zeros to multiples of four. They also depend on how
+    many threads share a small product, and a batch is shared otherwise than one matrix. So batches have one thread, and
+    then the same bits alone and in any batch (`test_bits_of_a_matrix_do_not_depend_on_its_surroundings`).
+
+    The table keeps its memory, that of the thread that calls it. So each thread makes one of its own.
+    """
+    kept: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def memory(role: str, like: Tensor) -> Tensor:
+        place = role, like.shape
+        if place not in kept:
+            batch, rows, cols = like.shape
+            filled = (batch, -(-rows // 4) * 4, -(-cols // 4) * 4)
+            kept[place] = scratch(f"wide {role}", filled, dtype=torch.float32, device=like.device)
+        return kept[place]
+
+    def wide(role: str, narrow: Tensor) -> Tensor:
+        found = memory(role, narrow)
+        if found.shape == narrow.shape:
+            return found.copy_(narrow)
+        _, rows, cols = narrow.shape
+        found.zero_()[:, :rows, :cols].copy_(narrow)
+        return found
+
+    def rounded(result: Tensor, out: Tensor) -> Tensor:
+        _, rows, cols = out.shape
+        return out.copy_(result[:, :rows, :cols])
+
+    def wide_gram(x: Tensor, s: Tensor, out: Tensor) -> Tensor:
+        return rounded(exact.gram(wide("x", x), s, memory("result", out)), out)
+
+    def wide_polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
+        return rounded(exact.polynomial(wide("a", a), b, c, memory("result", out)), out)
+
+    def wide_product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
+        operands = wide("a", a), wide("b", b), wide("c", c)
+        return rounded(exact.product(*operands, factor, memory("result", out)), out)
+
+    def wide_full(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
+        operands = wide("a", a), wide("b", b), wide("c", c)
+        return rounded(exact.full(*operands, factor, memory("result", out)), out)
+
+    def wide_apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
+        return rounded(exact.apply(wide("x", x), wide("b", b), a, s, memory("result", out)), out)
+
+    return replace(
+        exact,
+        gram=wide_gram,
+        polynomial=wide_polynomial,
+        product=wide_product,
+        full=wide_full,
+        apply=wide_apply,
+        one_thread=exact.together,
     )

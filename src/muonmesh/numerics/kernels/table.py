@@ -76,6 +76,7 @@ class Matmuls:
         at_once: How many matrices of this shape one call should be given at most.
         together: Whether reductions and elementwise operations should take all matrices at once: on a CPU only where
             matrices are small, since for one alone there are faster operations.
+        one_thread: Whether a batch must be computed on one thread, since the bits depend on how many share a product.
         join: `join(Z, W, p, q, out, symmetric=)`: (q + W)(p + Z) as μ + Q, where the diagonal of Q has zero mean: Q in
             `out`, and μ, fp32 (batch, 1, 1). `symmetric` says whether one triangle is computed and mirrored. None: it
             is put together from products and elementwise operations.
@@ -94,6 +95,7 @@ class Matmuls:
     apply: Callable[[Tensor, Tensor, float | Tensor, float | Tensor, Tensor], Tensor]
     at_once: int
     together: bool
+    one_thread: bool = False
     join: Join | None = None
     normalize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     exact: Exact | None = None
