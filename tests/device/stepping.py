@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.numerics.rules.registry import Algorithm
-from muonmesh.testing import Race, SimulatedDevice
+from tests.device.simulated import Race, SimulatedDevice
 
 # name: (shape, matrices); None instead of matrices puts the parameter into the AdamW group.
 PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from muonmesh.testing import RaceError, SimulatedDevice
-from muonmesh.testing.device import Stream
+from tests.device.simulated import RaceError, SimulatedDevice
 from tests.device.stepping import CASES, simulated, steps
+from tests.device.streams import Stream
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Accessing the data pointer of FakeTensor", "ignore:.*without masters", "ignore:.*lr_scheduler"
