@@ -14,6 +14,7 @@ from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.comm.storage import Declared, Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards
+from muonmesh.layout.matrix import as_tuples
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import step_count
@@ -285,7 +286,7 @@ def _check(
             found = "lr None, which torch leaves where one saved group is loaded into several"
             raise StateError(explain_error(where, found, "a learning rate", _AS_SAVED))
         for key in ("algorithm", "matrices"):
-            if saved.get(key) is not None and key in group and _plain(saved[key]) != _plain(group[key]):
+            if saved.get(key) is not None and key in group and as_tuples(saved[key]) != as_tuples(group[key]):
                 found, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
                 raise StateError(explain_error(where, found, needed, _AS_SAVED))
         kept = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
@@ -385,8 +386,3 @@ def _told(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
         return f"a DTensor of shape {shape} placed {tuple(tensor.placements)}, {tuple(local_of(tensor).shape)} here"
     return f"a plain tensor of shape {shape}"
-
-
-def _plain(value: Any) -> Any:
-    """Return nested lists for nested tuples, so that both compare equal."""
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -31,7 +31,8 @@ from muonmesh.groups.fused import (
 )
 from muonmesh.groups.heads import named_parts
 from muonmesh.groups.reading import cut_by_code
-from muonmesh.groups.sites import Kind, Role, Site, as_matrices, class_of, unwrapped
+from muonmesh.groups.sites import Kind, Role, Site, class_of, unwrapped
+from muonmesh.layout.matrix import as_tuples
 
 Ends = Mapping[int, tuple[Kind, str]]
 
@@ -361,7 +362,7 @@ def _declared(site: Site, known: Ends) -> Role | None:
     if len(site.shape) < 2:
         given = f"{matrices!r} from {reason} for a parameter of shape {site.shape}"
         raise ValueError(explain_error(site.name, given, "two or more dims", f"Write {key!r}: None there, for AdamW"))
-    return _muon(reason, as_matrices(matrices))
+    return _muon(reason, as_tuples(matrices))
 
 
 def _classified(site: Site, known: Ends) -> Role | None:

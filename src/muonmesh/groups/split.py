@@ -16,7 +16,8 @@ from muonmesh.errors import explain_error, warn
 from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import GUESS, declarations, declared_by, ends, role, without_decay
-from muonmesh.groups.sites import Role, Site, as_matrices, sites, unwrapped
+from muonmesh.groups.sites import Role, Site, sites, unwrapped
+from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 
@@ -235,7 +236,7 @@ def split_params(
         group["param_names"].append(entry.name)
         group["reasons"].append(_reason(entry, algorithm))
         if half == "muon":
-            group["matrices"].append(as_matrices(matrices))
+            group["matrices"].append(as_tuples(matrices))
     filled = [group for group in groups.values() if group]
     further = {name: entry.name for entry in entries for name in entry.names[1:]}
     if not any(is_matrix_rule(group["algorithm"]) for group in filled) and not any(e.overridden_by for e in entries):
