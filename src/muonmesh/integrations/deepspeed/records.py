@@ -93,7 +93,7 @@ def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offse
         group = zero.real_dp_process_group[number]
         low = dist.get_rank(group) * sizes[number]
         held = tuple(
-            Held(parameter, _overlap(offset, parameter.numel(), low, tensor.numel()))
+            Held(parameter, Interval(0, parameter.numel(), offset).part(low, low + tensor.numel()))
             for parameter, offset in zip(parameters[number], offsets[number], strict=True)
         )
         yield Flat(tensor, number, group, held)
@@ -112,12 +112,6 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
             first = min(dist.get_rank(group) * length, parameter.ds_numel)
             held.append(Held(parameter, Interval(first, min(length, parameter.ds_numel - first), start)))
         yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(held))
-
-
-def _overlap(offset: int, numel: int, low: int, size: int) -> Interval:
-    """Return what a partition from ``low`` on holds of a parameter that begins at ``offset``."""
-    begin, end = max(offset, low), min(offset + numel, low + size)
-    return Interval(begin - offset, end - begin, begin - low) if begin < end else Interval(0, 0, 0)
 
 
 def prove(flats: Sequence[Flat], shards: dict[int, Shard], error: Exception | None) -> list[Placed]:
@@ -182,8 +176,7 @@ def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence
             if shard.name not in held_there:
                 found = f"no record of it in flat tensor {number} of rank {rank}"
                 raise LayoutError(explain_error(shard.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
-            interval = held_there[shard.name]
-            intervals.append((interval,) if interval.length else ())
+            intervals.append((held_there[shard.name],))
             sizes.append(size)
         replicas = shard.replicas(within)
         try:
