@@ -26,9 +26,9 @@ from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
-from muonmesh.integrations.deepspeed.records import Placed, prove, read_flats
+from muonmesh.integrations.deepspeed.records import Flat, prove, read_flats
 from muonmesh.integrations.deepspeed.shards import Shard, shard_of
-from muonmesh.layout import FlatParameter, Replicate
+from muonmesh.layout import FlatParameter, FlatShards, Replicate
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
@@ -215,8 +215,8 @@ class Assembly:
             flats = read_flats(engine)
         except LayoutError as found:
             flats, error = [], found
-        placed = prove(flats, self._shards, error)
-        calls = [self._flat(number, entry, groups) for number, entry in enumerate(placed)]
+        layouts = prove(flats, self._shards, error)
+        calls = [self._flat(number, *each, groups) for number, each in enumerate(zip(flats, layouts, strict=True))]
         self._optimizer.bind(calls, limits, engine)
         mend(engine, self._optimizer)
 
@@ -243,9 +243,10 @@ class Assembly:
             title = "all groups" if experts is None else f"experts {experts}"
             yield Call(title, muon, tuple(shards[name] for name in names), {}, process_group)
 
-    def _flat(self, number: int, placed: Placed, groups: Sequence[Mapping[str, Any]]) -> Call:
+    def _flat(
+        self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
+    ) -> Call:
         """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
-        flat = placed.flat
         group, label = groups[flat.group], self._labels[flat.group]
         shards = tuple(self._shards[id(held.parameter)] for held in flat.held)
         title = f"{label} ({len(shards)} parameters, flat tensor {number})"
@@ -254,9 +255,9 @@ class Assembly:
         if not is_matrix_rule(group["algorithm"]):  # elementwise, so every rank steps what it holds on its own
             muon = Muon(inner, process_group="local", **self._shared)
         else:
-            contents = [FlatParameter(shard.name, placed.layouts[shard.name], shard.matrices) for shard in shards]
+            contents = [FlatParameter(shard.name, layouts[shard.name], shard.matrices) for shard in shards]
             muon = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
-        return Call(title, muon, shards, placed.layouts, process_group)
+        return Call(title, muon, shards, layouts, process_group)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
