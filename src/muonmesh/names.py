@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
+from muonmesh.errors import explain_error
+
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module")
 """Children by which a wrapper holds what it stands for: of torch.compile, activation checkpointing, FSDP1, and twice of
 Lightning Fabric, which also holds the model as it was given."""
@@ -18,3 +23,19 @@ def canonical_name(name: str) -> str:
     while parts and parts[0] == "module":
         del parts[0]
     return ".".join([*parts, key])
+
+
+def names_matching(where: str, key: str, names: Iterable[str]) -> list[str]:
+    """Return the one of the names that a key is, or else those in which `re.search` finds it.
+
+    Raises:
+        ValueError: it is neither a name nor a regular expression; ``where`` begins the message.
+    """
+    names = list(names)
+    if key in names:
+        return [key]
+    try:
+        return [name for name in names if re.search(key, name)]
+    except re.error as error:
+        found = f"no parameter's name and no regular expression ({error})"
+        raise ValueError(explain_error(where, found, "either", "Use re.escape on what is meant literally")) from None

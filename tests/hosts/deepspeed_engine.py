@@ -25,7 +25,6 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.moe.layer import MoE
@@ -38,7 +37,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import muonmesh as mm
 from muonmesh import checkpoint
 from muonmesh.comm.agreement import group_of
-from muonmesh.integrations.deepspeed import get_state, initialize, set_state
+from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.deepspeed.records import read_flats
@@ -325,8 +324,12 @@ MEASURED = {"max_norm": 1e9, "policy": "per_matrix"}  # clips nothing; keeps run
 
 def running(engine: Any) -> dict[str, Tensor]:
     """The running norms of every matrix and how many gradients they have seen."""
-    states = get_state(engine)["optimizer"]["state"]
-    return {f"{name}.{key}": held[key] for name, held in states.items() for key in RUNNING if key in held}
+    found = {}
+    for record in engine.basic_optimizer.checkpoint_records():
+        for part in record.parts:
+            if part.key in RUNNING:  # of what no step has measured yet they are zero
+                found[f"{record.name}.{part.key}"] = part.view(record.state[part.stored]).clone()
+    return found
 
 
 class Sharded:
@@ -408,7 +411,7 @@ def save(config: dict[str, Any], folder: str, *, steps: int = 2, **optimizer: An
     for group in engine.optimizer.param_groups:
         group["lr"] = group["lr"] / 4  # as a schedule would
     engine.save_checkpoint(folder, tag="saved")
-    dcp.save(get_state(engine), checkpoint_id=f"{folder}/ours")
+    mm.checkpoint.save(f"{folder}/ours", engine, engine)
     train(engine, range(steps, STEPS), sources=2)
     found = snapshot(engine) | running(engine)
     engine.destroy()
@@ -421,9 +424,7 @@ def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **o
     engine = engine_for({**config, **settings}, clip=MEASURED, **optimizer)
     train(engine, range(1), sources=2)
     if how == "ours":
-        state = get_state(engine)
-        dcp.load(state, checkpoint_id=f"{folder}/ours")
-        set_state(engine, state)
+        mm.checkpoint.load(f"{folder}/ours", engine, engine)
     else:
         engine.load_checkpoint(folder, tag="universal" if how == "universal" else "saved")
     algorithms = [group["algorithm"] for group in engine.optimizer.param_groups]
@@ -492,7 +493,7 @@ class Convolutions(nn.Module):
         return self.head(self.mix(x)).square().mean()
 
 
-def taken_back(config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+def taken_back(config: dict[str, Any], folder: str) -> tuple[dict[str, str], list[str]]:
     """Take steps, go back to a state, take them again; each parameter's algorithm and what differs."""
     torch.manual_seed(0)
     engine = engine_for(config, Convolutions(), overrides={})
@@ -505,10 +506,10 @@ def taken_back(config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
         return weights(engine)
 
     before = steps(range(2))
-    state = get_state(engine)
+    mm.checkpoint.save(folder, engine, engine)
     after = steps(range(2, 4))
     wrong = [name for name in after if torch.equal(after[name], before[name])]
-    set_state(engine, state)
+    mm.checkpoint.load(folder, engine, engine)
     wrong += differences(weights(engine), before) + differences(steps(range(2, 4)), after)
     groups = engine.basic_optimizer.param_groups
     algorithms = {name: group["algorithm"] for group in groups for name in group["parameters"]}

@@ -451,8 +451,8 @@ def test_state_of_other_groups_is_refused(pools: dict[int, Pool], tmp_path: Path
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_model_with_convolutions_goes_back_to_a_state(pools: dict[int, Pool], stage: int) -> None:
-    for algorithms, wrong in pools[2].run(ds.taken_back, zero(stage)):
+def test_a_model_with_convolutions_goes_back_to_a_state(pools: dict[int, Pool], tmp_path: Path, stage: int) -> None:
+    for algorithms, wrong in pools[2].run(ds.taken_back, zero(stage), str(tmp_path / "checkpoint")):
         assert wrong == []
         muon = {name for name, algorithm in algorithms.items() if algorithm == "muon"}
         assert muon == {"inner.weight", "mix.weight"}

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonmesh.checkpoint.folder import look, read, write
+from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.place import writing_at
 from muonmesh.errors import FileError
+from tests.folders import read
 from tests.workers import Pool
 
 RANKS = 2
@@ -42,8 +43,8 @@ def whole(held: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: getattr(tensor, "full_tensor", tensor.clone)() for name, tensor in held.items()}
 
 
-def written(path: Path, factor: float = 1.0, **options: Any) -> None:
-    write(path, tensors(factor), SETTINGS, **options)
+def written(path: Path, factor: float = 1.0) -> None:
+    write(path, tensors(factor), SETTINGS)
 
 
 def read_back(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], bool]:
@@ -72,20 +73,6 @@ def test_what_is_written_comes_back_and_replaces_what_was_there(pool: Pool, tmp_
     assert read(path, held) == SETTINGS
     assert all(torch.equal(held[name], tensor) for name, tensor in found.items())
     assert look(path).held.keys() == held.keys()
-
-
-def of_half_the_ranks(path: Path, factor: float) -> float:
-    """Every rank writes a folder of its own, in a group of its own."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    own, rank = groups[dist.get_rank()], dist.get_rank()
-    write(path / f"state-{rank}", {"w": torch.full((3,), factor + rank)}, {"rank": rank}, own)
-    held = {"w": torch.zeros(3)}
-    assert read(path / f"state-{rank}", held, own) == {"rank": rank}
-    return float(held["w"].mean())
-
-
-def test_a_group_writes_without_the_other_ranks(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(of_half_the_ranks, tmp_path, 4.0) == [4.0, 5.0]
 
 
 def held_by_another(path: Path) -> str:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from muonmesh.checkpoint.folder import SETTINGS_FILE, read, write
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, write_manifest
+from muonmesh.checkpoint.folder import write
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, entry_of, write_manifest
 from muonmesh.checkpoint.metadata import METADATA_FILE
 from muonmesh.errors import FileError
+from tests.folders import read
 from tests.mutations import MANY, QUICK, mutate
 from tests.workers import Pool
 

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from muonmesh.checkpoint.folder import look, read, write
+from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, is_whole
-from muonmesh.checkpoint.place import found_at, numbered
+from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.errors import FileError
 from tests.alone import DEAD, Point, alone, die, files_of_at_most, in_child, refuse
 from tests.disks import read_only, small_disk
+from tests.folders import read
 
 OLD, NEW, NEXT = 1, 2, 3
 FAMILY = "step-"
@@ -31,7 +32,8 @@ def tensors(generation: int) -> dict[str, Any]:
 
 
 def save(path: Path, generation: int) -> None:
-    write(path, tensors(generation), {"generation": generation}, keep=1)
+    write(path, tensors(generation), {"generation": generation})
+    forget_older(path, 1)
 
 
 def generation_at(path: Path) -> int:

@@ -39,8 +39,9 @@ def model(family: str) -> nn.Module:
             return transformers.Phi3ForCausalLM(config)
         if family == "bert":
             return transformers.BertModel(transformers.BertConfig(**SIZES))
-        if family == "deepseek":
-            return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK))
+        if family.startswith("deepseek"):
+            sizes = DEEPSEEK | ({"v_head_dim": 4} if family == "deepseek, k as large as v" else {})
+            return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
         return nn.TransformerEncoderLayer(24, 6, 20)
 
 
@@ -60,6 +61,7 @@ CUT: dict[str, dict[str, Any]] = {
     "phi3": {"qkv_proj": ("rows", *[4] * 8, 8)},
     "bert": {"query": ("heads", 6, 0), "key": ("heads", 6, 0)},
     "deepseek": {"q_b_proj": ("heads", 6, 0), "kv_b_proj": ("rows", *(4, 3) * 6)},
+    "deepseek, k as large as v": {"q_b_proj": ("heads", 6, 0), "kv_b_proj": ("heads", 12, 0)},
     "torch": {"in_proj_weight": ("rows", *[4] * 12, 24)},
 }
 

@@ -478,6 +478,14 @@ def test_a_rule_says_its_name_once() -> None:
         register_rule("nothing-made")(NothingMadeOfSums)
     with pytest.raises(TypeError, match="found apply_with of NothingAddedUp without summands"):
         register_rule("nothing-added")(NothingAddedUp)
+
+    @dataclass(frozen=True)
+    class NoStep(mm.ElementwiseRule):
+        pass
+
+    told = r"^register_rule\('no-step'\): found NoStep without an update of its own; needed one, .* Write def update"
+    with pytest.raises(TypeError, match=told):
+        register_rule("no-step")(NoStep)
     with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
         mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
 

@@ -18,7 +18,7 @@ from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.form import PARAMETER, STATE_DICT, check_form, misfit
 from muonmesh.checkpoint.state import check_values
 from muonmesh.checkpoint.zero import read_zero
-from muonmesh.comm.storage import Storage, local_of, local_shape, storage_of, this_rank
+from muonmesh.comm.storage import Storage, local_of, local_part, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.migration.memory import Memory, Remembered
@@ -331,8 +331,4 @@ def _placed(recipient: Recipient, key: str, value: Tensor) -> Tensor:
         value = value.full_tensor()
     if storage.layout is None or storage.mesh is None:
         return value
-    local = value.new_empty(local_shape(storage))
-    for block in storage.layout.blocks(this_rank()):
-        box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
-        local.as_strided(block.region.shape, block.strides, block.start).copy_(value[box])
-    return storage.wrap(local)
+    return storage.wrap(local_part(value, storage.layout))

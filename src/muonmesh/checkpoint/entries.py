@@ -19,6 +19,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
 from muonmesh.errors import FileError
 from muonmesh.files import reason
 from muonmesh.numerics.rules import never_negative
+from muonmesh.step.slots import COUNT, RUNNING
 
 
 class CheckpointReader(FileSystemReader):
@@ -46,33 +47,6 @@ class CheckpointReader(FileSystemReader):
             if place.relative_path not in names:
                 path = self.folder / place.relative_path
                 raise FileError(f"{path}: {MANIFEST_FILE} does not tell of it. {REMEDY}")
-
-    def check_names(self, needed: Mapping[str, Any], all_names: Collection[str]) -> None:
-        """Make sure that the checkpoint holds these tensors, of these shapes and dtypes, and none beyond ``all_names``.
-
-        Args:
-            needed: What this rank needs: tensors, or what has a ``shape`` and a ``dtype`` of the whole.
-            all_names: What the ranks need together.
-
-        Raises:
-            FileError: naming the first that differs.
-        """
-        held = self.metadata.state_dict_metadata
-        remedy = "Load it into the model and the optimizer that it was saved with"
-        for name, tensor in needed.items():
-            if name not in held:
-                raise FileError(
-                    f"{self.folder}: found no {name}; needed it, {_told(tensor.shape, tensor.dtype)}. {remedy}"
-                )
-            entry: Any = held[name]
-            if (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
-                raise FileError(
-                    f"{self.folder}: found {name}, {_told(entry.size, entry.properties.dtype)}; needed "
-                    f"{_told(tensor.shape, tensor.dtype)}. {remedy}"
-                )
-        for name in held:
-            if name not in all_names:
-                raise FileError(f"{self.folder}: found {name}, which nothing here has. {remedy}")
 
     def check_tensors(self, *, share: int, of: int, wrong: Callable[[str, Tensor], str]) -> None:
         """Read every ``of``-th piece of a tensor, beginning with number ``share``, and look at it.
@@ -153,9 +127,9 @@ def wrong_numbers(name: str, tensor: Tensor) -> str:
     """What no training makes of a tensor of that name, in words: not finite, or negative where a square is meant."""
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         return "infinity or NaN"
-    if name.rpartition(".")[2] in never_negative() and bool((tensor < 0).any()):
-        return "a negative number"
-    return ""
+    key = name.rpartition(".")[2]
+    never = key in (COUNT, *RUNNING) or key in never_negative()
+    return "a negative number" if never and bool((tensor < 0).any()) else ""
 
 
 def _told(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.groups import fitting_settings, set_group, typed_spec
+from muonmesh.checkpoint.groups import fitting_settings, set_group
 from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, fill, wanted
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.layout import split_matrices
+from muonmesh.layout.matrix import as_tuples
 from muonmesh.step.slots import RUNNING
 
 _SHOWN = 8  # of what is wrong, in one message
@@ -209,7 +210,7 @@ def _state(
                 found.measured.append((record, name))
             found.state.append((record, part, None))
         elif other and part.side not in ("element", "parameter"):
-            now, then = record.spec or "whole", typed_spec(entry["matrices"]) or "whole"
+            now, then = record.spec or "whole", as_tuples(entry["matrices"]) or "whole"
             had, needed = f"{part.key} of matrices {then!r}", f"that of {now!r}: it has a number for each of their "
             needed += {"rows": "rows", "cols": "columns", "matrix": "matrices"}[part.side]
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
@@ -228,7 +229,7 @@ def _splits_otherwise(record: Record, saved: Any) -> bool:
     """Whether a parameter was saved as other matrices than it is here; it may be said in several ways."""
     if not record.is_matrix:
         return False
-    shape, then = record.storage.shape, typed_spec(saved)
+    shape, then = record.storage.shape, as_tuples(saved)
     try:
         return split_matrices(record.name, shape, then) != split_matrices(record.name, shape, record.spec)
     except ValueError:  # of another shape, which is told

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -29,15 +28,23 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from muonmesh.checkpoint.entries import CheckpointReader
-from muonmesh.checkpoint.manifest import REMEDY, Entry, check_entries, entry_of, read_manifest, write_manifest
+from muonmesh.checkpoint.manifest import (
+    REMEDY,
+    SETTINGS_FILE,
+    Entry,
+    check_entries,
+    entry_of,
+    read_manifest,
+    write_manifest,
+)
 from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
-from muonmesh.checkpoint.place import Claim, forget_older, found_at, put, writing_at
-from muonmesh.checkpoint.ranks import on_first_rank, rank_in, ranks_in, together
+from muonmesh.checkpoint.place import Claim, found_at, put, writing_at
+from muonmesh.checkpoint.ranks import on_first_rank, together
+from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, reason, replace_text, writing
 
-SETTINGS_FILE = "settings.json"
 AGAIN = "save again"
 
 
@@ -45,12 +52,6 @@ def write(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Any],
     settings: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None,
-    *,
-    keep: int | None = None,
-    settings_file: str = SETTINGS_FILE,
-    beside: str = "",
-    again: str = AGAIN,
 ) -> None:
     """Write a checkpoint beside its place, onto the disk, and rename it. Called on all ranks.
 
@@ -62,47 +63,36 @@ def write(
         tensors: By name, as `torch.distributed.checkpoint` takes them: plain ones (the first rank's are written),
             DTensors, or objects with its protocol; mappings of them too.
         settings: What JSON can say; the first rank's are written.
-        group: The ranks that call; None for all.
-        keep: Of the checkpoints called as this one but for the number at the end of the name, how many stay, this one
-            included: the newest whole ones by their numbers. None: all.
-        settings_file: What the settings are called in the folder.
-        beside: What else is kept, as an error about a full disk tells it.
-        again: What to do once there is room, as that error tells it.
 
     Raises:
         FileError: on every rank: it could not be written, something else is there, or another process writes there.
         TypeError: the settings are not JSON.
-        ValueError: ``keep`` is less than one.
     """
     place = Path(path)
-    if keep is not None and keep < 1:
-        raise ValueError(explain_error("keep", str(keep), "at least 1, or None to keep all"))
     if not place.name or place.name == "..":
         raise FileError(explain_error(str(path), "no name of a folder", "one", "Save under a name"))
     text = json.dumps(settings)
     claims: list[Claim] = []
 
     def claim() -> None:
-        with writing(place, beside=beside, again=again):
-            claims.append(Claim(place, settings_file=settings_file))
+        with writing(place, again=AGAIN):
+            claims.append(Claim(place))
 
-    on_first_rank(claim, group)
+    on_first_rank(claim)
     try:
-        entries = _write_tensors(place, dict(tensors), group, beside=beside, again=again)
+        entries = _write_tensors(place, dict(tensors))
 
         def finish() -> None:
-            with writing(place, beside=beside, again=again):
+            with writing(place, again=AGAIN):
                 scratch = claims[0].scratch
                 _check_shared(scratch, entries)
-                replace_text(scratch / settings_file, text)
-                everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, settings_file)}}
+                replace_text(scratch / SETTINGS_FILE, text)
+                everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
                 write_manifest(scratch, everything)
                 onto_disk(scratch)
                 put(scratch, place)
 
-        on_first_rank(finish, group)
-        if claims and keep is not None:
-            forget_older(place, keep, settings_file=settings_file)
+        on_first_rank(finish)
     except BaseException:
         for held in claims:
             held.drop()
@@ -119,24 +109,16 @@ class Contents:
         settings: What was saved beside the tensors, with the types of JSON.
     """
 
-    def __init__(
-        self, path: Path, settings: dict[str, Any], reader: CheckpointReader, group: dist.ProcessGroup | None
-    ) -> None:
-        self.path, self.settings, self._reader, self._group = path, settings, reader, group
+    def __init__(self, path: Path, settings: dict[str, Any], reader: CheckpointReader) -> None:
+        self.path, self.settings, self._reader = path, settings, reader
 
     @property
     def held(self) -> dict[str, Any]:
         """What is held, by name: torch's records, with a ``size`` and ``properties.dtype`` each."""
         return dict(self._reader.metadata.state_dict_metadata)
 
-    def read(
-        self,
-        tensors: dict[str, Any],
-        *,
-        wrong: Callable[[str, Tensor], str] = lambda name, tensor: "",
-        partly: bool = False,
-    ) -> None:
-        """Load into tensors, in place. Called on all ranks.
+    def read(self, tensors: dict[str, Any], *, wrong: Callable[[str, Tensor], str]) -> None:
+        """Load into tensors, in place. Called on all ranks. The checkpoint may hold others besides.
 
         The pieces in the files are read twice. First each is read by one rank, which looks at it. Only when all of them
         are right does every rank read what it needs into its tensors.
@@ -144,34 +126,24 @@ class Contents:
         Args:
             tensors: By name, as `write` takes them; not mappings.
             wrong: Returns what is wrong with a piece of a tensor, in words; empty if nothing is.
-            partly: Whether these may be fewer than all that the checkpoint holds.
 
         Raises:
-            FileError: on every rank, naming the first tensor that is missing, that nobody asked for, that has another
-                shape or dtype, or that could not be read.
+            FileError: on every rank: one is missing, has another shape, or could not be read.
         """
-        names = {name for each in tell_all(sorted(tensors), group=self._group) for name in each}
-        names.update(self.held if partly else ())
-        together(lambda: self._reader.check_names(tensors, names), self._group)
-        rank, ranks = rank_in(self._group), ranks_in(self._group)
-        together(lambda: self._reader.check_tensors(share=rank, of=ranks, wrong=wrong), self._group)
+        together(lambda: self._reader.check_tensors(share=this_rank(), of=world_size(), wrong=wrong))
         try:
             with _quietly():
-                torch_load(tensors, storage_reader=self._reader, process_group=self._group)
+                torch_load(tensors, storage_reader=self._reader)
         except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
             raise FileError(f"{self.path}: could not be loaded: {reason(first)}. {REMEDY}") from error
 
 
-def look(
-    path: str | os.PathLike[str], group: dist.ProcessGroup | None = None, *, settings_file: str = SETTINGS_FILE
-) -> Contents:
+def look(path: str | os.PathLike[str]) -> Contents:
     """Look at a checkpoint without loading it. Called on all ranks, which share the work.
 
     Args:
-        path: What was given to `write`.
-        group: The ranks that call; None for all. Not those that wrote it, nor as many.
-        settings_file: What the settings are called in the folder.
+        path: What was given to `write`, by other ranks and another number of them perhaps.
 
     Raises:
         FileError: on every rank, naming the file and what is wrong with it: there is none, it has changed since it was
@@ -179,7 +151,6 @@ def look(
     """
     place = Path(path)
     found: list[Contents] = []
-    rank, ranks = rank_in(group), ranks_in(group)
 
     def inspect() -> None:
         folder = found_at(place)
@@ -188,54 +159,41 @@ def look(
             raise FileError(explain_error(str(place), what, "the folder of a checkpoint"))
         entries = read_manifest(folder)
         if entries is not None:
-            for name in (METADATA_FILE, settings_file):
+            for name in (METADATA_FILE, SETTINGS_FILE):
                 if name not in entries:
                     raise FileError(f"{folder}: its manifest does not tell of {name}. {REMEDY}")
-            check_entries(folder, entries, [METADATA_FILE, settings_file, *sorted(entries)[rank::ranks]])
-        settings = read_json(folder / settings_file, needed="what was written there")
+            check_entries(
+                folder, entries, [METADATA_FILE, SETTINGS_FILE, *sorted(entries)[this_rank() :: world_size()]]
+            )
+        settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
         reader = CheckpointReader(folder, read_metadata(folder))
         if entries is not None:
             reader.check_known(entries)
-        found.append(Contents(folder, settings, reader, group))
+        found.append(Contents(folder, settings, reader))
 
-    together(inspect, group)
+    together(inspect)
     return found[0]
 
 
-def read(
-    path: str | os.PathLike[str], tensors: dict[str, Any], group: dist.ProcessGroup | None = None
-) -> dict[str, Any]:
-    """Load a checkpoint into tensors, in place, and return its settings: `look`, then `Contents.read`.
-
-    Raises:
-        FileError: on every rank, as those two do; no tensor has changed.
-    """
-    contents = look(path, group)
-    contents.read(tensors)
-    return contents.settings
-
-
-def _write_tensors(
-    place: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None, *, beside: str, again: str
-) -> dict[str, Entry]:
+def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
     """Write them into the claimed folder and return what all ranks' files are."""
     scratch = writing_at(place)
     failed: str | None = None
     try:
         with _quietly():
-            torch_save(tensors, storage_writer=FileSystemWriter(scratch), process_group=group)
+            torch_save(tensors, storage_writer=FileSystemWriter(scratch))
     except CheckpointException as error:
-        failed = cannot_write(place, next(iter(error.failures.values()))[0], beside=beside, again=again)
+        failed = cannot_write(place, next(iter(error.failures.values()))[0], again=AGAIN)
     own: dict[str, Entry] = {}
 
     def hash_own() -> None:
         if failed is not None:
             raise FileError(failed)
-        with writing(place, beside=beside, again=again):
-            own.update({file.name: entry_of(file) for file in scratch.glob(f"__{rank_in(group)}_*.distcp")})
+        with writing(place, again=AGAIN):
+            own.update({file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")})
 
-    together(hash_own, group)
-    return {name: entry for each in tell_all(own, group=group) for name, entry in each.items()}
+    together(hash_own)
+    return {name: entry for each in tell_all(own) for name, entry in each.items()}
 
 
 def _check_shared(scratch: Path, entries: Mapping[str, Entry]) -> None:

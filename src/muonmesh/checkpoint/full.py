@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from muonmesh.checkpoint.entries import flat
 from muonmesh.checkpoint.fitting import nearest
-from muonmesh.checkpoint.ranks import agreed, rank_in
+from muonmesh.checkpoint.ranks import agreed
+from muonmesh.comm.storage import this_rank
 from muonmesh.errors import StateError, explain_error
 
 _SHOWN = 8  # of what does not fit
@@ -50,7 +51,7 @@ def load_full(
     flat_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
     def check() -> None:
-        if rank_in() != 0:
+        if this_rank() != 0:
             return
         if weights is None or state is None:
             needed = "the full state dicts of the model and of the optimizer"
@@ -67,7 +68,7 @@ def load_full(
             raise StateError(explain_error("full state dict", "; ".join(wrong[:_SHOWN]) + more, needed, write))
 
     agreed(check)
-    first = rank_in() == 0
+    first = this_rank() == 0
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=torch.distributed.is_initialized())
     set_model_state_dict(model, dict(weights or {}) if first else {}, options=options)
     set_optimizer_state_dict(model, optimizer, dict(state or {}) if first else {}, options=options)

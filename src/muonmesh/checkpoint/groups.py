@@ -13,6 +13,7 @@ from muonmesh.checkpoint.manifest import REMEDY
 from muonmesh.checkpoint.record import Record
 from muonmesh.errors import FileError, StateError, about, explain_error
 from muonmesh.files import check_fields
+from muonmesh.layout.matrix import as_tuples
 from muonmesh.settings import check_group
 
 _OWN = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
@@ -119,7 +120,7 @@ def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved:
                 raise StateError(explain_error(where, found, "one value for all parameters of a group", write))
     if first is None:
         return {}
-    settings = {key: _typed(value) for key, value in first[1].items()}
+    settings = {key: as_tuples(value) for key, value in first[1].items()}
     try:
         check_group(where, {**group, **settings})
     except (TypeError, ValueError) as error:
@@ -134,15 +135,6 @@ def set_group(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
             group[key].fill_(value)
         else:
             group[key] = value
-
-
-def typed_spec(spec: Any) -> Any:
-    """Return how a parameter splits as `split_matrices` takes it: JSON has no tuples."""
-    return _typed(spec)
-
-
-def _typed(value: Any) -> Any:
-    return tuple(map(_typed, value)) if isinstance(value, list) else value
 
 
 def _plain(where: str, key: str, value: Any) -> Any:

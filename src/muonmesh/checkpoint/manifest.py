@@ -13,6 +13,7 @@ from muonmesh.errors import FileError
 from muonmesh.files import check_fields, read_json, reason, replace_text
 
 MANIFEST_FILE = "manifest.json"
+SETTINGS_FILE = "settings.json"
 FORMAT = 1
 PART = 1 << 20  # bytes read at once
 REMEDY = "Remove the folder, or bring an undamaged copy"

@@ -18,7 +18,7 @@ import re
 import shutil
 from pathlib import Path
 
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, is_whole, read_manifest
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, is_whole, read_manifest
 from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, make_folders, onto_disk
@@ -54,8 +54,8 @@ class Claim:
         OSError: it could not be made.
     """
 
-    def __init__(self, path: Path, *, settings_file: str) -> None:
-        check_replaceable(path, settings_file=settings_file)
+    def __init__(self, path: Path) -> None:
+        check_replaceable(path)
         self.scratch = writing_at(path)
         made = make_folders(path.parent)
         for folder in made:
@@ -89,7 +89,7 @@ class Claim:
         self.release()
 
 
-def check_replaceable(path: Path, *, settings_file: str) -> None:
+def check_replaceable(path: Path) -> None:
     """Make sure that nothing would be lost at a place but an older checkpoint.
 
     Raises:
@@ -98,7 +98,7 @@ def check_replaceable(path: Path, *, settings_file: str) -> None:
     if not os.path.lexists(path):
         return
     found = "a link" if path.is_symlink() else "" if path.is_dir() else kind_of(path)
-    if not found and (others := sorted(set(os.listdir(path)) - _own(path, settings_file))):
+    if not found and (others := sorted(set(os.listdir(path)) - _own(path))):
         found = f"{others[0]!r} in it, which is not part of a checkpoint"
     if found:
         raise FileError(
@@ -141,7 +141,7 @@ def numbered(directory: Path, family: str) -> list[tuple[int, Path]]:
     return sorted(found.items(), reverse=True)
 
 
-def forget_older(path: Path, keep: int, *, settings_file: str) -> None:
+def forget_older(path: Path, keep: int) -> None:
     """Of the checkpoints called as ``path`` is but for the number at the end, keep this one and the newest before it.
 
     Only whole ones count among those that are kept. Ones with a higher number are of a future that was given up. What
@@ -150,7 +150,6 @@ def forget_older(path: Path, keep: int, *, settings_file: str) -> None:
     Args:
         path: A checkpoint that has just been written; it stays whatever its number.
         keep: How many stay, this one included.
-        settings_file: What its settings are called.
     """
     own = NUMBERED.fullmatch(path.name)
     if own is None:
@@ -163,7 +162,7 @@ def forget_older(path: Path, keep: int, *, settings_file: str) -> None:
             kept += 1
             continue
         with contextlib.suppress(OSError, FileError):
-            check_replaceable(other, settings_file=settings_file)
+            check_replaceable(other)
             for folder in (other, before_at(other)):
                 _remove(folder)
     for scratch in sorted(path.parent.glob(f".{glob.escape(own['family'])}*.writing")):
@@ -175,9 +174,9 @@ def forget_older(path: Path, keep: int, *, settings_file: str) -> None:
         shutil.rmtree(going, ignore_errors=True)
 
 
-def _own(path: Path, settings_file: str) -> set[str]:
+def _own(path: Path) -> set[str]:
     """The files in a folder that are a checkpoint's own."""
-    known = {MANIFEST_FILE, METADATA_FILE, settings_file}
+    known = {MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE}
     with contextlib.suppress(FileError):
         known |= set(read_manifest(path) or ())
     return known | {name for name in os.listdir(path) if DATA_FILE.fullmatch(name)}

@@ -10,26 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
+from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, StateError
 
 T = TypeVar("T")
 
 
-def rank_in(group: dist.ProcessGroup | None = None) -> int:
-    """The number of this rank in a group, None for the default one; 0 where there is one process alone."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def ranks_in(group: dist.ProcessGroup | None = None) -> int:
-    """How many ranks a group has, None for the default one; 1 where there is one process alone."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def together(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Do something on this rank and return when all ranks have done theirs. Called on all ranks of the group.
+def together(work: Callable[[], None]) -> None:
+    """Do something on this rank and return when all ranks have done theirs. Called on all ranks.
 
     Raises:
         FileError: on every rank, with the message of the first rank that failed.
@@ -43,7 +32,7 @@ def together(work: Callable[[], None], group: dist.ProcessGroup | None = None) -
         message = str(error)
     except Exception as error:
         unexpected = error
-    for found in tell_all(message, unexpected, group=group, kind=FileError):
+    for found in tell_all(message, unexpected, kind=FileError):
         if found is not None:
             raise FileError(found)
 
@@ -65,9 +54,9 @@ def agreed(work: Callable[[], T]) -> list[T]:
     return found
 
 
-def on_first_rank(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Do something on the group's rank 0 only, and return or fail together."""
-    together(work if rank_in(group) == 0 else _nothing, group)
+def on_first_rank(work: Callable[[], None]) -> None:
+    """Do something on rank 0 only, and return or fail together."""
+    together(work if this_rank() == 0 else lambda: None)
 
 
 def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
@@ -82,7 +71,3 @@ def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
         if any(value != found[0] for value in found):
             values = ", ".join(map(repr, found))
             raise FileError(f"{run}: the ranks were given different {name}: {values}; needed the same on each of them")
-
-
-def _nothing() -> None:
-    pass

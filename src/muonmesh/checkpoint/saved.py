@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.checkpoint.extra import extra_of, give_back
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
@@ -22,7 +23,6 @@ from muonmesh.checkpoint.groups import check_saved, merged, settings_of
 from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
-from muonmesh.checkpoint.state import is_never_negative
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards
@@ -125,7 +125,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
 
         agreed(work_out)
         fitting = found[0]
-        contents.read(dict(fitting.shares), wrong=_wrong, partly=True)  # `fit` has told what is too much
+        contents.read(dict(fitting.shares), wrong=_wrong)
         agreed(fitting.check_counts)
         fitting.write()
         give_back(extra, {name for name, *_ in fitting.untrained})
@@ -134,11 +134,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
 
 def _wrong(name: str, tensor: Tensor) -> str:
     """Say what is wrong with a piece of the state: what no step leaves behind. Weights and buffers may be anything."""
-    if not name.startswith(f"{STATE}."):
-        return ""
-    if not bool(tensor.isfinite().all()):
-        return "infinity or NaN"
-    return "a negative number" if is_never_negative(name.rsplit(".", 1)[1]) and bool((tensor < 0).any()) else ""
+    return wrong_numbers(name, tensor) if name.startswith(f"{STATE}.") else ""
 
 
 def recorded(optimizer: Any) -> Recorded:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.comm.storage import Declared, Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards
+from muonmesh.layout.matrix import as_tuples
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import never_negative, step_count
+from muonmesh.numerics.rules import step_count
 from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.members import Member
@@ -284,7 +286,7 @@ def _check(
             found = "lr None, which torch leaves where one saved group is loaded into several"
             raise StateError(explain_error(where, found, "a learning rate", _AS_SAVED))
         for key in ("algorithm", "matrices"):
-            if saved.get(key) is not None and key in group and _plain(saved[key]) != _plain(group[key]):
+            if saved.get(key) is not None and key in group and as_tuples(saved[key]) != as_tuples(group[key]):
                 found, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
                 raise StateError(explain_error(where, found, needed, _AS_SAVED))
         kept = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
@@ -345,11 +347,6 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
         check_values(name, str(key), local_of(value.detach()))
 
 
-def is_never_negative(key: str) -> bool:
-    """Whether no step makes what is kept under this key negative."""
-    return key in (COUNT, *RUNNING) or key in never_negative()
-
-
 def check_values(name: str, key: str, local: Tensor) -> None:
     """Refuse numbers that no step leaves behind; one nan in a momentum makes a whole matrix nan."""
     counts = key in (COUNT, *RUNNING)
@@ -357,12 +354,10 @@ def check_values(name: str, key: str, local: Tensor) -> None:
         found = f"{key} on the meta device, without data" if local.is_meta else f"{key} of dtype {local.dtype}"
         needed = "real floating-point numbers of 16 bits or more"
         raise StateError(explain_error(name, found, needed, "Save state_dict() as it is"))
-    never = is_never_negative(key)
-    least = float(local.float().min()) if local.numel() and never else 0.0
-    if not bool(local.isfinite().all()) or least < 0:
-        needed = "finite numbers" + (" of at least 0" if never else "")
+    if wrong := wrong_numbers(key, local):
+        needed = "finite numbers, of at least 0 where a step makes no others"
         write = "Load an older checkpoint: this one was saved after training had diverged, or was damaged since"
-        raise StateError(explain_error(name, f"{key} with nan, inf or negative numbers", needed, write))
+        raise StateError(explain_error(name, f"{wrong} in {key}", needed, write))
 
 
 def _fits(value: Tensor, storage: Storage, parameter: Tensor) -> bool:
@@ -391,8 +386,3 @@ def _told(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
         return f"a DTensor of shape {shape} placed {tuple(tensor.placements)}, {tuple(local_of(tensor).shape)} here"
     return f"a plain tensor of shape {shape}"
-
-
-def _plain(value: Any) -> Any:
-    """Return nested lists for nested tuples, so that both compare equal."""
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

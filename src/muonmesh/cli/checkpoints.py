@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 from muonmesh.checkpoint import load, save
 from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
-from muonmesh.checkpoint.folder import SETTINGS_FILE
-from muonmesh.checkpoint.manifest import REMEDY, is_whole
+from muonmesh.checkpoint.manifest import REMEDY, SETTINGS_FILE, is_whole
 from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
@@ -76,7 +75,7 @@ class Checkpoints:
             save(self._folder(step), engine.model, engine.saved)
         except FileError as error:
             raise FileError(f"{error}. {kept}") from error
-        on_first_rank(lambda: forget_older(self._folder(step), self.keep, settings_file=SETTINGS_FILE))
+        on_first_rank(lambda: forget_older(self._folder(step), self.keep))
         self.kept = step
 
     def load(self, step: int, engine: Engine) -> None:

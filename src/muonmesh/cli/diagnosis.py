@@ -15,8 +15,7 @@ from torch import Tensor
 
 from muonmesh.checkpoint.archive import read_archive
 from muonmesh.checkpoint.entries import CheckpointReader, wrong_numbers
-from muonmesh.checkpoint.folder import SETTINGS_FILE
-from muonmesh.checkpoint.manifest import MANIFEST_FILE, Entry, check_entries, read_manifest
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, check_entries, read_manifest
 from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of

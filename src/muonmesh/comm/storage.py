@@ -133,6 +133,16 @@ def local_shape(storage: Storage) -> tuple[int, ...]:
     return storage.layout.local_shape(this_rank())
 
 
+def local_part(whole: Tensor, layout: Layout) -> Tensor:
+    """Return what this rank stores of a whole tensor, in memory of its own; zeros where nothing of it lies."""
+    local = whole.new_zeros(layout.local_shape(this_rank()))
+    for block in layout.blocks(this_rank()):
+        region = block.region
+        box = tuple(slice(low, low + size) for low, size in zip(region.offset, region.shape, strict=True))
+        local.as_strided(region.shape, block.strides, block.start).copy_(whole[box])
+    return local
+
+
 Declared = tuple[Any, ...] | FlatShards | Sequence[FlatParameter]
 """An entry of ``layouts=``: (mesh, placements) or (mesh, placements, shape) of a plain local shard, the FlatShards of
 a flat one, or the FlatParameters that share a flat buffer."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import get_args
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.sites import Algorithm, Kind, Role, Site, as_matrices, class_of
+from muonmesh.groups.sites import Algorithm, Kind, Role, Site, class_of
+from muonmesh.layout.matrix import as_tuples
 
 Classifier = Callable[[Site], Role | None]
 """Says of a place (`Site`: module, key, shape, name, the modules around it) what is there; None: it does not know."""
@@ -86,4 +87,4 @@ def _checked(site: Site, role: object, said_by: str) -> Role:
     if role.algorithm == "muon" and role.matrices is None:
         found, needed = f"Muon without matrices {by}", "what its matrices are"
         raise ValueError(explain_error(site.name, found, needed, f'{write}, for one matrix "whole"'))
-    return Role(role.algorithm, role.kind, role.reason, as_matrices(role.matrices))
+    return Role(role.algorithm, role.kind, role.reason, as_tuples(role.matrices))

@@ -89,21 +89,8 @@ FUSED = (
     Fused("GPTBigCodeAttention", "c_attn", _bigcode, "q, k, v"),
     Fused("Qwen3(Next|_5).*Attention", "q_proj", _gated_query, "q, gate head by head"),
     Fused("DbrxAttention", "Wqkv", _grouped_query, "q, k, v"),
-    Fused("(Mpt|ModernBert)Attention", "Wqkv", _equal(3), "q, k, v"),
     Fused("DisentangledSelfAttention", "in_proj", _per_head(3, "attention_head_size"), "q, k, v head by head"),
-    Fused(
-        "Exaone4_5_VisionAttention",
-        "qkv",
-        lambda o, out: ("rows", o.q_dim, o.kv_dim, o.kv_dim),
-        "q, k, v",
-    ),
-    Fused(".*Attention", "qkv", _equal(3), "q, k, v"),
-    Fused(
-        ".*Attention",
-        "kv_a_proj_with_mqa",
-        lambda o, out: ("rows", o.kv_lora_rank, o.qk_rope_head_dim),
-        "latent, rotary key",
-    ),
+    Fused("(?!Exaone4_5_Vision).*Attention", "qkv", _equal(3), "q, k, v"),
     Fused(".*Attention", "kv_b_proj", lambda o, out: _heads(o.qk_nope_head_dim, o.v_head_dim), "k, v head by head"),
     Fused("AXK2Attention", "q_gate_proj", lambda o, out: _heads(o.qk_head_dim, o.v_head_dim), "q, gate head by head"),
     Fused(
@@ -125,12 +112,6 @@ FUSED = (
         "z, x, B, C, dt",
     ),
     Fused("(Mamba|FalconMamba|JambaMamba)Mixer", "in_proj", _equal(2), "x, z"),
-    Fused(
-        "(Mamba|FalconMamba|JambaMamba)Mixer",
-        "x_proj",
-        lambda o, out: ("rows", o.time_step_rank, o.ssm_state_size, o.ssm_state_size),
-        "dt, B, C",
-    ),
     Fused("Lfm.*ShortConv", "in_proj", _equal(3), "B, C, x"),
     Fused(
         "Qwen3_5.*GatedDeltaNet",

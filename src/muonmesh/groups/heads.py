@@ -81,10 +81,10 @@ def by_heads(site: Site, role: Role, parts: Collection[HeadPart]) -> tuple[Role,
     if transposed:
         form = form[1]
     length = site.shape[int((named == ("o",)) != transposed)]
-    cut = _cut(site, owner, form, named, wanted, length)
-    told = ", ".join(wanted)
-    if form != "whole" and len(cut) and cut[0] == "heads":
-        told = ", ".join(named)  # all of what lies head by head
+    sizes = [size for _, size in blocks_of(site, owner, form, named, length, whole={*named} - {*wanted})]
+    equal = form[0] != "rows" and len(set(sizes)) == 1
+    cut = ("heads", len(sizes), int(named == ("o",))) if equal else ("rows", *sizes)
+    told = ", ".join(named if equal else wanted)  # all of what lies head by head
     matrices: Any = ("transposed", cut) if transposed else cut
     return replace(role, matrices=matrices, reason=f"{role.reason}; one matrix for each head of {told}"), wanted
 
@@ -137,46 +137,45 @@ def place_of(site: Site) -> tuple[str, nn.Module]:
     return site.owners[0][0], site.owners[1][1]
 
 
-def _cut(
-    site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], wanted: tuple[str, ...], length: int
-) -> tuple[Any, ...]:
-    """Return how the dim of a projection that consists of heads is cut into them.
+def blocks_of(
+    site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], length: int, *, whole: Collection[str]
+) -> list[tuple[str, int]]:
+    """Return the blocks of a projection in their order: which projection each belongs to, and its size.
+
+    A block is one head. Its name is empty where the parts that alternate are not those that the parameter's name says.
 
     Args:
         site: Of the parameter.
         owner: The attention module.
-        form: How it splits without heads.
+        form: How the parameter splits without heads.
         named: The projections in it, in their order.
-        wanted: Those to cut.
-        length: Size of the dim.
+        length: Size of the dim that consists of heads.
+        whole: The projections that stay one block each, unless their heads lie between those of others.
+
+    Raises:
+        ValueError: the heads that the module says do not add up to it.
     """
-    dim = int(named == ("o",))
-    if form == "whole" and len(named) == 1:
-        count, size = heads_of(owner, named[0])
-        if count is None or size is None or count * size != length:
-            refuse_heads(site, owner, named[0], count, size, length)
-        return ("heads", count, dim)
-    if isinstance(form, tuple) and form[0] == "interleaved":
-        runs = form[1] if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
-        if named == ("k", "v") and runs[0] != runs[-1]:  # DeepSeek's, whose heads of k and v differ in size
-            return ("rows", *tuple(runs) * (length // sum(runs)))
+    kind = form[0] if isinstance(form, tuple) else form
+    if kind == "interleaved":
+        runs = list(form[1]) if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
         _, size = heads_of(owner, "k")
-        size = min(runs) if size is None else size
-        if any(run % size for run in runs) or length % size:
+        # DeepSeek's heads of k and v may differ in size.
+        sizes = runs if named == ("k", "v") else [min(runs) if size is None else size] * len(runs)
+        if any(map(int.__mod__, runs, sizes)) or length % sum(runs):
             refuse_heads(site, owner, ", ".join(named), None, size, length)
-        return ("heads", length // size, 0)
-    if isinstance(form, tuple) and form[0] == "rows" and len(form) == len(named) + 1:
-        sizes: list[int] = []
-        for part, rows in zip(named, form[1:], strict=True):
-            count, size = heads_of(owner, part)
-            if part not in wanted:
-                sizes.append(rows)
-            elif count is None or size is None or count * size != rows:
-                refuse_heads(site, owner, part, count, size, rows)
-            else:
-                sizes += [size] * count
-        return ("rows", *sizes)
-    refuse_heads(site, owner, ", ".join(named), None, None, length)
+        parts = named if len(named) == len(runs) else ("",) * len(runs)
+        turn = zip(parts, runs, sizes, strict=True)
+        return [(part, size) for part, run, size in turn for _ in range(run // size)] * (length // sum(runs))
+    rows = form[1:] if kind == "rows" else (length,) if kind == "whole" else ()
+    if len(rows) != len(named):
+        refuse_heads(site, owner, ", ".join(named), None, None, length)
+    blocks: list[tuple[str, int]] = []
+    for part, count in zip(named, rows, strict=True):
+        heads, size = (1, count) if part in whole else heads_of(owner, part)
+        if heads is None or size is None or heads * size != count:
+            refuse_heads(site, owner, part, heads, size, count)
+        blocks += [(part, size)] * heads
+    return blocks
 
 
 def heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:

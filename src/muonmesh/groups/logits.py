@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups.fused import class_names
-from muonmesh.groups.heads import heads_of, named_parts, place_of, refuse_heads, said_by
+from muonmesh.groups.heads import blocks_of, heads_of, named_parts, place_of, refuse_heads, said_by
 from muonmesh.groups.roles import role
 from muonmesh.groups.sites import Site, sites
 
@@ -130,39 +131,12 @@ def _blocks(
     site: Site, owner: nn.Module, attribute: str, form: Any, length: int
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield (projection, head, low, high) of the queries and keys that a projection of some length holds."""
+    count_of, low = Counter[str](), 0
     named = named_parts(attribute)
-    queries, _ = heads_of(owner, "q")
-    assert queries is not None
-    spans: list[tuple[str, int, int]] = []
-    if form == "whole" and len(named) == 1:
-        count, size = heads_of(owner, named[0])
-        if count is None or size is None or count * size != length:
-            refuse_heads(site, owner, named[0], count, size, length)
-        spans = [(named[0], start, size) for start in range(0, length, size)]
-    elif isinstance(form, tuple) and form[0] == "rows" and len(form) == len(named) + 1:
-        start = 0
-        for part, rows in zip(named, form[1:], strict=True):
-            count, size = heads_of(owner, part)
-            if count is None or size is None or count * size != rows:
-                refuse_heads(site, owner, part, count, size, rows)
-            spans += [(part, start + head * size, size) for head in range(count)]
-            start += rows
-    elif isinstance(form, tuple) and form[0] == "interleaved":
-        runs = list(form[1]) if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
-        latent = named == ("k", "v")  # DeepSeek's, whose heads of k and v may differ in size
-        sizes = runs if latent else [min(runs)] * len(runs)
-        known = said_by(owner, "qk_nope_head_dim") if latent else heads_of(owner, "k")[1]
-        if known != sizes[0] or len(runs) != len(named) or any(map(int.__mod__, runs, sizes)):
-            refuse_heads(site, owner, ", ".join(named), queries, known, length)
-        for turn in range(0, length, sum(runs)):
-            start = turn
-            for part, run, size in zip(named, runs, sizes, strict=True):
-                spans += [(part, start + at, size) for at in range(0, run, size)]
-                start += run
-    else:
-        refuse_heads(site, owner, ", ".join(named), queries, None, length)
-    count_of = dict.fromkeys(named, 0)
-    for part, low, size in spans:
-        if part in ("q", "k"):
+    for part, size in blocks_of(site, owner, form, named, length, whole=("v",)):
+        if not part:
+            refuse_heads(site, owner, ", ".join(named), None, None, length)
+        if part != "v":
             yield part, count_of[part], low, low + size
         count_of[part] += 1
+        low += size

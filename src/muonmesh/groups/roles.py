@@ -31,7 +31,8 @@ from muonmesh.groups.fused import (
 )
 from muonmesh.groups.heads import named_parts
 from muonmesh.groups.reading import cut_by_code
-from muonmesh.groups.sites import Kind, Role, Site, as_matrices, class_of, unwrapped
+from muonmesh.groups.sites import Kind, Role, Site, class_of, unwrapped
+from muonmesh.layout.matrix import as_tuples
 
 Ends = Mapping[int, tuple[Kind, str]]
 
@@ -267,13 +268,12 @@ def role(site: Site, known: Ends) -> Role:
             what it is.
     """
     _refuse_unknowable(site)
-    for rule in (_declared, _classified, _adapter, _end, _embedding, _vector, _parametrised, _torch_fused):
-        if (found := rule(site, known)) is not None:
-            return found
+    found = _declared(site) or classified(site)
+    for rule in (_adapter, _end, _embedding, _vector, _parametrised, _torch_fused):
+        found = found or rule(site, known)
     for rule in (_expert, _router, _convolution, _linear):
-        if (found := rule(site, known)) is not None:
-            return found
-    return _unknown(site)
+        found = found or rule(site, known)
+    return found or _unknown(site)
 
 
 def _refuse_unknowable(site: Site) -> None:
@@ -309,7 +309,8 @@ def _muon(reason: str, matrices: Matrices) -> Role:
     return Role("muon", "matrices", reason, matrices)
 
 
-def _default(shape: tuple[int, ...]) -> Matrices | None:
+def by_shape(shape: tuple[int, ...]) -> Matrices | None:
+    """The matrices of a parameter of which nothing but its shape is known; None: the shape does not tell."""
     return {2: "whole", 3: "stack"}.get(len(shape))
 
 
@@ -349,7 +350,7 @@ def without_decay(site: Site) -> str | None:
     return "its name" if _NO_DECAY.search(site.name.lower()) else None
 
 
-def _declared(site: Site, known: Ends) -> Role | None:
+def _declared(site: Site) -> Role | None:
     found = next(declarations(site), None)
     if found is None:
         return None
@@ -357,15 +358,11 @@ def _declared(site: Site, known: Ends) -> Role | None:
     matrices = declared_by(module)[key]
     reason = f"muonmesh_matrices of {class_of(module)}"
     if matrices is None:
-        return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, _default(site.shape))
+        return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, by_shape(site.shape))
     if len(site.shape) < 2:
         given = f"{matrices!r} from {reason} for a parameter of shape {site.shape}"
         raise ValueError(explain_error(site.name, given, "two or more dims", f"Write {key!r}: None there, for AdamW"))
-    return _muon(reason, as_matrices(matrices))
-
-
-def _classified(site: Site, known: Ends) -> Role | None:
-    return classified(site)
+    return _muon(reason, as_tuples(matrices))
 
 
 def _adapter(site: Site, known: Ends) -> Role | None:
@@ -375,14 +372,14 @@ def _adapter(site: Site, known: Ends) -> Role | None:
         if names & set(pair) and any(all(hasattr(m, part) for part in pair) for _, m in site.owners[:3]):
             # Orthogonal factors do not make an orthogonal product, which is what Muon is about.
             kind: Kind = "matrices" if len(site.shape) > 1 else "vectors"
-            return _adamw(kind, "factor of a LoRA pair: Muon's update is meant for their product", _default(site.shape))
+            return _adamw(kind, "factor of a LoRA pair: Muon's update is meant for their product", by_shape(site.shape))
     inner = site.key
     for name, module in site.owners:
         if inner != "modules_to_save" and inner in (getattr(module, "adapter_layer_names", None) or ()):
             rows = isinstance(getattr(module, "base_layer", None), nn.Embedding)
             kind = "vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices"
             reason = f"{inner} of the adapter {class_of(module)}: the matrix that acts is computed from it"
-            return _adamw(kind, reason, _default(site.shape))
+            return _adamw(kind, reason, by_shape(site.shape))
         inner = name
     return None
 
@@ -393,14 +390,14 @@ def _end(site: Site, known: Ends) -> Role | None:
     found = next((known[id(m)] for _, m in site.owners if id(m) in known), None)
     if found is None or (found[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    return _adamw(*found, "flatten" if isinstance(site.module, _ConvNd) else _default(site.shape))
+    return _adamw(*found, "flatten" if isinstance(site.module, _ConvNd) else by_shape(site.shape))
 
 
 def _embedding(site: Site, known: Ends) -> Role | None:
     module = site.module
     table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
     if table or (_is_matrix(site.shape) and any("Embed" in n for n in class_names(module)) and not _features(module)):
-        return _adamw("embeddings", f"embedding ({class_of(module)})", _default(site.shape))
+        return _adamw("embeddings", f"embedding ({class_of(module)})", by_shape(site.shape))
     return None
 
 
@@ -425,7 +422,7 @@ def _vector(site: Site, known: Ends) -> Role | None:
 def _parametrised(site: Site, known: Ends) -> Role | None:
     if any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
         reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
-        return _adamw("matrices", reason, "flatten" if len(site.shape) > 3 else _default(site.shape))
+        return _adamw("matrices", reason, "flatten" if len(site.shape) > 3 else by_shape(site.shape))
     return None
 
 
@@ -549,6 +546,6 @@ def _unknown(site: Site) -> Role:
     if len(shape) == 2:
         return _adamw("embeddings", f"a parameter of {where}; going by its name, a table and no matrix", "whole")
     if shape[0] == 1:
-        return _adamw("embeddings", f"a table of {where}: a leading dim of 1", _default(shape))
+        return _adamw("embeddings", f"a table of {where}: a leading dim of 1", by_shape(shape))
     reason = f"a parameter of {where}, which is not known: {len(shape)} dims do not tell which are matrices"
-    return _adamw("matrices", reason, _default(shape))
+    return _adamw("matrices", reason, by_shape(shape))

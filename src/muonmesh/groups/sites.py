@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -97,8 +97,3 @@ def class_of(module: nn.Module) -> str:
     """The class as its author named it: `fully_shard` puts one of its own in front."""
     names = class_names(module)
     return names[1] if type(module).__mro__[1].__name__ == "FSDPModule" else names[0]
-
-
-def as_matrices(spec: Any) -> Any:
-    """`spec` as plain nested tuples (lists, as from JSON, become tuples)."""
-    return tuple(as_matrices(part) for part in spec) if isinstance(spec, list | tuple) else spec

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -15,9 +17,10 @@ from torch import nn
 from muonmesh.errors import explain_error, warn
 from muonmesh.groups.fused import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
-from muonmesh.groups.roles import GUESS, declarations, declared_by, ends, role, without_decay
-from muonmesh.groups.sites import Role, Site, as_matrices, sites, unwrapped
-from muonmesh.names import canonical_name
+from muonmesh.groups.roles import GUESS, by_shape, declarations, declared_by, ends, role, without_decay
+from muonmesh.groups.sites import Role, Site, sites, unwrapped
+from muonmesh.layout.matrix import as_tuples
+from muonmesh.names import canonical_name, names_matching
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
@@ -104,25 +107,23 @@ class ParamGroups(list[dict[str, Any]]):
         return ParamGroups(groups, frozen=frozen, shared=self.shared, model=stage)
 
     def __str__(self) -> str:
-        lines: dict[tuple[str, ...], int] = {}  # layers that differ in their number only share a line
+        lines = Counter[tuple[str, ...]]()  # layers that differ in their number only share a line
         for group in self:
             for i, name in enumerate(group["param_names"]):
-                matrices = group["matrices"][i] if "matrices" in group else "-"
                 shape = "×".join(map(str, global_shape(group["params"][i]))) or "scalar"
-                row = (_starred(name), shape, group["name"], _written(matrices), group["reasons"][i])
-                lines[row] = lines.get(row, 0) + 1
+                matrices = str(group["matrices"][i]) if "matrices" in group else "-"
+                row = (_starred(name), shape, group["name"], matrices, group["reasons"][i])
+                lines[row] += 1
         rows: list[tuple[str, ...]] = [("parameter", "count", "shape", "group", "matrices", "reason")]
         rows += [(row[0], str(count), *row[1:]) for row, count in lines.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         text = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
         for group in self:
-            elements = sum(_elements(p) for p in group["params"])
+            elements = sum(prod(global_shape(p)) for p in group["params"])
             settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
             shown = "".join(f", {k}={v!r}" for k, v in settings.items())
             text.append(f"{group['name']}: {len(group['params'])} tensors, {elements:,} elements{shown}")
-        frozen: dict[tuple[str, str], int] = {}
-        for name, reason in self.frozen.items():
-            frozen[_starred(name), reason] = frozen.get((_starred(name), reason), 0) + 1
+        frozen = Counter((_starred(name), reason) for name, reason in self.frozen.items())
         text += [f"left out: {name} ({count}): {reason}" for (name, reason), count in frozen.items()]
         return "\n".join(text)
 
@@ -137,17 +138,6 @@ def _restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Param
 
 def _starred(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def _written(matrices: Any) -> str:
-    return matrices if isinstance(matrices, str) else repr(matrices)
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    count = 1
-    for size in global_shape(parameter):
-        count *= size
-    return count
 
 
 @dataclass
@@ -235,7 +225,7 @@ def split_params(
         group["param_names"].append(entry.name)
         group["reasons"].append(_reason(entry, algorithm))
         if half == "muon":
-            group["matrices"].append(as_matrices(matrices))
+            group["matrices"].append(as_tuples(matrices))
     filled = [group for group in groups.values() if group]
     further = {name: entry.name for entry in entries for name in entry.names[1:]}
     if not any(is_matrix_rule(group["algorithm"]) for group in filled) and not any(e.overridden_by for e in entries):
@@ -381,8 +371,8 @@ def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> 
     exact = [key for key in overrides if key in by_name]
     for key in [*(k for k in overrides if k not in by_name), *exact]:
         said = _said(key, overrides[key])
-        found = [by_name[key]] if key in by_name else _search(key, entries, list(by_name), frozen)
-        for entry in found:
+        meant = set(_search(key, by_name, frozen))
+        for entry in (entry for entry in entries if meant & set(entry.names)):
             entry.settings.update(said)
             if "algorithm" in said or "matrices" in said:
                 entry.overridden_by.append(key)
@@ -410,22 +400,17 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     return dict(said)
 
 
-def _search(key: str, entries: list[_Entry], names: list[str], frozen: dict[str, str]) -> list[_Entry]:
+def _search(key: str, names: Collection[str], frozen: Collection[str]) -> list[str]:
+    """Return the names that the key of an override means."""
     where = f"overrides[{key!r}]"
-    try:
-        pattern = re.compile(key)
-    except re.error as error:
-        found = f"no parameter's name and no regular expression ({error})"
-        raise ValueError(explain_error(where, found, "either", "Use re.escape on what is meant literally")) from None
-    matched = [entry for entry in entries if any(pattern.search(name) for name in entry.names)]
-    if matched:
+    if matched := names_matching(where, key, names):
         return matched
-    if any(pattern.search(name) for name in frozen):
+    if names_matching(where, key, frozen):
         write = "Remove the override, or call requires_grad_() before"
         raise ValueError(explain_error(where, "frozen parameters only", "one that is trained", write))
     close = difflib.get_close_matches(key.replace("\\", ""), names, n=3, cutoff=0.4)
     needed = "a parameter's name, or an expression that re.search finds in one"
-    write = f"Write one of: {', '.join(close)}" if close else f"The first parameter is {names[0]}"
+    write = f"Write one of: {', '.join(close)}" if close else f"The first parameter is {next(iter(names))}"
     raise ValueError(explain_error(where, "no parameter that matches", needed, write))
 
 
@@ -451,7 +436,7 @@ def _check_possible(entry: _Entry) -> None:
         write = f'overrides={{{entry.name!r}: {{"algorithm": "muon", "matrices": {entry.role.matrices!r}}}}}'
         raise ValueError(explain_error(entry.name, found, "one meaning", f"Write {write}"))
     if entry.settings.get("matrices", entry.role.matrices) is None:
-        default = {2: "whole", 3: "stack"}.get(len(shape))
+        default = by_shape(shape)
         if default is None:
             found, needed = f"Muon from override {keys} for shape {shape}", "what its matrices are"
             write = 'Write {"algorithm": "muon", "matrices": "flatten"} for one matrix, out × the rest'

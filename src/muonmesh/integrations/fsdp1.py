@@ -76,10 +76,11 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     offsets = [place for place, is_padding in places if not is_padding]
     layouts: dict[str, Declared] = {}
     for parameter, shape, (first, last) in zip(flat._params, flat._shapes, offsets, strict=True):
-        cuts = [_overlap(first, last + 1, *border) for border in borders] * len(replicas)
-        sizes = tuple(sum(interval.length for interval in some) for some in cuts)
+        whole = Interval(0, last + 1 - first, first)
+        held = [whole.part(*border)._replace(start=0) for border in borders] * len(replicas)
+        cuts, sizes = tuple((interval,) for interval in held), tuple(interval.length for interval in held)
         within = MeshLayout.replicated(tuple(shape), ranks)
-        layouts[names[id(parameter)]] = FlatShards(within, tuple(cuts), sizes, replicas)
+        layouts[names[id(parameter)]] = FlatShards(within, cuts, sizes, replicas)
     return layouts
 
 
@@ -92,9 +93,3 @@ def _replicas(sharing: tuple[int, ...], copies: dist.ProcessGroup | None) -> tup
         return (sharing,)
     me = this_rank()
     return tuple(tuple(rank + peer - me for rank in sharing) for peer in dist.get_process_group_ranks(copies))
-
-
-def _overlap(first: int, end: int, low: int, high: int) -> tuple[Interval, ...]:
-    """Return what a rank that keeps places low to high of a flat buffer holds of a parameter at first to end."""
-    begin, stop = max(first, low), min(end, high)
-    return (Interval(begin - first, stop - begin, 0),) if begin < stop else ()

@@ -20,6 +20,11 @@ class Interval(NamedTuple):
     length: int
     start: int
 
+    def part(self, low: int, high: int) -> Interval:
+        """Return what a rank holds of it that stores the places ``low`` to ``high``; of length 0 if nothing."""
+        begin, end = max(low, self.start), min(high, self.start + self.length)
+        return Interval(self.first + begin - self.start, end - begin, begin - low) if begin < end else Interval(0, 0, 0)
+
 
 @dataclass(frozen=True)
 class FlatShards(Layout):
@@ -47,7 +52,8 @@ class FlatShards(Layout):
     _found: dict[int, tuple[Block, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "intervals", tuple(tuple(Interval(*i) for i in some) for some in self.intervals))
+        intervals = tuple(tuple(Interval(*each) for each in some if each[1]) for some in self.intervals)
+        object.__setattr__(self, "intervals", intervals)
         object.__setattr__(self, "sizes", tuple(self.sizes))
         object.__setattr__(self, "replicas", tuple(map(tuple, self.replicas)) or (tuple(self.within.ranks),))
         count = len(self.within.ranks)
@@ -70,7 +76,7 @@ class FlatShards(Layout):
     def cut(shape: tuple[int, ...], ranks: Sequence[int], borders: Sequence[int]) -> FlatShards:
         """Return the layout of a parameter that is alone in its buffers: rank i holds [borders[i], borders[i + 1])."""
         pairs = list(itertools.pairwise(borders))
-        intervals = tuple((Interval(low, high - low, 0),) if high > low else () for low, high in pairs)
+        intervals = tuple((Interval(low, high - low, 0),) for low, high in pairs)
         within = MeshLayout.replicated(tuple(shape), tuple(ranks))
         return FlatShards(within, intervals, tuple(high - low for low, high in pairs))
 

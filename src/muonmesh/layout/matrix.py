@@ -17,6 +17,12 @@ MatrixSpec = Any
 ``("interleaved", k, dim[, block])``, ``("interleaved", (runs…), dim)``, ``("transposed", spec)``,
 ``("flatten", spec)`` or ``("stack", spec)``; see `split_matrices`."""
 
+
+def as_tuples(spec: Any) -> Any:
+    """Return plain nested tuples for nested lists, as JSON has them."""
+    return tuple(map(as_tuples, spec)) if isinstance(spec, list | tuple) else spec
+
+
 _FORMS = (
     '"whole", "stack", "flatten", ("rows", sizes...), ("cols", sizes...), ("heads", n, dim), '
     '("interleaved", k, dim[, block]), ("interleaved", (runs...), dim), ("transposed", spec), ("flatten", spec) or '

@@ -1,6 +1,5 @@
 """DeviceRates: how fast a device is, and the one model of the time that a step takes on it.
 
-`muonmesh.Rates` says less: what a rank computes and sends in a second, by which a plan chooses how to share the work.
 `muonmesh.testing` offers this class under the name ``Rates``.
 """
 

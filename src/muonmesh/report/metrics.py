@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,47 +60,26 @@ def measure(
             raise error
         if here is None and error is None and float(summed[-1, 0, 0]) == len(exchange.plan.ranks):
             return None
-        return _on_device(summed, names, mine, known)
-    *rows, told = summed.tolist()
-    if told[1][0]:
+    changed, failed = summed[-1, :2, 0]
+    if waits and bool(failed):
         agree_on_plan(exchange.group, exchange.plan, error)
-    if told[0][0]:
+    if waits and bool(changed):
         return None
-    figures: dict[str, float] = {}
-    for group_name, row in zip(names, rows, strict=True):
-        if group_name not in mine:
-            continue
-        rms = {name: math.sqrt(s / n) for name, (s, n) in zip(_FIGURES, row, strict=True) if n}
-        for name in ("gradient", "momentum", "update"):
-            if name in rms:
-                figures[f"{group_name}/{name}_rms"] = rms[name]
-        if "update" in rms and rms.get("weight"):
-            figures[f"{group_name}/update_to_weight"] = rms["update"] / rms["weight"]
-    return figures
-
-
-def _on_device(
-    summed: Tensor, names: Sequence[str], mine: Collection[str], known: Collection[tuple[int, str]]
-) -> dict[str, Any]:
-    """Return the figures of this rank's groups without reading them: those of which it has something itself.
-
-    Args:
-        summed: The totals of all ranks; see `measure`.
-        names: Of the groups of all ranks.
-        mine: Of this rank's groups.
-        known: The place of a group in ``names`` with the name of a figure that this rank has added to.
-    """
-    failed = (summed[-1] != 0).any()
-    rms = torch.where(failed, torch.nan, (summed[:-1, :, 0] / summed[:-1, :, 1]).sqrt())
+    rms = (summed[:-1, :, 0] / summed[:-1, :, 1]).sqrt()
+    if waits:  # also what other ranks alone have
+        known = {(place, _FIGURES[figure]) for place, figure in summed[:-1, :, 1].nonzero().tolist()}
+        rms = rms.cpu()
+    else:  # the host reads nothing, so these are the figures of which this rank has something itself
+        rms = torch.where((changed != 0) | (failed != 0), torch.nan, rms)
     figures: dict[str, Any] = {}
-    for place, (group_name, row) in enumerate(zip(names, rms.unbind(), strict=True)):
-        of = dict(zip(_FIGURES, row.unbind(), strict=True))
+    for place, (group_name, row) in enumerate(zip(names, rms.tolist() if waits else rms.unbind(), strict=True)):
+        of = dict(zip(_FIGURES, row, strict=True))
         if group_name not in mine:
             continue
         for name in ("gradient", "momentum", "update"):
             if (place, name) in known:
                 figures[f"{group_name}/{name}_rms"] = of[name]
-        if (place, "update") in known:
+        if (place, "update") in known and not (waits and of["weight"] == 0):
             figures[f"{group_name}/update_to_weight"] = of["update"] / of["weight"]
     return figures
 

@@ -105,11 +105,9 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         launches: By the name of the operation.
         operations: Calls of torch, likewise.
         elementwise_bytes: Read and written by all but products and collectives.
-        product_bytes: Read and written by products.
         flops: Of the products.
         collectives: By name.
-        copies_to_device: From the host: those that it does not wait for.
-        bytes_to_device: What these move.
+        bytes_to_device: What copies from the host move, for which it does not wait.
         bytes_to_host: What copies to the host move.
         places: Where in ``within`` launches come from, as ``(file, function)``.
         peak: Most bytes at once of memory taken since the mode began.
@@ -126,7 +124,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
-        self.elementwise_bytes = self.product_bytes = self.flops = self.copies_to_device = 0
+        self.elementwise_bytes = self.flops = 0
         self.bytes_to_device = self.bytes_to_host = 0
         self.collectives: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
@@ -160,21 +158,17 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = _launches(name, args, kwargs)
         self.launches[name] += count
         self.places[self._place()] += count
-        moved = _usually(name, args) if space == "muonmesh" else None
-        moved = sum(_bytes(func, args, kwargs, made)) if moved is None else moved
         if space == "muonmesh" and name == "multiply":
-            self.product_bytes += moved
             self.flops += _flops_of_multiply(args)
         elif name in _PRODUCTS:
-            self.product_bytes += moved
             left, right = [value for value in args if isinstance(value, Tensor)][-2:]
             self.flops += 2 * left.numel() * right.shape[-1]
             summand = args[0] if name in ("addmm", "baddbmm") else None
             if summand is not None and kwargs.get("beta", 1) != 0 and kwargs.get("out") is not summand:
                 self.launches["copy of the summand"] += 1  # cuBLAS adds in place
-                self.product_bytes += 2 * _size(made[0])
         else:
-            self.elementwise_bytes += moved
+            moved = _usually(name, args) if space == "muonmesh" else None
+            self.elementwise_bytes += sum(_bytes(func, args, kwargs, made)) if moved is None else moved
         return found
 
     @property
@@ -202,7 +196,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         waits_not = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
         if not waits_not:
             raise HostSync(f"a copy from {source.device} to {target.device} without non_blocking=True")
-        self.copies_to_device += target.is_cuda
         if target.is_cuda:
             self.bytes_to_device += _size(source)
         else:

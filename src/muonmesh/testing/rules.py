@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.storage import Storage, local_of, placements_of, this_rank, world_size
+from muonmesh.comm.storage import Storage, local_of, local_part, placements_of, world_size
+from muonmesh.comm.telling import tell_all
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.layout.region import row_major
@@ -201,7 +202,7 @@ def _stepped(
     """Step a case in its layout and in one process; return weights and state of the latter, and where bits differ."""
     random_numbers = torch.Generator().manual_seed(case.seed)
     start = _randn(case.shape, random_numbers)
-    alone, shared = nn.Parameter(start.clone()), nn.Parameter(storage.wrap(_cut(start, layout)))
+    alone, shared = nn.Parameter(start.clone()), nn.Parameter(storage.wrap(local_part(start, layout)))
     where: dict[str, Any] = {"process_group": "world"} if case.how == "plain" else {}
     if case.how == "flat":
         where["layouts"] = {"parameter": layout}
@@ -216,7 +217,7 @@ def _stepped(
         if kind == "zero":
             gradient.zero_()
         alone.grad = gradient if kind != "none" else None
-        shared.grad = storage.wrap(_cut(gradient, layout)) if kind != "none" else None
+        shared.grad = storage.wrap(local_part(gradient, layout)) if kind != "none" else None
         for optimizer in optimizers:
             optimizer.step()
     expected = {"weights": alone.detach(), **optimizers[0].state[alone]}
@@ -226,21 +227,10 @@ def _stepped(
     wrong = sorted(expected.keys() - found.keys() if together else expected.keys() ^ found.keys())
     for key in expected.keys() & found.keys():
         place = layout if key == "weights" else state_layouts[key].storage.layout if key in state_layouts else None
-        value = _cut(expected[key], place) if place is not None else expected[key]
+        value = local_part(expected[key], place) if place is not None else expected[key]
         if not torch.equal(local_of(found[key]).reshape(value.shape), value):
             wrong.append(key)
     return expected, wrong
-
-
-def _cut(value: Tensor, layout: Layout) -> Tensor:
-    """Return what this rank stores of a whole tensor."""
-    rank = this_rank()
-    local = torch.zeros(layout.local_shape(rank), dtype=value.dtype, device=value.device)
-    for block in layout.blocks(rank):
-        region = block.region
-        box = tuple(slice(low, low + size) for low, size in zip(region.offset, region.shape, strict=True))
-        local.as_strided(region.shape, block.strides, block.start).copy_(value[box])
-    return local
 
 
 def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Random) -> str:
@@ -319,10 +309,7 @@ def _randn(shape: tuple[int, ...], numbers: torch.Generator) -> Tensor:
 
 def _agree(error: str) -> None:
     """Raise on every rank if there is an error on any."""
-    everyone = [error]
-    if world_size() > 1:
-        everyone = [""] * world_size()
-        dist.all_gather_object(everyone, error)
+    everyone = tell_all(error)
     for rank, text in enumerate(everyone):
         if text:
             raise AssertionError(f"rank {rank}: {text}" if len(everyone) > 1 else text)

@@ -8,6 +8,5 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from muonmesh.integrations.deepspeed.initialize import initialize
-from muonmesh.integrations.deepspeed.state import get_state, set_state
 
-__all__ = ["get_state", "initialize", "set_state"]
+__all__ = ["initialize"]

@@ -1,4 +1,4 @@
-"""Call: what one plan covers of what DeepSpeed steps, and what a step of the engine consists of."""
+"""Call: one of the calls of `Muon.step` that a step of a DeepSpeed engine consists of."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from muonmesh.report.explain import Explanation, Row
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One flat tensor; at stage 0 all parameters together.
+    """One call of `Muon.step`, which steps one flat tensor of a ZeRO engine, or at stage 0 all parameters.
 
     Attributes:
-        title: For tables and messages.
-        muon: Plans and steps it.
-        shards: The parameters in it.
-        layouts: Where each lies in the flat tensor, by name; empty at stage 0, where every rank holds it whole.
-        process_group: The ranks that share them.
+        title: The name of the call in tables and messages.
+        muon: The optimizer that plans the call and steps.
+        shards: The parameters that the call steps.
+        layouts: For each of these parameters by name, where its elements lie in the flat tensors of all ranks. Empty at
+            stage 0, where every rank holds whole parameters.
+        process_group: The ranks that share these parameters.
     """
 
     title: str
@@ -37,22 +38,22 @@ class Call:
 
     @property
     def tensor(self) -> Tensor:
-        """The flat tensor."""
+        """The flat tensor that the call steps."""
         tensor: Tensor = self.muon.param_groups[0]["params"][0]
         return tensor
 
     @property
     def algorithm(self) -> str:
-        """Of the flat tensor."""
+        """The name of the rule that steps the flat tensor."""
         return str(self.muon.param_groups[0]["algorithm"])
 
     @cached_property
     def copies(self) -> dict[Tensor, int]:
-        """At stage 0, how many ranks hold each element of a parameter: tensor parallelism cuts some of them."""
+        """At stage 0, the number of ranks that hold each element of a parameter: tensor parallelism cuts some."""
         return {member.tensor: member.storage.copies for member in self.muon.members}
 
     def explain(self) -> Explanation:
-        """Return what its step does, parameter by parameter."""
+        """Return what the call does, with a row for each parameter."""
         told = self.muon.explain()
         if not self.layouts:
             return told
@@ -70,12 +71,12 @@ def _row(shard: Shard, rate: float) -> Row:
 
 @dataclass(frozen=True)
 class Calls:
-    """What one step of the engine does, call by call; ``str()`` is a table for each."""
+    """What one step of a DeepSpeed engine does: an explanation of each call, by the call's title."""
 
     explanations: dict[str, Explanation]
 
     def __str__(self) -> str:
-        """Return the tables and the balance of each call."""
+        """Return a table for each call, and a line with the load balance of each call."""
         tables = [f"{title}\n{told}" for title, told in self.explanations.items()]
         balances = [
             f"{told.imbalance:.2f} in {title}" for title, told in self.explanations.items() if any(told.flops.values())

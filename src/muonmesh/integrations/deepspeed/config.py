@@ -79,11 +79,9 @@ def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any], stage: int, has_
     def refuse(found: str, needed: str, write: str) -> None:
         raise ValueError(explain_error("config", found, needed, write))
 
-    def on(section: str, *keys: str) -> bool:
-        value: Any = config.get(section, {})
-        for key in keys or ("enabled",):
-            value = value.get(key, False) if isinstance(value, Mapping) else False
-        return bool(value)
+    def on(section: str) -> bool:
+        value = config.get(section)
+        return isinstance(value, Mapping) and bool(value.get("enabled"))
 
     if "optimizer" in config:
         kind = config["optimizer"].get("type") if isinstance(config["optimizer"], Mapping) else config["optimizer"]

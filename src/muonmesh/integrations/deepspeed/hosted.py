@@ -21,8 +21,9 @@ _awaiting: WeakKeyDictionary[EngineMuon, tuple[Assembly, float | Mapping[str, An
 def hosted(model: nn.Module, optimizer: Mapping[str, Any], clip: float | Mapping[str, Any] | None = None) -> EngineMuon:
     """Return an optimizer for a host that gives it to `deepspeed.initialize` together with its model.
 
-    That function is replaced, for good, by one that does for such an optimizer what `initialize` does, and for any
-    other what it did. Schedulers may be made of the optimizer before: the engine keeps its groups.
+    `hosted` replaces `deepspeed.initialize` for the rest of the process. The new function treats this optimizer as
+    `muonmesh.integrations.deepspeed.initialize` does, and any other optimizer as DeepSpeed does. You may make
+    schedulers of the returned optimizer at once: the engine keeps its groups.
 
     Args:
         model: The model that the host will give to DeepSpeed.
@@ -53,17 +54,17 @@ def prepare_host_config(config: dict[str, Any]) -> None:
         raise ValueError(explain_error("config", found, needed, "Remove it"))
 
 
-def _knowing(honest: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any, Any]]:
-    @wraps(honest)
+def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    @wraps(original)
     def initialize(*positional: Any, **given: Any) -> tuple[Any, Any, Any, Any]:
         optimizer = given.get("optimizer")
         if not isinstance(optimizer, EngineMuon) or optimizer not in _awaiting:
-            return honest(*positional, **given)
+            return original(*positional, **given)
         assembly, clip = _awaiting.pop(optimizer)
         config = given.pop("config", None) or given.pop("config_params", None)
         # The model is the assembly's, and a list of its parameters says less than the groups do.
         others = {key: value for key, value in given.items() if key not in ("model", "optimizer", "model_parameters")}
-        return assembly.initialize(honest, optimizer, config, clip, others)
+        return assembly.initialize(original, optimizer, config, clip, others)
 
     initialize._knows_muonmesh = True  # type: ignore[attr-defined]
     return initialize

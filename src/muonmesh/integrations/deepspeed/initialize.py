@@ -1,4 +1,4 @@
-"""initialize: a DeepSpeed engine that trains with Muon, whatever the stage of ZeRO."""
+"""initialize: make a DeepSpeed engine that trains with Muon, at any stage of ZeRO."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
-from muonmesh.integrations.deepspeed.records import Placed, prove, read_flats
+from muonmesh.integrations.deepspeed.records import Flat, prove, read_flats
 from muonmesh.integrations.deepspeed.shards import Shard, shard_of
-from muonmesh.layout import FlatParameter, Replicate
+from muonmesh.layout import FlatParameter, FlatShards, Replicate
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.optimizer import Muon
@@ -81,7 +81,7 @@ def initialize(
 
 
 def assemble(model: nn.Module, optimizer: Mapping[str, Any]) -> Assembly:
-    """Check the settings of `initialize` and return what is known before the engine exists.
+    """Check the settings that `initialize` takes as ``optimizer=``, and return what makes the engine from them.
 
     Raises:
         TypeError, ValueError: a setting is unknown or wrong.
@@ -117,7 +117,16 @@ def _shapes(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 class Assembly:
-    """What is known before the engine exists, and the two moments at which it is needed."""
+    """Makes a DeepSpeed engine with its optimizer, from settings that were checked before the engine exists.
+
+    DeepSpeed replaces modules and parameters while it makes an engine. So `make_optimizer` runs inside of
+    `deepspeed.initialize`, when the modules are as they will be trained, and `bind` runs on the finished engine.
+
+    Args:
+        model: The model to train.
+        template: A `Muon` over meta tensors of the parameters' global shapes. Its groups have the checked settings.
+        shared: The settings of `Muon` that all groups share, by name.
+    """
 
     def __init__(self, model: nn.Module, template: Muon, shared: Mapping[str, Any]) -> None:
         self._model = model
@@ -129,31 +138,35 @@ class Assembly:
 
     def initialize(
         self,
-        honest: Callable[..., tuple[Any, Any, Any, Any]],
+        original: Callable[..., tuple[Any, Any, Any, Any]],
         optimizer: EngineMuon | Callable[[Any], EngineMuon],
         config: Any,
         clip: float | Mapping[str, Any] | None,
         others: Mapping[str, Any],
     ) -> tuple[Any, Any, Any, Any]:
-        """Make the engine.
+        """Make the engine by `deepspeed.initialize`, and return what that returns.
 
         Args:
-            honest: `deepspeed.initialize`.
-            optimizer: What it is given: `make_optimizer`, or what that has made already.
-            config: As `initialize` of this module takes it.
-            clip: Likewise.
-            others: Further arguments of ``honest``.
+            original: DeepSpeed's own function `deepspeed.initialize`, which `hosted` may have replaced.
+            optimizer: The method `make_optimizer`, which DeepSpeed then calls, or an optimizer that it has made.
+            config: DeepSpeed's config, a dict or the path of a JSON file.
+            clip: The largest norm of the AdamW half, or arguments of `Muon.clip_grad_norm_` by name; None: no clipping.
+            others: Further arguments of `deepspeed.initialize`, by name.
         """
         prepared = prepare_config(read_config(config), has_experts=bool(has_moe_layers(self._model)[0]))
         limits, given = limits_of(clip, prepared), dict(others)
         if given.get("lr_scheduler") is None:
             given["lr_scheduler"] = take_scheduler(prepared, float(self._template.defaults["lr"]))
-        engine, *rest = honest(model=self._model, config=prepared, optimizer=optimizer, **given)
+        engine, *rest = original(model=self._model, config=prepared, optimizer=optimizer, **given)
         self.bind(engine, limits)
         return (engine, *rest)
 
     def make_optimizer(self, _: Any = None) -> EngineMuon:
-        """Make the optimizer inside the engine, when its modules are as they will be trained."""
+        """Return the optimizer of the parameters as they are now; DeepSpeed calls this while it makes an engine.
+
+        Raises:
+            LayoutError: a parameter has another name or shape than before, or is cut in a way that is not known.
+        """
         parameters: dict[str, Any] = {
             canonical_name(name): p for name, p in self._model.named_parameters(remove_duplicate=False)
         }
@@ -185,13 +198,13 @@ class Assembly:
         return self._optimizer
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
-        """Return an empty group; DeepSpeed knows the groups of experts by the name of their ranks."""
+        """Return a group without parameters; DeepSpeed knows a group of experts by the name of their ranks."""
         settings = {key: group[key] for key in self._template.defaults}
         known: dict[str, Any] = {"name": group["name"]} if experts is None else {"name": experts, "moe": True}
         return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **known, **settings}
 
     def bind(self, engine: Any, limits: Limits | None) -> None:
-        """Read the engine's records and give the optimizer its calls."""
+        """Read from the engine where each parameter lies, and give the optimizer the calls of a step."""
         assert self._optimizer is not None
         groups = self._optimizer.param_groups
         if not engine.zero_optimization():
@@ -202,8 +215,8 @@ class Assembly:
             flats = read_flats(engine)
         except LayoutError as found:
             flats, error = [], found
-        placed = prove(flats, self._shards, error)
-        calls = [self._flat(number, entry, groups) for number, entry in enumerate(placed)]
+        layouts = prove(flats, self._shards, error)
+        calls = [self._flat(number, *each, groups) for number, each in enumerate(zip(flats, layouts, strict=True))]
         self._optimizer.bind(calls, limits, engine)
         mend(engine, self._optimizer)
 
@@ -230,9 +243,10 @@ class Assembly:
             title = "all groups" if experts is None else f"experts {experts}"
             yield Call(title, muon, tuple(shards[name] for name in names), {}, process_group)
 
-    def _flat(self, number: int, placed: Placed, groups: Sequence[Mapping[str, Any]]) -> Call:
+    def _flat(
+        self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
+    ) -> Call:
         """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
-        flat = placed.flat
         group, label = groups[flat.group], self._labels[flat.group]
         shards = tuple(self._shards[id(held.parameter)] for held in flat.held)
         title = f"{label} ({len(shards)} parameters, flat tensor {number})"
@@ -241,9 +255,9 @@ class Assembly:
         if not is_matrix_rule(group["algorithm"]):  # elementwise, so every rank steps what it holds on its own
             muon = Muon(inner, process_group="local", **self._shared)
         else:
-            contents = [FlatParameter(shard.name, placed.layouts[shard.name], shard.matrices) for shard in shards]
+            contents = [FlatParameter(shard.name, layouts[shard.name], shard.matrices) for shard in shards]
             muon = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
-        return Call(title, muon, shards, placed.layouts, process_group)
+        return Call(title, muon, shards, layouts, process_group)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _link_states(zero: Any) -> None:
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def _loading(optimizer: EngineMuon, zero: Any, honest: Callable[..., None]) -> Callable[..., None]:
+def _loading(optimizer: EngineMuon, zero: Any, original: Callable[..., None]) -> Callable[..., None]:
     """Return ZeRO's ``load_state_dict`` with a check before and the settings of every group restored after."""
 
     def load_state_dict(
@@ -83,7 +83,7 @@ def _loading(optimizer: EngineMuon, zero: Any, honest: Callable[..., None]) -> C
         if checkpoint_folder is not None and load_optimizer_states:
             groups = _universal(Path(checkpoint_folder))["param_groups"]
             optimizer.check_groups(groups)
-        honest(
+        original(
             state_dict_list,
             checkpoint_folder=checkpoint_folder,
             load_optimizer_states=load_optimizer_states,
@@ -97,7 +97,7 @@ def _loading(optimizer: EngineMuon, zero: Any, honest: Callable[..., None]) -> C
     return load_state_dict
 
 
-def _checked(engine: Any, honest: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(engine: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the engine's ``load_checkpoint`` with a check that a universal checkpoint is of this kind of ZeRO."""
 
     def load_checkpoint(load_dir: str, tag: str | None = None, *arguments: Any, **others: Any) -> Any:
@@ -110,7 +110,7 @@ def _checked(engine: Any, honest: Callable[..., Any]) -> Callable[..., Any]:
                 needed = f"one of stage {'3' if is_3 else '1 or 2'}: DeepSpeed cannot convert between them"
                 write = "Write muonmesh.checkpoint.save there and muonmesh.checkpoint.load here"
                 raise StateError(explain_error(str(folder), found, needed, write))
-        return honest(load_dir, tag, *arguments, **others)
+        return original(load_dir, tag, *arguments, **others)
 
     return load_checkpoint
 

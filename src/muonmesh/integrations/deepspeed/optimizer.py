@@ -15,6 +15,7 @@ from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
 from muonmesh.integrations.deepspeed.clipping import Clipping
 from muonmesh.integrations.deepspeed.saved import engine_records, expert_names, frozen_whole, publish
+from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import step_count
 from muonmesh.step.slots import RUNNING
 
@@ -186,7 +187,7 @@ class EngineMuon(torch.optim.Optimizer):
             for key, needed in identity.items():
                 if key == "matrices" and identity["algorithm"] == "adamw":
                     continue
-                if _plain(group.get(key)) != _plain(needed):
+                if as_tuples(group.get(key)) != as_tuples(needed):
                     where, found = f"group {identity['name']!r}", f"{key} {group.get(key)!r} in the state"
                     raise StateError(explain_error(where, found, f"{needed!r}", _AS_SAVED))
 
@@ -232,8 +233,3 @@ class EngineMuon(torch.optim.Optimizer):
     def explain(self) -> Calls:
         """Return what a step of the engine does, call by call, with the balance of each; no communication."""
         return Calls({call.title: call.explain() for call in self.calls})
-
-
-def _plain(value: Any) -> Any:
-    """Return nested lists for nested tuples, so that both compare equal."""
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -50,14 +50,6 @@ class Flat:
     held: tuple[Held, ...]
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A flat tensor with the proved layout of each parameter in it, by the parameter's state name."""
-
-    flat: Flat
-    layouts: dict[str, FlatShards]
-
-
 def read_flats(engine: Any) -> list[Flat]:
     """Read the flat tensors of a ZeRO engine, in the order in which DeepSpeed steps them; no communication.
 
@@ -93,7 +85,7 @@ def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offse
         group = zero.real_dp_process_group[number]
         low = dist.get_rank(group) * sizes[number]
         held = tuple(
-            Held(parameter, _overlap(offset, parameter.numel(), low, tensor.numel()))
+            Held(parameter, Interval(0, parameter.numel(), offset).part(low, low + tensor.numel()))
             for parameter, offset in zip(parameters[number], offsets[number], strict=True)
         )
         yield Flat(tensor, number, group, held)
@@ -114,14 +106,8 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
         yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(held))
 
 
-def _overlap(offset: int, numel: int, low: int, size: int) -> Interval:
-    """Return what a partition from ``low`` on holds of a parameter that begins at ``offset``."""
-    begin, end = max(offset, low), min(offset + numel, low + size)
-    return Interval(begin - offset, end - begin, begin - low) if begin < end else Interval(0, 0, 0)
-
-
-def prove(flats: Sequence[Flat], shards: dict[int, Shard], error: Exception | None) -> list[Placed]:
-    """Return the flat tensors with the layout of each parameter, after both proofs; all ranks of the world call it.
+def prove(flats: Sequence[Flat], shards: dict[int, Shard], error: Exception | None) -> list[dict[str, FlatShards]]:
+    """Return the layout of each parameter in each flat tensor, by name, after both proofs; all ranks of the world do.
 
     Args:
         flats: As this rank reads them.
@@ -133,19 +119,19 @@ def prove(flats: Sequence[Flat], shards: dict[int, Shard], error: Exception | No
     """
     error = error or _unequal(flats, shards)
     told = tell_all(_told(flats, shards) if error is None else None, error, kind=LayoutError)
-    placed: list[Placed] = []
+    layouts: list[dict[str, FlatShards]] = []
     try:
-        placed = [_place(number, flat, shards, told) for number, flat in enumerate(flats)]
+        layouts = [_place(number, flat, shards, told) for number, flat in enumerate(flats)]
     except LayoutError as found:
         error = found
     tell_all(None, error, kind=LayoutError)  # before the ranks gather parameters together
     try:
-        for entry in placed:
-            _compare(entry, shards)
+        for flat in flats:
+            _compare(flat, shards)
     except LayoutError as found:
         error = found
     tell_all(None, error, kind=LayoutError)
-    return placed
+    return layouts
 
 
 def _unequal(flats: Sequence[Flat], shards: dict[int, Shard]) -> LayoutError | None:
@@ -158,19 +144,14 @@ def _unequal(flats: Sequence[Flat], shards: dict[int, Shard]) -> LayoutError | N
     return LayoutError(explain_error("DeepSpeed", found, "those of the groups, each once", _DIFFERENT))
 
 
-def _told(flats: Sequence[Flat], shards: dict[int, Shard]) -> list[tuple[tuple[int, ...], int, dict[str, Interval]]]:
+def _told(flats: Sequence[Flat], shards: dict[int, Shard]) -> list[tuple[int, dict[str, Interval]]]:
     """Return what other ranks must know of this rank's flat tensors."""
     return [
-        (
-            tuple(dist.get_process_group_ranks(flat.process_group)),
-            flat.tensor.numel(),
-            {shards[id(held.parameter)].name: held.interval for held in flat.held},
-        )
-        for flat in flats
+        (flat.tensor.numel(), {shards[id(held.parameter)].name: held.interval for held in flat.held}) for flat in flats
     ]
 
 
-def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence[Any]) -> Placed:
+def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence[Any]) -> dict[str, FlatShards]:
     ranks = tuple(dist.get_process_group_ranks(flat.process_group))
     layouts = {}
     for held in flat.held:
@@ -178,12 +159,11 @@ def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence
         within = shard.within(ranks)
         intervals, sizes = [], []
         for rank in within.ranks:
-            _, size, held_there = everyone[rank][number] if number < len(everyone[rank]) else (ranks, 0, {})
+            size, held_there = everyone[rank][number] if number < len(everyone[rank]) else (0, {})
             if shard.name not in held_there:
                 found = f"no record of it in flat tensor {number} of rank {rank}"
                 raise LayoutError(explain_error(shard.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
-            interval = held_there[shard.name]
-            intervals.append((interval,) if interval.length else ())
+            intervals.append((held_there[shard.name],))
             sizes.append(size)
         replicas = shard.replicas(within)
         try:
@@ -193,19 +173,19 @@ def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence
             raise LayoutError(
                 explain_error(shard.name, str(error), "each element held exactly once", _DIFFERENT)
             ) from None
-    return Placed(flat, layouts)
+    return layouts
 
 
-def _compare(placed: Placed, shards: dict[int, Shard]) -> None:
+def _compare(flat: Flat, shards: dict[int, Shard]) -> None:
     """Compare the values in a flat tensor with the parameters that should lie there.
 
     Stage 3 gathers one parameter at a time, so the ranks of the process group call it together.
     """
     wrong = None
-    for held in placed.flat.held:
+    for held in flat.held:
         parameter, (first, length, start) = held
         whole = _whole(parameter)
-        found = placed.flat.tensor.detach()[start : start + length]
+        found = flat.tensor.detach()[start : start + length]
         needed = whole.reshape(-1)[first : first + length].to(found.device, found.dtype)
         if not torch.equal(found.nan_to_num(), needed.nan_to_num()):
             wrong = wrong or shards[id(parameter)].name

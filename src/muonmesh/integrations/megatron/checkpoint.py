@@ -10,10 +10,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
+from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron.groups import EXPERTS
-from muonmesh.layout import Block, FlatShards, Layout, MeshLayout, Replicate
 from muonmesh.optimizer import Muon
 from muonmesh.step.members import Member
 from muonmesh.step.slots import RUNNING
@@ -81,35 +81,14 @@ def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int, resiz
         number = member.storage.layout.ranks.index(this_rank())
         yield _tensor(whole, local.view(-1), (local.numel(),), (0,), (copy, number))
         return
-    for block in layout.blocks(this_rank()):
-        if block.region.numel:
-            found = _tensor(whole, _view(local, block), layout.shape, block.region.offset, (copy, _copy(layout)))
-            found.allow_shape_mismatch = resizes
-            yield found
+    for at, box in boxes_of(local, layout, layout.shape).items():
+        found = _tensor(whole, box, layout.shape, at, (copy, layout.replica_number(this_rank())))
+        found.allow_shape_mismatch = resizes
+        yield found
 
 
 def _tensor(key: str, data: Tensor, whole: tuple[int, ...], offset: tuple[int, ...], replica: Any) -> ShardedTensor:
     return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, offset, None, replica_id=replica)
-
-
-def _view(local: Tensor, block: Block) -> Tensor:
-    return local.as_strided(block.region.shape, block.strides, local.storage_offset() + block.start)
-
-
-def _copy(layout: Layout) -> int:
-    """Return the number of this rank's copy among the replicas."""
-    if isinstance(layout, FlatShards):
-        return next(i for i, replica in enumerate(layout.replicas) if this_rank() in replica)
-    assert isinstance(layout, MeshLayout)
-    index, number = layout.ranks.index(this_rank()), 0
-    at = []
-    for size in reversed(layout.mesh):
-        index, place = divmod(index, size)
-        at.append(place)
-    for size, place, placement in zip(layout.mesh, reversed(at), layout.placements, strict=True):
-        if isinstance(placement, Replicate):
-            number = number * size + place
-    return number
 
 
 @torch.no_grad()
@@ -162,9 +141,8 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
             if key == "step" or key in RUNNING:
                 local.copy_(parts[0].view(local.shape))
                 continue
-            blocks = [block for block in layout.blocks(this_rank()) if block.region.numel]
-            for block, part in zip(blocks, parts, strict=True):
-                _view(local, block).copy_(part)
+            for box, part in zip(boxes_of(local, layout, layout.shape).values(), parts, strict=True):
+                box.copy_(part)
     with torch.no_grad():
         for member in optimizer.members:
             master = optimizer.state[member.tensor].get("master")

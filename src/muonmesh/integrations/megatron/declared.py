@@ -6,7 +6,6 @@ takes it; neither library is imported.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.names import canonical_name
+from muonmesh.names import canonical_name, names_matching
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """The ranks of one axis; a mesh has one dim, None is this rank alone."""
@@ -112,7 +111,7 @@ def _overridden(names: list[str], overrides: Mapping[str, Placement]) -> dict[st
     """Return the placements by name, expressions first so that exact names win."""
     placements: dict[str, Placement] = {}
     for key in sorted(overrides, key=lambda key: key in names):
-        matching = [key] if key in names else [name for name in names if re.search(key, name)]
+        matching = names_matching("declared_layouts", key, names)
         if not matching:
             found, needed = f"overrides={{{key!r}: ...}}, which matches nothing", "a name or a regular expression"
             raise ValueError(explain_error("declared_layouts", found, needed, "Correct or remove it"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from muonmesh.groups.sites import Site, sites, unwrapped
 from muonmesh.integrations.megatron.experts import expert_names, expert_role
 from muonmesh.integrations.megatron.names import whole_name
 from muonmesh.integrations.megatron.pieces import pieces_of
+from muonmesh.names import names_matching
 
 _EACH = ("params", "param_names", "matrices", "reasons")
 
@@ -140,19 +140,12 @@ def _for_names(
     Expressions are searched for in the names of the whole model; exact names win, later expressions over earlier ones.
     """
     by_name = {names[site.name]: site.name for site in held}
-    everyone = set(by_name)
     here: dict[str, dict[str, Any]] = {}
     used = set()
-    for key in sorted(overrides, key=lambda key: key in everyone):
+    for key in sorted(overrides, key=lambda key: key in by_name):
         said = overrides[key]
         said = {"algorithm": said} if isinstance(said, str) else dict(said)
-        try:
-            matching = [key] if key in everyone else [name for name in by_name if re.search(key, name)]
-        except re.error as error:
-            found = f"no parameter's name and no regular expression ({error})"
-            write = "Use re.escape on what is meant literally"
-            raise ValueError(explain_error(f"overrides[{key!r}]", found, "either", write)) from None
-        for name in matching:
+        for name in names_matching(f"overrides[{key!r}]", key, by_name):
             here.setdefault(by_name[name], {}).update(said)
             used.add(key)
     return here, used

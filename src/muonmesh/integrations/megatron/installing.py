@@ -9,14 +9,10 @@ from typing import Any
 
 from megatron.core import optimizer as megatrons
 
-from muonmesh.errors import explain_error
 from muonmesh.integrations.megatron.build import get_megatron_optimizer
+from muonmesh.integrations.settings import check_settings
 
-_OURS = tuple(
-    name
-    for name, parameter in inspect.signature(get_megatron_optimizer).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-)
+_MEGATRONS = tuple(inspect.signature(megatrons.get_megatron_optimizer).parameters)
 
 
 def install(**settings: Any) -> None:
@@ -35,10 +31,7 @@ def install(**settings: Any) -> None:
     Raises:
         TypeError: another argument.
     """
-    for name in settings:
-        if name not in _OURS:
-            needed = f"one of {', '.join(_OURS)}"
-            raise TypeError(explain_error("install", f"the argument {name!r}", needed, "Remove or rename it"))
+    check_settings("install", settings, get_megatron_optimizer, decided=_MEGATRONS)
     theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
     before = megatrons.get_megatron_optimizer
     ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))

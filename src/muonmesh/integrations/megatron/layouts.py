@@ -5,6 +5,7 @@ distributed optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch.distributed import tensor as distributed
@@ -31,18 +32,16 @@ def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
         return mesh, (distributed.Replicate(), _torch(cut.placement)), cut.shape
     grid = mesh.mesh.tolist()
     ranks = tuple(rank for row in grid for rank in row)
-    whole_rows = ranges is None
-    if cut.placement is not None:
-        within = MeshLayout(cut.shape, tuple(mesh.mesh.shape), ranks, (Replicate(), cut.placement))
-        assert ranges is not None
-        cuts = [_interval(*ranges[row]) for row, some in enumerate(grid) for _ in some]
+    if cut.placement is None:
+        within, runs = MeshLayout.replicated(cut.shape, ranks), cut.runs
     else:
-        within = MeshLayout.replicated(cut.shape, ranks)
-        size = sum(interval.length for interval in cut.runs[0])
-        kept = [(0, size)] * len(grid) if ranges is None else ranges
-        cuts = [_overlaps(cut.runs[column], *kept[row]) for row in range(len(grid)) for column in range(len(grid[0]))]
+        within = MeshLayout(cut.shape, tuple(mesh.mesh.shape), ranks, (Replicate(), cut.placement))
+        runs = ((Interval(0, prod(within.local_shape(ranks[0])), 0),),) * len(grid[0])
+    size = sum(interval.length for interval in runs[0])
+    kept = [(0, size)] * len(grid) if ranges is None else ranges
+    cuts = [tuple(run.part(*some) for run in each) for some in kept for each in runs]
     sizes = tuple(sum(interval.length for interval in some) for some in cuts)
-    if whole_rows:
+    if ranges is None:
         replicas = tuple(tuple(row) for row in grid)
     elif isinstance(cut.placement, Replicate):
         replicas = tuple(zip(*grid, strict=True))
@@ -57,20 +56,6 @@ def _torch(placement: Placement) -> Any:
     if isinstance(placement, StridedShard):
         return _StridedShard(placement.dim, split_factor=placement.split_factor)
     return distributed.Shard(placement.dim)
-
-
-def _interval(low: int, high: int) -> tuple[Interval, ...]:
-    return (Interval(low, high - low, 0),) if high > low else ()
-
-
-def _overlaps(runs: Sequence[Interval], low: int, high: int) -> tuple[Interval, ...]:
-    """Return what elements low to high of a flattened shard are of the whole, which lies in it in runs."""
-    found = []
-    for first, length, start in runs:
-        begin, end = max(low, start), min(high, start + length)
-        if begin < end:
-            found.append(Interval(first + begin - start, end - begin, begin - low))
-    return tuple(found)
 
 
 def buffer_ranges(buffer: Any) -> dict[Any, list[tuple[int, int]]]:

@@ -36,7 +36,7 @@ class ElementwiseRule(Hyperparameters):
         Returns:
             The same shape.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no update")
+        raise NotImplementedError  # `register_rule` has refused such a rule
 
     def step(
         self,

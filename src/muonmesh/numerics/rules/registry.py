@@ -57,8 +57,8 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
 
     Raises:
         ValueError: the name is taken by a rule of muonmesh, or `Rule.keeps` names a kind that does not exist.
-        TypeError: what is decorated is no dataclass derived from `Rule` or `ElementwiseRule`, or has only one of
-            `Rule.summands` and `Rule.apply_with`.
+        TypeError: what is decorated is no dataclass derived from `Rule` or `ElementwiseRule`, has only one of
+            `Rule.summands` and `Rule.apply_with`, or is an `ElementwiseRule` without `ElementwiseRule.update`.
     """
 
     def register(rule: type[AnyRule]) -> type[AnyRule]:
@@ -79,6 +79,11 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
                 f"register_rule({algorithm!r}): found {found} of {rule.__name__} without {other}; needed both: what "
                 f"summands returns is added up and given to apply_with. Write {other} too"
             )
+        own = (ElementwiseRule.update, ElementwiseRule.step)
+        if issubclass(rule, ElementwiseRule) and (rule.update, rule.step) == own:
+            where, found = f"register_rule({algorithm!r})", f"{rule.__name__} without an update of its own"
+            write = "Write def update(self, gradient, state, count), which returns the step of each element"
+            raise TypeError(explain_error(where, found, "one, which says what a step is", write))
         with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too
             check_keeps(_by_defaults(rule))
         RULES[algorithm] = rule
