@@ -28,7 +28,7 @@ from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import nonzero, together
 from muonmesh.step.together import MuonStepTogether
-from tests.device.streams import Event, Timeline, streaming_cuda
+from muonmesh.testing.device import Event, pretended_cuda
 from tests.interpreter import interpreting
 
 Interpreter = Callable[..., Any]
@@ -648,7 +648,7 @@ def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_event_is_recorded_on_the_device_of_what_is_on_its_way() -> None:
     """Not on the current device's stream, which is device 0's."""
-    with streaming_cuda(Timeline()), FakeTensorMode():
+    with pretended_cuda(), FakeTensorMode():
         _, arrived = download(torch.empty(3, device="cuda:1"))
     assert isinstance(arrived, Event)
     assert arrived.stream is not None

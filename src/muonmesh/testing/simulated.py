@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from muonmesh.numerics.kernels import toolchain
+from muonmesh.testing.device import Clocks, Event, Operation, Stream, Timeline, merge, pretended_cuda
 from muonmesh.testing.launches import WAITS, masks
-from tests.device.streams import Clocks, Event, Operation, Stream, Timeline, merge, streaming_cuda
 
 _HOST = "the host"
 _ROOM = 512  # bytes: what torch's allocator rounds sizes up to
@@ -142,7 +142,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         installed = toolchain.is_installed()
         with ExitStack() as stack:
             stack.enter_context(
-                streaming_cuda(
+                pretended_cuda(
                     self._timeline,
                     is_available=lambda: True,
                     is_initialized=lambda: True,
