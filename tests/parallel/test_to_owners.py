@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from muonmesh.comm.to_owners import ToOwners
+from muonmesh.comm.to_owners import ToOwners, on_replica
 from tests.samples import one_in
 from tests.sent import Sent
 
@@ -131,6 +131,57 @@ def test_replicas_have_the_bits_of_one_process(workers, ranks: int, wrapped: boo
     assert all(wrong == [] and empty for wrong, empty, *_ in outcomes)
     assert sum(kept for *_, kept, _ in outcomes) == 6 * 16 * 32, "each matrix has its momentum once"
     assert max(kept for *_, kept, _ in outcomes) <= 6 * 16 * 32 / ranks * 1.5
+
+
+class Reduced(mm.GradientSource):
+    """A host's own source: matrices lie on the replicas by turns, and each gradient is reduced to its own."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Tensor, int] = {}
+        self.names: dict[Tensor, str] = {}
+        self.sums: dict[Tensor, Tensor] = {}
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return self.sums.get(parameter)
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        parameter.grad = None
+
+    def at_momentum(self, parameter: Tensor) -> bool:
+        return parameter in self.numbers
+
+    def place(self, matrices: Any) -> Any:
+        self.numbers = {tensor: number % storage.copies for number, (_, tensor, storage) in enumerate(matrices)}
+        return [on_replica(storage, self.numbers[tensor]) for _, tensor, storage in matrices]
+
+    def bind(self, replicated: Any, group: Any, bucket_bytes: int) -> None:
+        self.names = dict(replicated)
+
+    def complete(self, step: int) -> None:
+        for tensor in self.names:
+            if tensor.grad is None:
+                continue
+            parts = [torch.empty_like(tensor.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, tensor.grad)
+            total, owner = sum(parts[1:], parts[0].float()) / len(parts), self.numbers.get(tensor)
+            if owner is not None:
+                total = total.flatten() if owner == dist.get_rank() else total.new_empty(0)
+            self.sums[tensor], tensor.grad = total, None
+
+
+def by_a_host() -> list[str]:
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients=Reduced(), **FP32)
+    for step in range(3):
+        loss_of(model(tokens(step, dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s) == 3 * 16 * 32
+    return differing(model, alone(3, FP32, torch.float32))
+
+
+def test_a_source_of_a_host_can_reduce_to_where_it_wants_the_momentum(workers) -> None:
+    assert workers(2).run(by_a_host) == [[], []]
 
 
 def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float]:

@@ -111,9 +111,10 @@ class ToOwners(GradientSource):
         """What all gradients up to now have sent and received on this rank."""
         return Counts() if self._links is None else self._links.wire.counts
 
-    def overflowed(self) -> bool:
-        """Whether a sum that this rank owns is not finite; no other rank can see that."""
-        return any(not bool(torch.isfinite(gradient).all()) for gradient in self._held.values())
+    def overflowed(self) -> bool | Tensor:
+        """Return whether a sum that this rank owns is not finite; no other rank can see that."""
+        found = [~torch.isfinite(gradient).all() for gradient in self._held.values()]
+        return torch.stack(found).any() if found else False
 
     def scaled_error(self, scale: Tensor | None) -> Exception | None:
         """Return what is wrong if a GradScaler has unscaled already: it reads ``.grad`` alone.
@@ -171,7 +172,7 @@ class ToOwners(GradientSource):
                 heapq.heapreplace(heap, (load - cost, number))
         return [on_replica(storage, self._owners[t]) if t in self._owners else storage for _, t, storage in matrices]
 
-    def bind(self, named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
+    def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
         """Hear of these parameters' gradients from now on; all replicas bind the same ones together."""
         for handle in self._links.handles if self._links is not None else ():
             handle.remove()
@@ -186,7 +187,7 @@ class ToOwners(GradientSource):
         buckets = list[list[list[Tensor]]]()
         room, kind = 0, None
         # Backward passes make the last gradients first.
-        for _, tensor in reversed([pair for pair in named if pair[1] in self._owners]):
+        for tensor in reversed([tensor for tensor in replicated if tensor in self._owners]):
             local = local_of(tensor)
             size = local.numel() * local.element_size()
             if not buckets or room < size or kind != (local.dtype, local.device):
@@ -194,8 +195,8 @@ class ToOwners(GradientSource):
                 room, kind = bucket_bytes, (local.dtype, local.device)
             room -= size
             buckets[-1][self._owners[tensor]].append(tensor)
-        shared = [tensor for _, tensor in named if tensor not in self._owners]
-        self._links = _Links(talk, wire, buckets, shared, {tensor: name for name, tensor in named})
+        shared = [tensor for tensor in replicated if tensor not in self._owners]
+        self._links = _Links(talk, wire, buckets, shared, replicated)
         mine = {tensor for bucket in buckets for some in bucket for tensor in some}
         self._links.handles = [t.register_post_accumulate_grad_hook(self._heard) for t in mine]  # type: ignore[no-untyped-call]
 
