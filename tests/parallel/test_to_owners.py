@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
+from muonmesh.comm.agreement import host_group
 from muonmesh.comm.to_owners import ToOwners, on_replica
+from muonmesh.testing import SimulatedDevice
 from tests.samples import one_in
 from tests.sent import Sent
 
@@ -448,3 +450,53 @@ def test_clipping_by_matrix_reads_gradients_where_they_are(workers) -> None:
     for found in workers(2).run(limited):
         assert len(found) == 6
         assert [norm for norm, _ in found.values()] == pytest.approx([true for _, true in found.values()], rel=1e-5)
+
+
+def at_once(device: str, found: SimulatedDevice | None = None) -> tuple[list[Tensor], dict[str, int]]:
+    """Step three times with gradients that lie in ``.grad``; return the weights, and where the host waited."""
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    weights = {f"w{n}": nn.Parameter(torch.linspace(-1, 1, 16 * (8 + n)).view(16, -1).to(device)) for n in range(4)}
+    bias = nn.Parameter(torch.ones(7).to(device))
+    held = [*weights.values(), bias]
+    given = [[torch.randn(p.shape, generator=drawn).to(device) for p in held] for _ in range(3)]
+    groups = [
+        {"name": "muon", "params": list(weights.items())},
+        {"name": "adamw", "algorithm": "adamw", "params": [("bias", bias)]},
+    ]
+    settings: dict[str, Any] = {**FP32, "kernels": "torch", "bucket_cap_mb": 0.001}
+    optimizer = mm.Muon(groups, process_group="world", gradients="to_owners", **settings)
+    for step in range(3):
+        if found is not None and step:
+            found.waits.clear()
+        for parameter, gradient in zip(held, given[step], strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    waits = {} if found is None else dict(found.waits)
+    return [p.detach().cpu().clone() for p in held], waits
+
+
+def on_a_device() -> tuple[float, dict[str, int]]:
+    expected, _ = at_once("cpu")
+    with SimulatedDevice(seed=1) as found:  # raises if there are races
+        weights, waits = at_once("cuda:0", found)
+    return max(float((a - b).abs().max()) for a, b in zip(weights, expected, strict=True)), waits
+
+
+def test_the_host_waits_for_no_device(workers) -> None:
+    for difference, waits in workers(2).run(on_a_device):
+        assert difference < 1e-6, "Frobenius norms of a device are added up otherwise"
+        assert waits == {}
+
+
+def talking() -> tuple[bool, bool, float]:
+    """Groups of hosts: that of all ranks, which reduces tensors of hosts, and one for a group that does not."""
+    world, devices = dist.group.WORLD, dist.new_group(backend="cuda:gloo")
+    assert world is not None
+    other, number = host_group(devices), torch.tensor(1.0 + dist.get_rank())
+    dist.all_reduce(number, group=other)
+    return host_group(world) is world, other is not devices, float(number)
+
+
+def test_ranks_talk_over_hosts_also_where_their_group_has_devices_alone(workers) -> None:
+    assert workers(2).run(talking) == [(True, True, 3.0)] * 2

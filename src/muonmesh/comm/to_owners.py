@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from muonmesh.comm.agreement import new_group
+from muonmesh.comm.agreement import host_group, new_group
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
 from muonmesh.comm.storage import Storage, local_of
 from muonmesh.comm.wire import Counts, Transfer, Wire
@@ -37,7 +38,7 @@ class _Links:
     """The ranks that hold the same, with the parameters whose gradients they add up.
 
     Attributes:
-        talk: Small reductions at the same point of every rank's program.
+        talk: Small reductions at the same point of every rank's program. Hosts wait for hosts there, for no device.
         wire: The gradients. A rank may send some earlier than others do, so every source has a group of its own.
         buckets: For each bucket and each rank of the wire the matrices that it owns, in the order of all buckets.
         shared: The parameters that every replica steps, AdamW's.
@@ -181,7 +182,7 @@ class ToOwners(GradientSource):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         if self._links is None or self._links.wire.ranks != ranks:
-            talk, wire = Wire(ranks, group), Wire(ranks, new_group(ranks))
+            talk, wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
         else:
             talk, wire = self._links.talk, self._links.wire
         buckets = list[list[list[Tensor]]]()
@@ -237,7 +238,7 @@ class ToOwners(GradientSource):
             try:
                 found = gradient_of(links.names[parameter], parameter, PARAMETER_GRAD)
                 parameter.grad = None
-                if type(found) is Tensor:
+                if found is not None and not isinstance(found, DTensor):
                     return found.reshape(-1).to(local.dtype)
                 raise LayoutError(
                     explain_error(
@@ -272,8 +273,7 @@ class ToOwners(GradientSource):
         present = [tensor in self._seen or tensor.grad is not None for tensor in matrices]
         fresh = [tensor.grad is not None and not self._is_reduced(tensor) for tensor in links.shared]
         told = torch.tensor([rounds, dropped, 255 - dropped, *present, *fresh], dtype=torch.uint8, device="cpu")
-        told = links.talk.reduce(told.to(_device(links)), dist.ReduceOp.MAX, "the agreement on gradients").cpu()
-        most, low, high, *flags = told.tolist()
+        most, low, high, *flags = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients").tolist()
         if low + high != 255:
             self._even_out(links, len(self._dropped) + rounds)
             found = "gradients that zero_grad() dropped on some of the ranks and not on others"
@@ -298,7 +298,7 @@ class ToOwners(GradientSource):
 
     def _even_out(self, links: _Links, rounds: int) -> None:
         """Let all ranks send as often, and drop what arrives, so that the next gradients meet their own kind."""
-        told = torch.tensor([rounds], device=_device(links))
+        told = torch.tensor([rounds], device="cpu")
         most = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on rounds")
         while len(self._dropped) < int(most):
             while len(self._sent) < len(links.buckets):
@@ -389,7 +389,3 @@ def _numel(shape: Sequence[int]) -> int:
 
 def _cost(storage: Storage) -> int:
     return _numel(storage.shape) * min(storage.shape)
-
-
-def _device(links: _Links) -> torch.device:
-    return local_of(next(iter(links.names))).device if links.names else torch.device("cpu")
