@@ -391,10 +391,7 @@ class Muon(torch.optim.Optimizer):
             planned, self.param_groups, self.state, runtime.source, getattr(self, "grad_scale", None), runtime.precision
         )
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        error: Exception | None = None
-        if isinstance(runtime.source, ToOwners) and found_inf is not None:
-            error = runtime.source.scaled_error(getattr(self, "grad_scale", None))
-            found_inf = found_inf + float(runtime.source.overflowed())
+        error = None if found_inf is None else runtime.source.scaled_error(getattr(self, "grad_scale", None))
         # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
         look = runtime.loaded or runtime.compared is not planned
         replicas = fingerprints(planned, self.state) if look else None
@@ -406,7 +403,7 @@ class Muon(torch.optim.Optimizer):
             settings=settings,
             error=clip.error or error or runtime.idle.error(slots.missing, some=slots.some),
             skip=clip.skip,
-            overflow=None if found_inf is None else found_inf != 0,
+            overflow=None if found_inf is None else found_inf + runtime.source.overflowed() != 0,
             waits=runtime.host_waits(planned),
         )
         runtime.late[:0] = [] if late is None else [late]

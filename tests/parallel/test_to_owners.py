@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from muonmesh.comm.to_owners import ToOwners
+from muonmesh.comm.agreement import host_group
+from muonmesh.comm.to_owners import ToOwners, on_replica
+from muonmesh.testing import SimulatedDevice
 from tests.samples import one_in
 from tests.sent import Sent
 
@@ -131,6 +133,57 @@ def test_replicas_have_the_bits_of_one_process(workers, ranks: int, wrapped: boo
     assert all(wrong == [] and empty for wrong, empty, *_ in outcomes)
     assert sum(kept for *_, kept, _ in outcomes) == 6 * 16 * 32, "each matrix has its momentum once"
     assert max(kept for *_, kept, _ in outcomes) <= 6 * 16 * 32 / ranks * 1.5
+
+
+class Reduced(mm.GradientSource):
+    """A host's own source: matrices lie on the replicas by turns, and each gradient is reduced to its own."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Tensor, int] = {}
+        self.names: dict[Tensor, str] = {}
+        self.sums: dict[Tensor, Tensor] = {}
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return self.sums.get(parameter)
+
+    def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        parameter.grad = None
+
+    def at_momentum(self, parameter: Tensor) -> bool:
+        return parameter in self.numbers
+
+    def place(self, matrices: Any) -> Any:
+        self.numbers = {tensor: number % storage.copies for number, (_, tensor, storage) in enumerate(matrices)}
+        return [on_replica(storage, self.numbers[tensor]) for _, tensor, storage in matrices]
+
+    def bind(self, replicated: Any, group: Any, bucket_bytes: int) -> None:
+        self.names = dict(replicated)
+
+    def complete(self, step: int) -> None:
+        for tensor in self.names:
+            if tensor.grad is None:
+                continue
+            parts = [torch.empty_like(tensor.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, tensor.grad)
+            total, owner = sum(parts[1:], parts[0].float()) / len(parts), self.numbers.get(tensor)
+            if owner is not None:
+                total = total.flatten() if owner == dist.get_rank() else total.new_empty(0)
+            self.sums[tensor], tensor.grad = total, None
+
+
+def by_a_host() -> list[str]:
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients=Reduced(), **FP32)
+    for step in range(3):
+        loss_of(model(tokens(step, dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s) == 3 * 16 * 32
+    return differing(model, alone(3, FP32, torch.float32))
+
+
+def test_a_source_of_a_host_can_reduce_to_where_it_wants_the_momentum(workers) -> None:
+    assert workers(2).run(by_a_host) == [[], []]
 
 
 def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float]:
@@ -397,3 +450,53 @@ def test_clipping_by_matrix_reads_gradients_where_they_are(workers) -> None:
     for found in workers(2).run(limited):
         assert len(found) == 6
         assert [norm for norm, _ in found.values()] == pytest.approx([true for _, true in found.values()], rel=1e-5)
+
+
+def at_once(device: str, found: SimulatedDevice | None = None) -> tuple[list[Tensor], dict[str, int]]:
+    """Step three times with gradients that lie in ``.grad``; return the weights, and where the host waited."""
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    weights = {f"w{n}": nn.Parameter(torch.linspace(-1, 1, 16 * (8 + n)).view(16, -1).to(device)) for n in range(4)}
+    bias = nn.Parameter(torch.ones(7).to(device))
+    held = [*weights.values(), bias]
+    given = [[torch.randn(p.shape, generator=drawn).to(device) for p in held] for _ in range(3)]
+    groups = [
+        {"name": "muon", "params": list(weights.items())},
+        {"name": "adamw", "algorithm": "adamw", "params": [("bias", bias)]},
+    ]
+    settings: dict[str, Any] = {**FP32, "kernels": "torch", "bucket_cap_mb": 0.001}
+    optimizer = mm.Muon(groups, process_group="world", gradients="to_owners", **settings)
+    for step in range(3):
+        if found is not None and step:
+            found.waits.clear()
+        for parameter, gradient in zip(held, given[step], strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    waits = {} if found is None else dict(found.waits)
+    return [p.detach().cpu().clone() for p in held], waits
+
+
+def on_a_device() -> tuple[float, dict[str, int]]:
+    expected, _ = at_once("cpu")
+    with SimulatedDevice(seed=1) as found:  # raises if there are races
+        weights, waits = at_once("cuda:0", found)
+    return max(float((a - b).abs().max()) for a, b in zip(weights, expected, strict=True)), waits
+
+
+def test_the_host_waits_for_no_device(workers) -> None:
+    for difference, waits in workers(2).run(on_a_device):
+        assert difference < 1e-6, "Frobenius norms of a device are added up otherwise"
+        assert waits == {}
+
+
+def talking() -> tuple[bool, bool, float]:
+    """Groups of hosts: that of all ranks, which reduces tensors of hosts, and one for a group that does not."""
+    world, devices = dist.group.WORLD, dist.new_group(backend="cuda:gloo")
+    assert world is not None
+    other, number = host_group(devices), torch.tensor(1.0 + dist.get_rank())
+    dist.all_reduce(number, group=other)
+    return host_group(world) is world, other is not devices, float(number)
+
+
+def test_ranks_talk_over_hosts_also_where_their_group_has_devices_alone(workers) -> None:
+    assert workers(2).run(talking) == [(True, True, 3.0)] * 2

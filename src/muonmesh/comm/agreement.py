@@ -245,12 +245,18 @@ def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> d
     return _kept[key]
 
 
-def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Return a new process group, made by its members alone; all of them call this."""
     key = tuple(sorted(ranks))
     with _same_name(key):
-        made: dist.ProcessGroup = dist.new_group(key, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(key, backend=backend, use_local_synchronization=True)
     return made
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that reduces tensors of hosts: this one, or a new one, made by all of them."""
+    takes = "cpu:" in dist.get_backend_config(group)
+    return group if takes else new_group(dist.get_process_group_ranks(group), "gloo")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from muonmesh.comm.storage import PLAIN, local_of
+from muonmesh.comm.storage import PLAIN, Storage, local_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 
@@ -70,6 +70,47 @@ class GradientSource(Protocol):
         """Return by which of ``norms_apart`` a gradient is measured and clipped; None: by the usual norms."""
         return None
 
+    def place(self, matrices: Sequence[tuple[str, Tensor, Storage]]) -> Sequence[Storage]:
+        """Return where the momentum of each matrix lives; it is asked when a plan is made, and sends nothing.
+
+        Args:
+            matrices: Name, parameter, and where its momentum would live otherwise.
+
+        Raises:
+            LayoutError: the source cannot add up the gradient of a matrix. Every rank raises then.
+        """
+        return [storage for *_, storage in matrices]
+
+    def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
+        """Take note of the parameters that several ranks hold alike; all of these call it when they have planned.
+
+        Args:
+            replicated: Their names.
+            group: The ranks of ``process_group=``; None if there is one alone.
+            bucket_bytes: What may travel at a time.
+        """
+        return
+
+    def complete(self, step: int) -> None:
+        """Bring gradients to where they are read; all ranks call it where a step, clipping or metrics begin.
+
+        Args:
+            step: How many steps have begun.
+        """
+        return
+
+    def overflowed(self) -> bool | Tensor:
+        """Return whether this rank holds a gradient that is not finite, where a GradScaler cannot see it."""
+        return False
+
+    def scaled_error(self, scale: Tensor | None) -> Exception | None:
+        """Return what is wrong with the scale of a GradScaler, if anything.
+
+        Args:
+            scale: What is to be taken out of the gradients; None if ``scaler.unscale_(optimizer)`` has been called.
+        """
+        return None
+
 
 class ParameterGrad(GradientSource):
     """What autograd leaves: ``parameter.grad``."""
@@ -93,11 +134,8 @@ REDUCTIONS = ("", "sum", "avg", "max", "min")
 
 def check_source(source: object) -> None:
     """Raise TypeError unless it is None or can be asked as a `GradientSource`."""
-    missing = [
-        name
-        for name in ("gradient", "write", "name", "group", "counted", "at_momentum", "norm_apart")
-        if not callable(getattr(source, name, None))
-    ]
+    asked = (name for name, method in vars(GradientSource).items() if callable(method) and not name.startswith("_"))
+    missing = [name for name in asked if not callable(getattr(source, name, None))]
     if source is not None and (missing or isinstance(source, type)):
         lacks = f" without {', '.join(f'{name}()' for name in missing)}" if missing else ", a class"
         found, write = f"{source!r}{lacks}", "Write gradients=source, of a class derived from muonmesh.GradientSource"

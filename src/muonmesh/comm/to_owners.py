@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from muonmesh.comm.agreement import new_group
+from muonmesh.comm.agreement import host_group, new_group
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
 from muonmesh.comm.storage import Storage, local_of
 from muonmesh.comm.wire import Counts, Transfer, Wire
@@ -37,7 +38,7 @@ class _Links:
     """The ranks that hold the same, with the parameters whose gradients they add up.
 
     Attributes:
-        talk: Small reductions at the same point of every rank's program.
+        talk: Small reductions at the same point of every rank's program. Hosts wait for hosts there, for no device.
         wire: The gradients. A rank may send some earlier than others do, so every source has a group of its own.
         buckets: For each bucket and each rank of the wire the matrices that it owns, in the order of all buckets.
         shared: The parameters that every replica steps, AdamW's.
@@ -111,9 +112,10 @@ class ToOwners(GradientSource):
         """What all gradients up to now have sent and received on this rank."""
         return Counts() if self._links is None else self._links.wire.counts
 
-    def overflowed(self) -> bool:
-        """Whether a sum that this rank owns is not finite; no other rank can see that."""
-        return any(not bool(torch.isfinite(gradient).all()) for gradient in self._held.values())
+    def overflowed(self) -> bool | Tensor:
+        """Return whether a sum that this rank owns is not finite; no other rank can see that."""
+        found = [~torch.isfinite(gradient).all() for gradient in self._held.values()]
+        return torch.stack(found).any() if found else False
 
     def scaled_error(self, scale: Tensor | None) -> Exception | None:
         """Return what is wrong if a GradScaler has unscaled already: it reads ``.grad`` alone.
@@ -171,7 +173,7 @@ class ToOwners(GradientSource):
                 heapq.heapreplace(heap, (load - cost, number))
         return [on_replica(storage, self._owners[t]) if t in self._owners else storage for _, t, storage in matrices]
 
-    def bind(self, named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
+    def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
         """Hear of these parameters' gradients from now on; all replicas bind the same ones together."""
         for handle in self._links.handles if self._links is not None else ():
             handle.remove()
@@ -180,13 +182,13 @@ class ToOwners(GradientSource):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         if self._links is None or self._links.wire.ranks != ranks:
-            talk, wire = Wire(ranks, group), Wire(ranks, new_group(ranks))
+            talk, wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
         else:
             talk, wire = self._links.talk, self._links.wire
         buckets = list[list[list[Tensor]]]()
         room, kind = 0, None
         # Backward passes make the last gradients first.
-        for _, tensor in reversed([pair for pair in named if pair[1] in self._owners]):
+        for tensor in reversed([tensor for tensor in replicated if tensor in self._owners]):
             local = local_of(tensor)
             size = local.numel() * local.element_size()
             if not buckets or room < size or kind != (local.dtype, local.device):
@@ -194,8 +196,8 @@ class ToOwners(GradientSource):
                 room, kind = bucket_bytes, (local.dtype, local.device)
             room -= size
             buckets[-1][self._owners[tensor]].append(tensor)
-        shared = [tensor for _, tensor in named if tensor not in self._owners]
-        self._links = _Links(talk, wire, buckets, shared, {tensor: name for name, tensor in named})
+        shared = [tensor for tensor in replicated if tensor not in self._owners]
+        self._links = _Links(talk, wire, buckets, shared, replicated)
         mine = {tensor for bucket in buckets for some in bucket for tensor in some}
         self._links.handles = [t.register_post_accumulate_grad_hook(self._heard) for t in mine]  # type: ignore[no-untyped-call]
 
@@ -236,7 +238,7 @@ class ToOwners(GradientSource):
             try:
                 found = gradient_of(links.names[parameter], parameter, PARAMETER_GRAD)
                 parameter.grad = None
-                if type(found) is Tensor:
+                if found is not None and not isinstance(found, DTensor):
                     return found.reshape(-1).to(local.dtype)
                 raise LayoutError(
                     explain_error(
@@ -271,8 +273,7 @@ class ToOwners(GradientSource):
         present = [tensor in self._seen or tensor.grad is not None for tensor in matrices]
         fresh = [tensor.grad is not None and not self._is_reduced(tensor) for tensor in links.shared]
         told = torch.tensor([rounds, dropped, 255 - dropped, *present, *fresh], dtype=torch.uint8, device="cpu")
-        told = links.talk.reduce(told.to(_device(links)), dist.ReduceOp.MAX, "the agreement on gradients").cpu()
-        most, low, high, *flags = told.tolist()
+        most, low, high, *flags = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients").tolist()
         if low + high != 255:
             self._even_out(links, len(self._dropped) + rounds)
             found = "gradients that zero_grad() dropped on some of the ranks and not on others"
@@ -297,7 +298,7 @@ class ToOwners(GradientSource):
 
     def _even_out(self, links: _Links, rounds: int) -> None:
         """Let all ranks send as often, and drop what arrives, so that the next gradients meet their own kind."""
-        told = torch.tensor([rounds], device=_device(links))
+        told = torch.tensor([rounds], device="cpu")
         most = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on rounds")
         while len(self._dropped) < int(most):
             while len(self._sent) < len(links.buckets):
@@ -388,7 +389,3 @@ def _numel(shape: Sequence[int]) -> int:
 
 def _cost(storage: Storage) -> int:
     return _numel(storage.shape) * min(storage.shape)
-
-
-def _device(links: _Links) -> torch.device:
-    return local_of(next(iter(links.names))).device if links.names else torch.device("cpu")

@@ -19,7 +19,6 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
-from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, explain_error, warn
 from muonmesh.layout import split_matrices
@@ -100,12 +99,9 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
     )
     runtime.connected = planned
-    if isinstance(runtime.source, ToOwners):
-        shared = [m for m in planned.members if m.storage.copies > 1]
-        named = {m.tensor: m.name for m in shared}
-        bucket_bytes = int(runtime.bucket_cap_mb * 2**20)
-        runtime.source.bind([(name, t) for t, name in named.items()], group_for(runtime.holders), bucket_bytes)
-        runtime.source.complete(planned.exchange.steps)
+    replicated = {m.tensor: m.name for m in planned.members if m.storage.copies > 1}
+    runtime.source.bind(replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
+    runtime.source.complete(planned.exchange.steps)
     if not runtime.warned:
         runtime.warned = True
         runtime.tell(rounding_of(planned, groups, runtime.precision))
@@ -150,8 +146,7 @@ def outdated(groups: Groups, runtime: Runtime, error: Exception | None) -> tuple
     before = runtime.connected
     if before is None or before.exchange is None:
         return None
-    if isinstance(runtime.source, ToOwners):
-        runtime.source.complete(before.exchange.steps)
+    runtime.source.complete(before.exchange.steps)
     same = error is None and before.signature == _signature(groups, runtime)
     return None if same else (before, before.exchange)
 

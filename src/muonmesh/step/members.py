@@ -22,7 +22,6 @@ from muonmesh.comm.storage import (
     this_rank,
     world_size,
 )
-from muonmesh.comm.to_owners import ToOwners
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards, MeshLayout
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
@@ -137,11 +136,10 @@ def members_of(
                 if storage.layout is not None:
                     sets.append(storage.layout.ranks)
     error = error or _named_alike(names)
-    if isinstance(source, ToOwners):
-        try:
-            members = _with_momentum_at_owners(members, groups, source)
-        except LayoutError as found:
-            error = error or found
+    try:
+        members = _with_momentum_placed(members, groups, source)
+    except LayoutError as found:
+        error = error or found
     sets += sets_without_tensor(unknown)
     if not any(len(ranks) > 1 for ranks in sets):  # nobody to ask
         error = error or unknown_matrix(members)
@@ -164,16 +162,17 @@ def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutErro
     return None
 
 
-def _with_momentum_at_owners(
-    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], source: ToOwners
+def _with_momentum_placed(
+    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], source: GradientSource
 ) -> list[Member]:
-    """Return the members with the momentum of matrices, and their gradients, where the source adds these up."""
+    """Return the members with the momentum of matrices where the source wants it."""
     matrices = [n for n, m in enumerate(members) if is_matrix_rule(groups[m.group]["algorithm"])]
-    places = source.place([(members[n].name, members[n].tensor, members[n].storage) for n in matrices])
+    places = source.place([(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices])
     found = list(members)
     for number, place in zip(matrices, places, strict=True):
-        there = source.at_momentum(found[number].tensor)
-        found[number] = replace(found[number], momentum_storage=place, at_momentum=there)
+        if place is not members[number].momentum_storage:
+            there = source.at_momentum(members[number].tensor)
+            found[number] = replace(members[number], momentum_storage=place, at_momentum=there)
     return found
 
 
