@@ -89,7 +89,8 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
-        planned = runtime.planned = widened(planned, views, ranks, runtime.precision, runtime.bucket_cap_mb)
+        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers
+        planned = runtime.planned = widened(planned, views, ranks, *settings)
         insist(group, planned.plan)
     planned.exchange = Exchange(
         planned.plan,
@@ -99,7 +100,7 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         device=planned.device,
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
     )
-    runtime.connected = planned
+    runtime.connected, runtime.keepers = planned, planned.plan.keepers
     if isinstance(runtime.source, ToOwners):
         shared = [m for m in planned.members if m.storage.copies > 1]
         named = {m.tensor: m.name for m in shared}
@@ -229,7 +230,8 @@ def _read(
     if error is not None:
         return None, sets, error
     try:
-        runtime.planned = plan_members(groups, members, signature, runtime.precision, runtime.bucket_cap_mb)
+        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers
+        runtime.planned = plan_members(groups, members, signature, *settings)
     except (LayoutError, ValueError) as found:
         return None, sets, found
     listed = {name for group in groups for name in group["param_names"]}

@@ -286,7 +286,8 @@ class MuonStep:
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
                 own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
-                parts.balance_whole(own, matrix, rows=planned.rows, cols=planned.cols)
+                with self.companions.of(assignment) as kept:
+                    parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             orthogonalize(
                 batch,
@@ -304,8 +305,8 @@ class MuonStep:
         if rule.changes_matrices():
             for assignment, matrix in zip(assignments, out.unbind(), strict=True):
                 own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
-                kept = self.companions.owned.get(assignment, {})
-                parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
+                with self.companions.of(assignment) as kept:
+                    parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""

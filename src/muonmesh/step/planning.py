@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,15 +35,17 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
+from muonmesh.layout.owners import KnownMatrix
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, coefficient_set, degrees_of, for_rows
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import resolve_method, takes_all_at_once
-from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
+from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.members import Member, with_state_layouts
+from muonmesh.step.state_layout import kept_at_owners
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -222,8 +226,9 @@ def plan_members(
     signature: object,
     precision: Precision,
     bucket_cap_mb: float,
+    keepers: Mapping[KnownMatrix, int] = MappingProxyType({}),
 ) -> Planned:
-    """Make the plan of this rank's parameters.
+    """Make the plan of this rank's parameters, whose ``keepers`` stay the owners of their matrices.
 
     Raises:
         LayoutError: a parameter is held in a way that cannot be mapped to whole matrices.
@@ -243,6 +248,7 @@ def plan_members(
         ranks=connected_ranks([member.storage for member in members]),
         bucket_elements=bucket_elements(bucket_cap_mb, precision),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
+        known=keepers,
     )
     adamw = tuple(
         tuple(m for m in members if m.group == number and not is_matrix_rule(group["algorithm"]))
@@ -261,6 +267,7 @@ def widened(
     ranks: Sequence[int],
     precision: Precision,
     bucket_cap_mb: float,
+    keepers: Mapping[KnownMatrix, int] = MappingProxyType({}),
 ) -> Planned:
     """Return the plan of a connected set whose ranks hold different parameters, from what each of them holds.
 
@@ -279,6 +286,7 @@ def widened(
         ranks=ranks,
         bucket_elements=elements,
         elementwise=elementwise,
+        known=keepers,
     )
 
     def own(parameter: Parameter | Elementwise) -> Member | None:
@@ -297,6 +305,10 @@ def _planned(
     device: torch.device,
 ) -> Planned:
     rank = this_rank()
+    mine = [(number, member) for number, member in enumerate(muon) if member is not None]
+    placed = kept_at_owners(plan, [(number, member.tensor, member.state_layouts) for number, member in mine])
+    homes = {number: layouts for (number, _), layouts in zip(mine, placed, strict=True)}
+    muon = tuple(None if m is None else replace(m, state_layouts=homes[number]) for number, m in enumerate(muon))
     holdings = holdings_of(plan, rank, momentum=False)
     shared = any(parameter.momentum_storage is not parameter.target for parameter in plan.parameters)
     momentum_holdings = holdings_of(plan, rank, momentum=True) if shared else holdings
@@ -340,11 +352,11 @@ def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
     if precision.kernels != "auto":  # they round otherwise
         settings = f"{settings}, kernels {precision.kernels}"
-    each = tuple(flops[matrix.rows, matrix.cols] for matrix in matrices)
-    rule = RULES[group["algorithm"]]
-    assert issubclass(rule, Rule)
+    rule: Rule = rule_of(group)
     if not rule.orthogonalizes:  # a pass or two over the elements
-        each = tuple(2 * matrix.numel for matrix in matrices)
+        flops = {shape: 2 * math.prod(shape) for shape in shapes}
+    own = {shape: rule.flops(*shape) for shape in shapes}
+    each = tuple(flops[matrix.rows, matrix.cols] + own[matrix.rows, matrix.cols] for matrix in matrices)
     if rule.changes_matrices():
         settings = f"{settings}, {group['algorithm']}"
     companions = tuple(home.companion for home in member.state_layouts.values() if home.companion is not None)
@@ -356,6 +368,6 @@ def _parameter(group: Mapping[str, Any], member: Member, precision: Precision) -
         each,
         settings,
         companions,
-        rule_of(group).count_of_sums(),
-        scale_invariant=rule_of(group).scale_invariant,
+        rule.count_of_sums(),
+        scale_invariant=rule.scale_invariant,
     )
