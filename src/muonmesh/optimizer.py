@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from muonmesh.checkpoint.record import Record, records_of
-from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_flat, restore_state, saved_state, widen_state
+from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_torn, restore_state, saved_state, widen_state
 from muonmesh.clip import (
     ClipPolicy,
     GradNorms,
@@ -521,10 +521,11 @@ class Muon(torch.optim.Optimizer):
         """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.
 
         Raises:
-            StateError: a step was interrupted while it wrote, or torch's checkpoints ask for flat shards.
+            StateError: a step was interrupted while it wrote, or torch's checkpoints ask for flat shards, or
+                for what the owners of matrices keep.
         """
         # Its caller is looked at, so it is not decorated.
-        refuse_flat(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._runtime.layouts)
+        refuse_torn(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._runtime.layouts)
         with plain_modes():
             self.finish()
             self.refuse_if_interrupted()
@@ -536,7 +537,9 @@ class Muon(torch.optim.Optimizer):
 
     @plain_modes()
     def checkpoint_records(self) -> list[Record]:
-        """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
+        """Return every parameter of this rank with its state, for `muonmesh.checkpoint`.
+
+        No communication, unless owners are to keep something of their matrices and no step has told who they are.
 
         Raises:
             StateError: there is state that nobody reads.
@@ -544,6 +547,8 @@ class Muon(torch.optim.Optimizer):
         """
         self.finish()
         planned = plan(self.param_groups, self._runtime)
+        if planned.exchange is None and planned.plan.keepers:
+            planned, _ = connect(self.param_groups, self._runtime)
         if self._runtime.precision.int8:
             widen_state(self.state, planned)
         return records_of(planned, self.param_groups, self.state, self._runtime.precision)

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -526,11 +526,12 @@ class ElementsByTheirNorm(mm.ElementwiseRule):
 def on_the_page() -> None:
     """The rule that docs/rules.md shows."""
     model = nn.ModuleDict({"embed": nn.Embedding(4, 4), "linear": nn.Linear(4, 4)})
-    for _ in run_page("docs/rules.md", {"model": model}, {}, {}, {}, {}):
+    for _ in run_page("docs/rules.md", {"model": model}, {}, {}, {}, {}, {}):
         pass
     prove_rule("even-rows", examples=FEW, seed=1, settings={"row_beta": 0.5})
     prove_rule("as-large-as-the-weights", examples=FEW, seed=2)
     prove_rule("lion", examples=FEW, seed=3)
+    prove_rule("whitened", examples=FEW, seed=4)
 
 
 def test_the_rule_of_the_page_is_proved(workers) -> None:
@@ -663,3 +664,191 @@ def test_one_process_proves_its_parts() -> None:
         prove_rule("test-normalises-gradients")
     with pytest.raises(ValueError, match="register_rule"):
         prove_rule("unheard of")
+
+
+# ------------------------------------------------------------------ what the owner of a matrix keeps of it
+
+BETA, DAMPING = 0.8, 0.1
+FP64: dict[str, Any] = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
+
+
+@mm.register_rule("gram-average")
+@dataclass(frozen=True)
+class GramAverage(mm.MuonRule):
+    """Muon of momentum that is divided by a running mean of its Gram matrix; counts the steps of each matrix."""
+
+    def keeps(self) -> Mapping[str, str]:
+        return {**super().keeps(), "gram": "rows×rows", "steps": "cols×2"}
+
+    def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        gram = state["gram"].lerp_(direction @ direction.mT, 1 - BETA)
+        size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        damped = gram + DAMPING * size * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        return torch.linalg.solve(torch.where(size > 0, damped, torch.ones_like(damped).tril()), direction)
+
+    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        state["steps"].add_(1)
+        return update
+
+
+RULES["gram"] = {"algorithm": "gram-average"}
+
+
+def test_it_is_what_plain_torch_makes_of_it() -> None:
+    """Four steps in fp64; one leaves the second matrix alone, which keeps everything."""
+    torch.manual_seed(0)
+    start = torch.randn(12, 20, dtype=torch.float64)
+    weight = nn.Parameter(start.clone())
+    group = {"params": [weight], "param_names": ["w"], "algorithm": "gram-average", "matrices": [("rows", 5, 7)]}
+    rate = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False, "scale_mode": "none"}
+    optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "qdwh", "ns_steps": 8}], **FP64)
+    expected, momentum = start.clone(), torch.zeros_like(start)
+    grams = [torch.zeros(5, 5, dtype=torch.float64), torch.zeros(7, 7, dtype=torch.float64)]
+    for step in range(4):
+        weight.grad = torch.randn(12, 20, dtype=torch.float64)
+        weight.grad[5:] *= step != 2
+        optimizer.step()
+        for number, rows in enumerate((slice(0, 5), slice(5, 12))):
+            if not weight.grad[rows].any():
+                continue
+            momentum[rows] = 0.9 * momentum[rows] + 0.1 * weight.grad[rows]
+            part, count = momentum[rows], rows.stop - rows.start
+            grams[number] = BETA * grams[number] + (1 - BETA) * part @ part.T
+            damped = grams[number] + DAMPING * grams[number].trace() / count * torch.eye(count, dtype=torch.float64)
+            u, _, vh = torch.linalg.svd(damped.inverse() @ part, full_matrices=False)
+            expected[rows] -= 0.1 * u @ vh
+    state = optimizer.state[weight]
+    torch.testing.assert_close(state["gram"], torch.cat([gram.flatten() for gram in grams]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-7, atol=1e-7)
+    assert state["steps"].tolist() == [4.0] * 40 + [3.0] * 40
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(4, "ddp"), (2, "fsdp"), (4, "shard1"), (4, "shard-last")])
+def test_bit_for_bit_what_owners_keep(workers, ranks: int, layout: str) -> None:
+    check(workers(ranks).run(in_a_module, layout, "gram", FP32))
+
+
+@pytest.mark.parametrize("name", ["hsdp, shard 1", "fsdp over colwise", "experts", "four axes"])
+def test_bit_for_bit_on_any_mesh_what_owners_keep(workers, name: str) -> None:
+    check(workers(4).run(on_mesh, name, "dtensor", "gram", FP32))
+
+
+@pytest.mark.parametrize(("parallel", "seed"), [(1, 0), (2, 1)])
+def test_bit_for_bit_in_flat_buffers_what_owners_keep(workers, parallel: int, seed: int) -> None:
+    check(workers(4).run(flat, parallel, seed, "gram", FP32))
+
+
+def cost(layout: str) -> tuple[list[Any], int, int]:
+    """What a step under the rule sent, and one under Muon; how many numbers are kept here, and of all matrices."""
+    sent, kept, whole = [], 0, 0
+    for rule in ("gram", "cautious"):
+        model, optimizer = build(layout, rule)
+        advance(model, optimizer, 0, 1)
+        sent.append((optimizer.counts.collectives, optimizer.counts.bytes_sent, optimizer.counts.bytes_received))
+        for member in optimizer.members:
+            if "gram" in member.state_layouts:
+                kept += optimizer.state[member.tensor]["gram"].numel()
+                whole += torch.Size(member.state_layouts["gram"].storage.shape).numel()
+    return sent, kept, whole
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_what_owners_keep_does_not_travel_and_is_kept_once(workers, layout: str) -> None:
+    everyone = workers(4).run(cost, layout)
+    for (own, muons), _, _ in everyone:
+        assert own == muons
+        assert own[1] > 0
+    assert sum(kept for _, kept, _ in everyone) == everyone[0][2] > 0
+
+
+def proved_kept() -> None:
+    prove_rule(GramAverage, examples=FEW)
+
+
+def test_prove_rule_shows_it(workers) -> None:
+    """With steps that leave the matrix alone, on hosts that wait for the flags and on such as do not."""
+    assert workers(3).run(proved_kept) == [None] * 3
+
+
+def save_kept(layout: str, path: str) -> None:
+    model, optimizer = build(layout, "gram")
+    advance(model, optimizer, 0, 2)
+    mm.checkpoint.save(path, model, optimizer)
+
+
+def load_kept(layout: str, path: str) -> list[str]:
+    model, optimizer = build(layout, "gram")
+    mm.checkpoint.load(path, model, optimizer)
+    advance(model, optimizer, 2, STEPS)
+    return differing(optimizer, "gram", FP32)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "later", "other"),
+    [(1, "ddp", 3, "fsdp"), (3, "fsdp", 2, "ddp"), (2, "ddp", 1, "ddp"), (2, "shard-last", 3, "replicate")],
+)
+def test_any_layout_goes_on(workers, tmp_path: Path, ranks: int, layout: str, later: int, other: str) -> None:
+    path = str(tmp_path / "saved")
+    workers(ranks).run(save_kept, layout, path)
+    for wrong in workers(later).run(load_kept, other, path):
+        assert wrong == []
+
+
+def reloaded_kept(layout: str) -> list[str]:
+    """Through a file a rank, with an optimizer that has not met the others yet."""
+    model, optimizer = build(layout, "gram")
+    advance(model, optimizer, 0, 2)
+    fresh, other = build(layout, "gram")
+    fresh.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    advance(fresh, other, 2, STEPS)
+    return differing(other, "gram", FP32)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "shard1"])
+def test_a_state_dict_of_each_rank_brings_it_back(workers, layout: str) -> None:
+    assert workers(2).run(reloaded_kept, layout) == [[], []]
+
+
+def refused_kept() -> str:
+    model, optimizer = build("fsdp", "gram")
+    advance(model, optimizer, 0, 1)
+    with pytest.raises(mm.StateError) as caught:
+        get_optimizer_state_dict(model, optimizer)
+    return str(caught.value)
+
+
+def test_torchs_functions_refuse_what_they_would_keep_one_ranks_of(workers) -> None:
+    for told in workers(2).run(refused_kept):
+        assert "'gram' of rule 'gram-average'" in told
+        assert "muonmesh.checkpoint.save" in told
+
+
+def grown() -> list[Any]:
+    """A larger matrix that joins later would be given away first, and so move the others."""
+    torch.manual_seed(0)
+    first = [nn.Parameter(torch.randn(6, 10)) for _ in range(3)]
+    late = nn.Parameter(torch.randn(30, 40))
+    settings = {"algorithm": "gram-average", "lr": 0.01}
+    optimizer = mm.Muon([{"params": first, **settings}], process_group="world")
+
+    def step(parameters: list[nn.Parameter]) -> dict[str, int]:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter) * torch.arange(parameter.shape[1])
+        optimizer.step()
+        plan = optimizer._runtime.connected.plan
+        return {plan.parameters[each.parameter].name: each.owner for each in plan.assignments}
+
+    before = step(first)
+    optimizer.add_param_group({"params": [late], **settings, "param_names": ["late"]})
+    after = step([*first, late])
+    kept = [optimizer.state[parameter]["steps"].unique().tolist() for parameter in first]
+    return [before, {name: owner for name, owner in after.items() if name in before}, kept]
+
+
+def test_who_keeps_something_of_a_matrix_stays_its_owner(workers) -> None:
+    everyone = workers(2).run(grown)
+    for before, after, _ in everyone:
+        assert before == after
+    kept = [some for *_, all_kept in everyone for some in all_kept]
+    assert sorted(kept) == [[]] * 3 + [[2.0]] * 3

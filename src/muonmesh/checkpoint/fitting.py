@@ -212,7 +212,7 @@ def _state(
         elif other and part.side not in ("element", "parameter"):
             now, then = record.spec or "whole", as_tuples(entry["matrices"]) or "whole"
             had, needed = f"{part.key} of matrices {then!r}", f"that of {now!r}: it has a number for each of their "
-            needed += {"rows": "rows", "cols": "columns", "matrix": "matrices"}[part.side]
+            needed += {"rows": "rows", "cols": "columns"}.get(part.side, "matrices")
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
         elif part.key not in held:
             found.state.append((record, part, None))

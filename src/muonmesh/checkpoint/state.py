@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.entries import wrong_numbers
-from muonmesh.comm.storage import Declared, Storage, local_of, local_shape
+from muonmesh.comm.storage import Declared, Storage, local_of, local_shape, world_size
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
-from muonmesh.numerics.rules import step_count
+from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.members import Member
@@ -130,11 +130,16 @@ def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None
                 entry.pop(key + SCALE, None)
 
 
-def refuse_flat(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Declared]) -> None:
-    """Refuse to give torch's checkpoints the state of flat shards, which are plain tensors.
+_NEEDED = "a checkpoint that keeps those of all ranks: torch's keeps the plain tensors of one"
+_TORN = "Write muonmesh.checkpoint.save(path, model, optimizer), and load; or a file for each rank with "
+_TORN += "optimizer.state_dict()"
+
+
+def refuse_torn(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Declared]) -> None:
+    """Refuse to give torch's checkpoints plain tensors of which ranks have parts: flat shards, and what owners keep.
 
     Each rank has other elements by the same name; of plain tensors torch saves those of one rank and drops the others.
-    FSDP1's it puts together itself.
+    FSDP1's flat shards it puts together itself.
 
     Args:
         caller: The module that asks for the state.
@@ -142,11 +147,16 @@ def refuse_flat(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mappi
         layouts: Where plain tensors live.
 
     Raises:
-        StateError: torch asks, and a tensor is flat.
+        StateError: torch asks, and there are such tensors.
     """
     if caller != "torch.distributed.checkpoint.state_dict":
         return
     for group in groups:
+        keeps = rule_of(group).keeps() if is_matrix_rule(group["algorithm"]) and world_size() > 1 else {}
+        own = [key for key, kept in keeps.items() if "×" in kept]
+        if own and group["params"]:
+            found = f"{own[0]!r} of rule {group['algorithm']!r}, of which each rank keeps that of its own matrices"
+            raise StateError(explain_error(group["param_names"][0], found, _NEEDED, _TORN))
         for name, tensor in zip(group["param_names"], group["params"], strict=True):
             declared = layouts.get(name)
             flat = isinstance(declared, FlatShards) or (
@@ -154,12 +164,7 @@ def refuse_flat(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mappi
             )
             if flat and not getattr(tensor, "_fsdp_flattened", False):
                 found = "a flat shard, of which every rank has other elements by this name"
-                needed = "a checkpoint that keeps those of all ranks: torch's keeps the plain tensors of one"
-                write = (
-                    "Write muonmesh.checkpoint.save(path, model, optimizer), and load; or a file for each rank with "
-                )
-                write += "optimizer.state_dict()"
-                raise StateError(explain_error(name, found, needed, write))
+                raise StateError(explain_error(name, found, _NEEDED, _TORN))
 
 
 def restore_state(
@@ -334,8 +339,11 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
         if key not in (COUNT, *RUNNING):
-            storage = expected.state_layouts[key].storage if key in expected.state_layouts else expected.storage
-            if not _fits(value, storage, parameter):
+            home = expected.state_layouts.get(key)
+            storage = expected.storage if home is None else home.storage
+            # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
+            told_later = home is not None and home.companion is not None and home.companion.at_owner
+            if not told_later and not _fits(value, storage, parameter):
                 raise StateError(
                     explain_error(
                         name,

@@ -1,9 +1,12 @@
-"""Companion: where one number for each row, each column, or each matrix of a parameter lives.
+"""Companion: what a rule keeps of the matrices of a parameter, with other sizes than theirs, and where it lives.
 
 It is laid out like a parameter of its own, whose matrices have one column (or row, or element) each: a fused weight of
 40 × 24 that is three matrices of 24, 8 and 8 rows has a companion of 40 × 1 for rows, 3 × 24 for columns and 3 × 1 for
 matrices. It is placed as the parameter's momentum is, so what is true of any parameter is true of it: routes,
 checkpoints and resharding need nothing new.
+
+What has two sizes, such as "rows×rows", is as large as the matrices are. It lives where they are orthogonalised, at
+their owners, and does not travel. It is laid out as one tensor of all of it, one matrix's below the other's.
 """
 
 from __future__ import annotations
@@ -12,35 +15,48 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from muonmesh.layout.flat import FlatShards, Interval
 from muonmesh.layout.layout import Layout, MeshLayout
 from muonmesh.layout.matrix import Matrix, MatrixSpec, normalised_spec, split_matrices
 
-Side = Literal["rows", "cols", "matrix"]
-"""What a companion has one number for."""
+Side = str
+"""What a companion has one number for: each of the "rows" or "cols", or each "matrix"; or two sizes: "rows×rows"."""
+
+
+def size_of(side: Side, rows: int, cols: int) -> tuple[int, int]:
+    """Return how many numbers are kept of a matrix of rows × cols, as rows × columns of their own."""
+    sizes = {"rows": rows, "cols": cols}
+    height, width = {"rows": "rows×1", "cols": "1×cols", "matrix": "1×1"}.get(side, side).split("×")
+    return sizes.get(height) or int(height), sizes.get(width) or int(width)
 
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """One number for each row, column or matrix of a parameter.
+    """What a rule keeps of the matrices of a parameter under one key.
 
     Attributes:
         key: Its name in the state of the parameter.
         side: What it has one number for.
-        layout: Where it lives.
+        layout: Where it lives; what owners keep lives anywhere until they are known.
         matrices: The numbers of each of the parameter's matrices, in their order: rows × 1, 1 × cols, or 1 × 1.
+        starts: Where those that their owner keeps begin in its memory, in one piece.
     """
 
     key: str
     side: Side
     layout: Layout
     matrices: tuple[Matrix, ...]
+    starts: tuple[int, ...] = ()
+
+    @property
+    def at_owner(self) -> bool:
+        """Whether it lives at the owners of the matrices."""
+        return "×" in self.side
 
     def describe(self) -> str:
         """Return a short text for comparing plans between ranks."""
-        return f"{self.key} by {self.side} {self.layout.describe()}"
+        return f"{self.key} by {self.side} {'at its owner' if self.at_owner else self.layout.describe()}"
 
 
 def companion_matrices(
@@ -57,7 +73,13 @@ def companion_matrices(
     Raises:
         ValueError: the spec is unknown or does not fit the shape.
     """
-    split_matrices(name, shape, spec)  # which refuses what does not fit
+    matrices = split_matrices(name, shape, spec)  # which refuses what does not fit
+    if "×" in side:
+        sizes = [size_of(side, matrix.rows, matrix.cols) for matrix in matrices]
+        if len({width for _, width in sizes}) > 1:
+            sizes = [(height * width, 1) for height, width in sizes]
+        stacked = sum(height for height, _ in sizes), sizes[0][1]
+        return stacked, split_matrices(name, stacked, ("rows", *(height for height, _ in sizes)))
     if spec is None:
         spec = "whole" if len(shape) == 2 else "stack"
     shrunk, own = _companion(tuple(shape), normalised_spec(spec), side)

@@ -1,7 +1,8 @@
 """CompanionPlan: how companions travel to the owners of their matrices before the step, and back after it.
 
-A companion holds what a rule keeps by row, column or matrix. All companions are small beside the matrices, so they
-travel at once, in one bucket: to the owners before the first matrix is computed, and back after the last.
+A companion holds what a rule keeps by row, column or matrix. One that lives at the owners does not travel. The others
+are small beside the matrices, so they travel at once, in one bucket: to the owners before the first matrix is computed,
+and back after the last.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class CompanionPlan:
         for number, assignment in enumerate(plan.assignments):
             parameter = plan.parameters[assignment.parameter]
             for companion in parameter.companions:
+                if companion.at_owner:
+                    continue
                 key = assignment.parameter, companion.key
                 if key not in numbers:
                     numbers[key] = len(parameters)

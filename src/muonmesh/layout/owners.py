@@ -5,14 +5,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.parameter import Parameter, listed_by
 
+KnownMatrix: TypeAlias = tuple[str, tuple[int, ...], int]
+"""A matrix as it is known from one plan to the next: the name and the ranks of its parameter, and its index."""
+
 
 def assign_owners(
-    parameters: Sequence[Parameter], ranks: Sequence[int], asked: Mapping[tuple[int, int], int]
+    parameters: Sequence[Parameter], ranks: Sequence[int], known: Mapping[KnownMatrix, int]
 ) -> dict[tuple[int, int], int]:
     """Return the owner of each (parameter, matrix index).
 
@@ -24,7 +28,7 @@ def assign_owners(
     Args:
         parameters: What to assign.
         ranks: The connected set.
-        asked: The owners of some matrices, which are taken as they are.
+        known: The owners of some matrices, which they stay.
     """
     jobs = sorted(
         (
@@ -42,9 +46,8 @@ def assign_owners(
     unavoidable = max(mean, -jobs[0][0] if jobs else 0)
     owners = {}
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
-        if (number, index) in asked:
-            owner = asked[number, index]
-        else:
+        owner = known.get((parameters[number].name, parameters[number].target.ranks, index), -1) if known else -1
+        if owner not in listed_by(parameters[number]):
             owner = loads.least(everywhere[number])
             holders = _holders_of_all(parameters[number].momentum_storage, matrix)
             if holders and len(holders) < len(listed[number]):

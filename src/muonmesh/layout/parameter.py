@@ -22,7 +22,8 @@ class Parameter:
         flops: Cost of each of the matrices, in their order.
         settings: Text of everything that decides what an orthogonalisation computes. Matrices are batched
             only with equals, and the ranks compare it.
-        companions: What its rule keeps by row, column or matrix, which travels to the owners and back.
+        companions: What its rule keeps by row, column or matrix, which travels to the owners and back, or in two sizes,
+            which lives there.
         sums: How many sums over each of the matrices its rule asks for, before the weights are written.
         unlisted_by: Ranks of ``target`` that hold nothing of it and have no tensor for it in their groups. They know
             neither its rule nor its settings, so they own none of its matrices.

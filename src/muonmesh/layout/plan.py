@@ -12,7 +12,7 @@ from types import MappingProxyType
 from muonmesh.layout.cover import prove
 from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
-from muonmesh.layout.owners import assign_owners
+from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, extend, pieces, pieces_by_holder
@@ -149,6 +149,16 @@ class Plan:
         return tuple(companion.key for companion in companions if companion.side == "matrix")
 
     @property
+    def keepers(self) -> dict[KnownMatrix, int]:
+        """The owners of the matrices of which they keep something."""
+        found = {}
+        for assignment in self.assignments:
+            parameter = self.parameters[assignment.parameter]
+            if any(companion.at_owner for companion in parameter.companions):
+                found[parameter.name, parameter.target.ranks, assignment.matrix.index] = assignment.owner
+        return found
+
+    @property
     def targets(self) -> list[Layout]:
         """Where each parameter lives."""
         return [p.target for p in self.parameters] + [other.target for other in self.elementwise]
@@ -185,7 +195,7 @@ def make_plan(
     ranks: Sequence[int] | None = None,
     bucket_elements: int,
     elementwise: Sequence[Elementwise] = (),
-    _owners: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    known: Mapping[KnownMatrix, int] = MappingProxyType({}),
 ) -> Plan:
     """Prove that everything is covered, and assign every matrix its owner and a bucket.
 
@@ -200,7 +210,7 @@ def make_plan(
         ranks: The connected set; by default the ranks that hold any of the parameters.
         bucket_elements: Matrix elements of one owner in one bucket, about.
         elementwise: Parameters that are not orthogonalised.
-        _owners: The owners of some matrices, by (parameter, index), for tests.
+        known: The owners of some matrices, which they stay: they keep something of them.
 
     Raises:
         LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once.
@@ -209,7 +219,7 @@ def make_plan(
     if ranks is None:
         ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_storage, p.target)}))
     ranks = tuple(ranks)
-    owners = assign_owners(parameters, ranks, _owners)
+    owners = assign_owners(parameters, ranks, known)
     assignments = [
         Assignment(number, matrix, owners[number, matrix.index], flops)
         for number, parameter in enumerate(parameters)

@@ -88,7 +88,8 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
-        planned = runtime.planned = widened(planned, views, ranks, runtime.precision, runtime.bucket_cap_mb)
+        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers
+        planned = runtime.planned = widened(planned, views, ranks, *settings)
         insist(group, planned.plan)
     planned.exchange = Exchange(
         planned.plan,
@@ -98,7 +99,7 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         device=planned.device,
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
     )
-    runtime.connected = planned
+    runtime.connected, runtime.keepers = planned, planned.plan.keepers
     replicated = {m.tensor: m.name for m in planned.members if m.storage.copies > 1}
     runtime.source.bind(replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
     runtime.source.complete(planned.exchange.steps)
@@ -224,7 +225,8 @@ def _read(
     if error is not None:
         return None, sets, error
     try:
-        runtime.planned = plan_members(groups, members, signature, runtime.precision, runtime.bucket_cap_mb)
+        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers
+        runtime.planned = plan_members(groups, members, signature, *settings)
     except (LayoutError, ValueError) as found:
         return None, sets, found
     listed = {name for group in groups for name in group["param_names"]}

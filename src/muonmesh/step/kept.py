@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import Piece
+from muonmesh.layout.companion import size_of
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.slots import view_in_storage
 
@@ -40,6 +43,36 @@ class KeptState:
     def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take what is kept of the matrices that this rank owns."""
         self.owned = kept
+
+    @contextmanager
+    def of(self, assignment: int) -> Iterator[dict[str, Tensor]]:
+        """Give what is kept of a matrix that this rank owns to a part of its rule, which writes it in place.
+
+        What travels is left as it was by `write` where the matrix is left alone; what lives here, when this ends.
+        """
+        matrix, flag, slot = (
+            self._ready.matrix(assignment),
+            self._ready.nonzero[assignment],
+            self._ready.slot(assignment),
+        )
+        assert slot is not None
+        given, here = {}, dict[str, Tensor]()
+        for key, home in slot.state_layouts.items():
+            if home.companion is None:
+                continue
+            size = (1, *size_of(home.kept_as, matrix.rows, matrix.cols))
+            if not home.companion.at_owner:
+                given[key] = self.owned[assignment][key].view(size)
+            elif slot.created:
+                start = home.companion.starts[matrix.index]
+                here[key] = slot.state[key][start : start + math.prod(size)].view(size)
+                given[key] = here[key] if flag is True else here[key].clone()
+            else:
+                given[key] = torch.zeros(size, dtype=self._ready.precision.carried, device=self._ready.device)
+        yield given
+        if isinstance(flag, Tensor):
+            for key, kept in here.items():
+                kept.copy_(torch.where(flag, given[key], kept))
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep the numbers that `Rule.whole` has changed, unless the matrix is left alone."""

@@ -278,7 +278,8 @@ class MuonStep:
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
                 own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
-                parts.balance_whole(own, matrix, rows=planned.rows, cols=planned.cols)
+                with self.companions.of(assignment) as kept:
+                    parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             orthogonalizer = self._ready.orthogonalizer(assignments[0])
             orthogonalizer(batch, out=out, overwrite=True, times=self._steps_of(assignments))
@@ -287,8 +288,8 @@ class MuonStep:
         if rule.changes_matrices():
             for assignment, matrix in zip(assignments, out.unbind(), strict=True):
                 own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
-                kept = self.companions.owned.get(assignment, {})
-                parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
+                with self.companions.of(assignment) as kept:
+                    parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""

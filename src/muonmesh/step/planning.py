@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
@@ -33,15 +35,17 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
+from muonmesh.layout.owners import KnownMatrix
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Orthogonalizer
-from muonmesh.numerics.rules import RULES, Rule, is_matrix_rule, rule_of
+from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.members import Member, with_state_layouts
+from muonmesh.step.state_layout import kept_at_owners
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
@@ -215,8 +219,9 @@ def plan_members(
     signature: object,
     precision: Precision,
     bucket_cap_mb: float,
+    keepers: Mapping[KnownMatrix, int] = MappingProxyType({}),
 ) -> Planned:
-    """Make the plan of this rank's parameters.
+    """Make the plan of this rank's parameters, whose ``keepers`` stay the owners of their matrices.
 
     Raises:
         LayoutError: a parameter is held in a way that cannot be mapped to whole matrices.
@@ -237,6 +242,7 @@ def plan_members(
         ranks=connected_ranks([member.storage for member in members]),
         bucket_elements=bucket_elements(bucket_cap_mb, precision),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
+        known=keepers,
     )
     adamw = tuple(
         tuple(m for m in members if m.group == number and not is_matrix_rule(group["algorithm"]))
@@ -255,6 +261,7 @@ def widened(
     ranks: Sequence[int],
     precision: Precision,
     bucket_cap_mb: float,
+    keepers: Mapping[KnownMatrix, int] = MappingProxyType({}),
 ) -> Planned:
     """Return the plan of a connected set whose ranks hold different parameters, from what each of them holds.
 
@@ -273,6 +280,7 @@ def widened(
         ranks=ranks,
         bucket_elements=elements,
         elementwise=elementwise,
+        known=keepers,
     )
 
     def own(parameter: Parameter | Elementwise) -> Member | None:
@@ -292,6 +300,10 @@ def _planned(
     orthogonalizers: Orthogonalizers,
 ) -> Planned:
     rank = this_rank()
+    mine = [(number, member) for number, member in enumerate(muon) if member is not None]
+    placed = kept_at_owners(plan, [(number, member.tensor, member.state_layouts) for number, member in mine])
+    homes = {number: layouts for (number, _), layouts in zip(mine, placed, strict=True)}
+    muon = tuple(None if m is None else replace(m, state_layouts=homes[number]) for number, m in enumerate(muon))
     holdings = holdings_of(plan, rank, momentum=False)
     shared = any(parameter.momentum_storage is not parameter.target for parameter in plan.parameters)
     momentum_holdings = holdings_of(plan, rank, momentum=True) if shared else holdings
@@ -311,6 +323,7 @@ def _parameter(
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
     steps = len(coefficient_schedule(group["ns_coefficients"], group["ns_steps"]))
+    rule: Rule = rule_of(group)
     flops = {}
     for shape in {matrix.shape for matrix in matrices}:  # most parameters are many matrices of few shapes
         resolved = orthogonalizers.get((member.group, shape))
@@ -325,7 +338,9 @@ def _parameter(
                 device=member.tensor.device,
             )
         gram, at_once = resolved.method == "gram", resolved.whole
-        flops[shape] = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once)
+        own = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once)
+        # Without it a rule makes a pass or two over the elements.
+        flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     named = group["ns_coefficients"]
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
@@ -333,10 +348,6 @@ def _parameter(
     if precision.kernels != "auto":  # they round otherwise
         settings = f"{settings}, kernels {precision.kernels}"
     each = tuple(flops[matrix.shape] for matrix in matrices)
-    rule = RULES[group["algorithm"]]
-    assert issubclass(rule, Rule)
-    if not rule.orthogonalizes:  # a pass or two over the elements
-        each = tuple(2 * matrix.numel for matrix in matrices)
     if rule.changes_matrices():
         settings = f"{settings}, {group['algorithm']}"
     companions = tuple(home.companion for home in member.state_layouts.values() if home.companion is not None)
@@ -348,6 +359,6 @@ def _parameter(
         each,
         settings,
         companions,
-        rule_of(group).count_of_sums(),
-        scale_invariant=rule_of(group).scale_invariant,
+        rule.count_of_sums(),
+        scale_invariant=rule.scale_invariant,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
+from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.idle import IdleParameters
@@ -52,6 +53,7 @@ class Runtime:
         complete: Whether the constructor has finished; groups that come later must say their algorithm.
         planned: What was read off the parameters; None until that is needed.
         connected: The plan that all ranks know of, with its exchange; None before the first step.
+        keepers: Who keeps something of a matrix, and stays its owner when another plan is made.
         compared: The plan at whose first step replicas were compared.
         loaded: Whether state has been loaded since the last step.
         clip: What clipping decided for the next step.
@@ -78,6 +80,7 @@ class Runtime:
     complete: bool = False
     planned: Planned | None = None
     connected: Planned | None = None
+    keepers: Mapping[KnownMatrix, int] = field(default_factory=dict)
     compared: Planned | None = None
     loaded: bool = False
     clip: Clip = field(default_factory=Clip)

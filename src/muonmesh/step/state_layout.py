@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from muonmesh.comm.storage import Storage
-from muonmesh.layout import Companion, FlatShards, MatrixSpec, MeshLayout, companion_matrices
+from muonmesh.layout import Companion, FlatShards, MatrixSpec, MeshLayout, Plan, companion_matrices
 from muonmesh.layout.companion import companion_on_mesh, companions_in_buffers
+from muonmesh.layout.flat import Interval
 from muonmesh.numerics.rules import KeptAs
 from muonmesh.settings import Precision
 
@@ -21,8 +23,8 @@ class StateLayout(NamedTuple):
     Attributes:
         kept_as: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix.
         storage: Where it lives.
-        companion: How it travels to the owners of the matrices. None for what has a number for each element: that is
-            read and written where it is stored, and does not travel.
+        companion: How it travels to the owners of the matrices, or which of it each of them keeps. None for what has a
+            number for each element: that is read and written where it is stored, and does not travel.
         dtype: That of the parameter, if it is kept in the dtype of the weights; None: in ``state_dtype``.
     """
 
@@ -66,7 +68,7 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]
     """Return where all lives that a rule keeps of the parameters of one tensor: one of them, or several if it is flat.
 
     What has a number for each row, column or matrix follows the momentum: it is placed on its mesh, or lies in a flat
-    buffer cut between the same ranks.
+    buffer cut between the same ranks. What the owners keep has its place by `kept_at_owners`, once there is a plan.
 
     Args:
         keeps: See `Rule.keeps`.
@@ -87,10 +89,14 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]
         for number, held in together.items():
             layout = held.momentum_storage.layout
             shapes[number], parts[number] = companion_matrices(held.name, held.storage.shape, held.spec, kept)
-            if isinstance(layout, FlatShards):
+            if "×" in kept:  # the owners keep it, who are known when there is a plan
+                anywhere = MeshLayout.replicated(shapes[number], (0,))
+                companion = Companion(key, kept, anywhere, parts[number])
+                state_layouts[number][key] = StateLayout(kept, Storage(anywhere, anywhere.shape), companion)
+            elif isinstance(layout, FlatShards):
                 buffers[str(number)] = layout, shapes[number]
         flat = companions_in_buffers(buffers)
-        for number, held in together.items():
+        for number, held in together.items() if "×" not in kept else ():
             layout = held.momentum_storage.layout
             if isinstance(layout, MeshLayout):
                 place: MeshLayout | FlatShards = companion_on_mesh(layout, shapes[number])
@@ -99,3 +105,46 @@ def state_layouts_of(keeps: Mapping[str, KeptAs], together: Mapping[int, Stored]
             companion = Companion(key, kept, place, parts[number])
             state_layouts[number][key] = StateLayout(kept, held.momentum_storage.companion(place), companion)
     return state_layouts
+
+
+def kept_at_owners(
+    plan: Plan, members: Sequence[tuple[int, object, Mapping[str, StateLayout]]]
+) -> list[dict[str, StateLayout]]:
+    """Return the state layouts of some parameters, with the places of what the owners of their matrices keep.
+
+    Args:
+        plan: Who owns what.
+        members: Of each parameter its number in the plan, its tensor, and its state layouts. Parameters that share a
+            flat tensor also share the flat buffers of what is kept of them.
+    """
+    owners = {(each.parameter, each.matrix.index): each.owner for each in plan.assignments}
+    filled: dict[tuple[int, str], Counter[int]] = {}
+    intervals: list[dict[str, list[tuple[int, Interval]]]] = []
+    for number, tensor, state_layouts in members:
+        intervals.append({})
+        for key, companion in _at_owners(state_layouts):
+            held, buffer, first = intervals[-1].setdefault(key, []), filled.setdefault((id(tensor), key), Counter()), 0
+            for matrix in companion.matrices:
+                owner = owners[number, matrix.index]
+                held.append((owner, Interval(first, matrix.numel, buffer[owner])))
+                buffer[owner] += matrix.numel
+                first += matrix.numel
+    found = []
+    for (number, tensor, state_layouts), held_by in zip(members, intervals, strict=True):
+        found.append(dict(state_layouts))
+        for key, companion in _at_owners(state_layouts):
+            ranks, sizes, held = plan.parameters[number].target.ranks, filled[id(tensor), key], held_by[key]
+            within = MeshLayout.replicated(companion.layout.shape, ranks)
+            some: dict[int, list[Interval]] = {rank: [] for rank in ranks}
+            for owner, interval in held:
+                some[owner].append(interval)
+            place = FlatShards(within, tuple(map(tuple, some.values())), tuple(sizes[rank] for rank in ranks))
+            starts = tuple(interval.start for _, interval in held)
+            storage, companion = Storage(place, place.shape), replace(companion, layout=place, starts=starts)
+            found[-1][key] = StateLayout(state_layouts[key].kept_as, storage, companion)
+    return found
+
+
+def _at_owners(state_layouts: Mapping[str, StateLayout]) -> list[tuple[str, Companion]]:
+    found = [(key, home.companion) for key, home in state_layouts.items() if home.companion is not None]
+    return [(key, companion) for key, companion in found if companion.at_owner]

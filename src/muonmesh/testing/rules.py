@@ -227,7 +227,7 @@ def _stepped(
     wrong = sorted(expected.keys() - found.keys() if together else expected.keys() ^ found.keys())
     for key in expected.keys() & found.keys():
         place = layout if key == "weights" else state_layouts[key].storage.layout if key in state_layouts else None
-        value = local_part(expected[key], place) if place is not None else expected[key]
+        value = local_part(expected[key].view(place.shape), place) if place is not None else expected[key]
         if not torch.equal(local_of(found[key]).reshape(value.shape), value):
             wrong.append(key)
     return expected, wrong

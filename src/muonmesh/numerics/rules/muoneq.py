@@ -41,7 +41,7 @@ class MuonEqRule(MuonRule):
         """
         check_choice(self, "sides", get_args(MuonEqSides))
 
-    def balance(self, direction: Tensor) -> Tensor:
+    def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return the directions with their rows, or columns, of norm 1."""
         if self.sides != "both":
             return unit(direction, -1 if self.sides == "rows" else -2)

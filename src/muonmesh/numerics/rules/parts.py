@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -78,32 +78,35 @@ def change_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, row
     Args:
         rule: Whose `Rule.whole`.
         matrix: The orthogonalised matrix in its wide orientation, contiguous, written.
-        state: What is kept as "rows", (rows,), "cols", (cols,), and "matrix", (1,), contiguous, written.
+        state: What is given to `Rule.whole`, contiguous, written.
         rows, cols: Size of the matrix, out × in.
     """
-    shapes = {"rows": (1, rows, 1), "cols": (1, 1, cols), "matrix": (1, 1, 1)}
-    kinds = rule.keeps()
-    kept = {key: value.view(shapes[kinds[key]]) for key, value in state.items()}
-    _change(matrix, lambda update: rule.whole(update, kept), state.values(), rows=rows, cols=cols)
+    _change(matrix, rule.whole, state, rows=rows, cols=cols)
 
 
-def balance_whole(rule: Rule, matrix: Tensor, *, rows: int, cols: int) -> None:
+def balance_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, rows: int, cols: int) -> None:
     """Run a rule's part on one whole direction before it is orthogonalised, in place, given as by `change_whole`.
 
     Args:
         rule: Whose `Rule.balance`.
         matrix: The direction in its wide orientation, contiguous, written.
+        state: As in `change_whole`.
         rows, cols: Size of the matrix, out × in.
     """
-    _change(matrix, rule.balance, (), rows=rows, cols=cols)
+    _change(matrix, rule.balance, state, rows=rows, cols=cols)
 
 
 def _change(
-    matrix: Tensor, part: Callable[[Tensor], Tensor], beside: Iterable[Tensor], *, rows: int, cols: int
+    matrix: Tensor,
+    part: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
+    state: Mapping[str, Tensor],
+    *,
+    rows: int,
+    cols: int,
 ) -> None:
     """Run a part on one whole matrix, (1, rows, cols) in fp32 or wider, as wide as what is kept beside it."""
     exact = torch.promote_types(matrix.dtype, torch.float32)
-    for value in beside:
+    for value in state.values():
         exact = torch.promote_types(exact, value.dtype)
     oriented = matrix.view(rows, cols) if rows <= cols else matrix.view(cols, rows).mT
 
@@ -111,7 +114,7 @@ def _change(
         update = scratch("whole", (1, rows, cols), dtype=exact, device=matrix.device)
         update[0].copy_(oriented)
         # Cast before transposing: torch transposes fast only within one dtype.
-        oriented.copy_(part(update)[0].to(matrix.dtype))
+        oriented.copy_(part(update, state)[0].to(matrix.dtype))
 
     run_on_one_thread(change, device=matrix.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from muonmesh.errors import explain_error
 from muonmesh.numerics.rules.elementwise import ElementwiseRule
-from muonmesh.numerics.rules.rule import Hyperparameters, KeptAs, Rule
+from muonmesh.numerics.rules.rule import Hyperparameters, Rule
 
 Algorithm: TypeAlias = Literal[
     "muon",
@@ -103,16 +104,20 @@ def _by_defaults(rule: type[AnyRule]) -> AnyRule:
     return found
 
 
+_KEPT_AS = re.compile("momentum|weights|rows|cols|matrix|(rows|cols|[1-9][0-9]*)×(rows|cols|[1-9][0-9]*)")
+
+
 def check_keeps(rule: Hyperparameters) -> None:
-    """Check that all that a rule keeps has one number for something that there is.
+    """Check that all that a rule keeps is kept as something that there is.
 
     Raises:
         ValueError: `Rule.keeps` says something else.
     """
     for key, kind in rule.keeps().items() if isinstance(rule, Rule) else ():
-        if kind not in get_args(KeptAs):
+        if not _KEPT_AS.fullmatch(str(kind)):
             where, found = f"{type(rule).__name__}.keeps", f"{key!r} kept as {kind!r}"
-            needed, write = f"one of {', '.join(map(repr, get_args(KeptAs)))}", f'Write {{{key!r}: "weights"}}, for one'
+            needed = '"momentum", "weights", "rows", "cols", "matrix" or two sizes: "rows×rows", "cols×cols", "rows×16"'
+            write = f'Write {{{key!r}: "weights"}}, for one'
             raise ValueError(explain_error(where, found, needed, f"{write} number for each weight"))
 
 

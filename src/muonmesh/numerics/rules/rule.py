@@ -18,9 +18,10 @@ from muonmesh.numerics.scale import ScaleMode, StepSize, update_scale
 DecayMode: TypeAlias = Literal["full", "cautious"]
 """Which weights decay: all; or those that the update moves towards zero, as the decay does (arXiv 2510.12402)."""
 
-KeptAs: TypeAlias = Literal["momentum", "rows", "cols", "matrix", "weights"]
+KeptAs: TypeAlias = str
 """What a rule keeps has one number for each element ("momentum": where the gradient is folded in; "weights": where the
-weights are), for each row or column of a matrix, or for each matrix."""
+weights are), for each of the "rows" or "cols" of a matrix, or for each "matrix"; or it is a matrix of its own, of two
+sizes, such as "rows×rows", "cols×cols", "rows×cols" or "rows×16", which the owner of the matrix keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Rule(Hyperparameters):
     method: Method
 
     def keeps(self) -> Mapping[str, KeptAs]:
-        """Return what is kept from step to step: its name in the optimizer's state, and what it has one number for.
+        """Return what is kept from step to step: its name in the optimizer's state, and what it is kept as.
 
         All of it begins as zeros. A matrix that is left alone, since its gradient is zero, keeps it unchanged.
         """
@@ -189,7 +190,7 @@ class Rule(Hyperparameters):
         """
         return gradient
 
-    def balance(self, direction: Tensor) -> Tensor:
+    def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return what becomes of whole matrices of directions before they are orthogonalised.
 
         As in `whole`, any operation may be used here. Only the direction counts: orthogonalising does not see the scale
@@ -197,6 +198,7 @@ class Rule(Hyperparameters):
 
         Args:
             direction: Shape (batch, rows, cols), out × in whatever the module stores; fp32 or wider; may be written.
+            state: As in `whole`, which is given it after this has written it.
 
         Returns:
             Shape (batch, rows, cols); it is rounded to the compute dtype.
@@ -211,8 +213,8 @@ class Rule(Hyperparameters):
 
         Args:
             update: Shape (batch, rows, cols), out × in whatever the module stores; fp32 or wider; may be written.
-            state: What is kept as "rows", (batch, rows, 1), "cols", (batch, 1, cols), or "matrix", (batch, 1, 1), of
-                the dtype of ``update``; written in place.
+            state: What is kept as "rows", (batch, rows, 1), "cols", (batch, 1, cols), "matrix", (batch, 1, 1), or
+                "rows×rows", (batch, rows, rows), say, of the dtype of ``update``; written in place.
 
         Returns:
             Shape (batch, rows, cols).
@@ -325,6 +327,13 @@ class Rule(Hyperparameters):
     def balances(cls) -> bool:
         """Return whether there is a part on whole matrices before they are orthogonalised."""
         return cls.balance is not Rule.balance
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Return the floating-point operations of `balance` and `whole` for a matrix of rows × cols, 0 if they are few.
+
+        With those of orthogonalising they say what an owner has to do, so that all owners have about as much.
+        """
+        return 0
 
     def scale(self, rows: int, cols: int) -> float:
         """Return what the learning rate is multiplied by for a whole matrix of rows × cols."""
