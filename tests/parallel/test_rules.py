@@ -681,6 +681,9 @@ class GramAverage(mm.MuonRule):
         return {**super().keeps(), "gram": "rows×rows", "steps": "cols×2"}
 
     def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        assert (
+            state["gram"].data_ptr() % 64 == 0
+        )  # or products would have other bits where other matrices lie before it
         gram = state["gram"].lerp_(direction @ direction.mT, 1 - BETA)
         size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         damped = gram + DAMPING * size * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
