@@ -74,8 +74,11 @@ class KeptState:
             else:
                 given[key] = torch.zeros(size, dtype=self._ready.precision.carried, device=self._ready.device)
         yield given
-        for key, kept in here.items() if flag is not False else ():
-            kept.copy_(given[key] if flag is True else torch.where(flag, given[key], kept))
+        for key, kept in here.items():
+            if isinstance(flag, Tensor):
+                kept.copy_(torch.where(flag, given[key], kept))
+            elif flag:
+                kept.copy_(given[key])
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep the numbers that `Rule.whole` has changed, unless the matrix is left alone."""
