@@ -33,6 +33,7 @@ from muonmesh.numerics.rules import register_rule
 from muonmesh.step.slots import RUNNING
 from muonmesh.testing import prove_rule
 from tests import layouts, problem
+from tests import soap as theirs
 from tests.meshes import mesh_of
 from tests.pages import run as run_page
 
@@ -681,6 +682,9 @@ class GramAverage(mm.MuonRule):
         return {**super().keeps(), "gram": "rows×rows", "steps": "cols×2"}
 
     def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        assert (
+            state["gram"].data_ptr() % 64 == 0
+        )  # or products would have other bits where other matrices lie before it
         gram = state["gram"].lerp_(direction @ direction.mT, 1 - BETA)
         size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         damped = gram + DAMPING * size * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -852,3 +856,57 @@ def test_who_keeps_something_of_a_matrix_stays_its_owner(workers) -> None:
         assert before == after
     kept = [some for *_, all_kept in everyone for some in all_kept]
     assert sorted(kept) == [[]] * 3 + [[2.0]] * 3
+
+
+# ------------------------------------------------------------------ a rule in a file of its own
+
+
+def proved_soap_muon(folder: str) -> str:
+    sys.path.insert(0, folder)
+    try:
+        prove_rule("soap-muon", examples=FEW, seed=6)
+        prove_rule("soap-muon", examples=FEW, seed=7, settings={"soap_every": 2, "nesterov": False})
+        return rules.RULES["soap-muon"].__module__
+    finally:
+        sys.path.remove(folder)
+
+
+def with_an_entry_point(folder: Path) -> None:
+    (folder / "soap_muon.py").write_text((Path(__file__).parents[2] / "examples/soap_muon.py").read_text())
+    metadata = folder / "soap_muon-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: soap-muon\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[muonmesh.rules]\nsoap-muon = soap_muon:SoapMuon\n")
+
+
+def test_soap_muon_in_one_file_gives_the_same_bits_in_every_layout(workers, tmp_path: Path) -> None:
+    with_an_entry_point(tmp_path)
+    assert workers(3).run(proved_soap_muon, str(tmp_path)) == ["soap_muon"] * 3
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_soap_muon_is_what_its_authors_code_makes_of_it(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their functions in fp64, matrix by matrix, with an SVD in the place of Newton-Schulz."""
+    with_an_entry_point(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.manual_seed(6)
+    start = torch.randn(14, 7, dtype=torch.float64)
+    weight = nn.Parameter(start.clone())
+    group = {"params": [weight], "algorithm": "soap-muon", "matrices": [("rows", 7, 7)], "soap_every": every}
+    rate = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "scale_mode": "none"}
+    optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "qdwh", "ns_steps": 8}], **FP64)
+    expected, kept = start.clone(), [theirs.fresh(7, 7) for _ in range(2)]
+    for _ in range(5):
+        weight.grad = torch.randn(14, 7, dtype=torch.float64)
+        optimizer.step()
+        for number, rows in enumerate((slice(0, 7), slice(7, 14))):
+            update = theirs.step(weight.grad[rows], kept[number], mu=0.9, precondition_frequency=every)
+            u, values, vh = torch.linalg.svd(update)
+            assert values[0] < 1e4 * values[-1]  # what Newton-Schulz reaches
+            expected[rows] -= 0.1 * u @ vh
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-10, atol=1e-10)
+    for key, theirs_key in {"second_moment": "exp_avg_sq", "row_basis": "q_row", "col_basis": "q_col"}.items():
+        found = optimizer.state[weight][key].view(2, 7, 7)
+        torch.testing.assert_close(found, torch.stack([one[theirs_key] for one in kept]), rtol=1e-9, atol=1e-10)

@@ -218,7 +218,7 @@ def test_the_page_about_migrating() -> None:
 def test_the_page_about_rules() -> None:
     """In one process; `tests/parallel/test_rules.py` proves the page's rule on ranks."""
     model = Net()
-    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {}, {})
+    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {}, {}, {})
     assert "lion" in [group["algorithm"] for group in names["optimizer"].param_groups]
     written = next(text for text in (ROOT / "docs/rules.md").read_text().split("```python\n") if "even-rows" in text)
     assert len(written.partition("```")[0].strip().splitlines()) <= 30

@@ -65,14 +65,20 @@ class KeptState:
                 given[key] = self.owned[assignment][key].view(size)
             elif slot.created:
                 start = home.companion.starts[matrix.index]
-                here[key] = slot.state[key][start : start + math.prod(size)].view(size)
-                given[key] = here[key] if flag is True else here[key].clone()
+                view = slot.state[key][start : start + math.prod(size)].view(size)
+                # The bits of products depend on the address modulo 64 bytes, and that on what else this rank owns.
+                if flag is True and view.data_ptr() % 64 == 0:
+                    given[key] = view
+                else:
+                    here[key], given[key] = view, view.clone()
             else:
                 given[key] = torch.zeros(size, dtype=self._ready.precision.carried, device=self._ready.device)
         yield given
-        if isinstance(flag, Tensor):
-            for key, kept in here.items():
+        for key, kept in here.items():
+            if isinstance(flag, Tensor):
                 kept.copy_(torch.where(flag, given[key], kept))
+            elif flag:
+                kept.copy_(given[key])
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep the numbers that `Rule.whole` has changed, unless the matrix is left alone."""
