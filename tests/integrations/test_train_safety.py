@@ -189,7 +189,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(disk: Path
     assert "could not be written: No space left on device" in result.stderr
     kept = latest_step(checkpoints_of(run, "muon"))
     assert kept is not None
-    assert f"The checkpoint of step {kept} is kept." in result.stderr
+    assert f"The checkpoint of step {kept} is kept" in result.stderr
     assert (checkpoints_of(run, "muon") / f"step-{kept:08d}" / MANIFEST_FILE).is_file()
     (disk / "ballast").unlink()
     result = subprocess.run([*COMMAND, "--resume", str(run)], capture_output=True, text=True, check=False, timeout=300)
