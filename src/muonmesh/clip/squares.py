@@ -21,7 +21,7 @@ from muonmesh.step.slots import view_in_storage
 ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(8)
 """Places in the vector, which is fp64.
 
-ERRORS: how many ranks found an error. REPLAN: how many must plan again. RANKS: how many have usable arguments. ALIKE and
+ERRORS: how many ranks found an error. REPLAN: how many must plan again. RANKS: how many have valid arguments. ALIKE and
 SQUARED: a number made of the arguments, and its square; by their sums these ranks see whether all were given the same
 arguments. INVARIANT: the squares of the gradients of groups whose rule is `scale_invariant`, told as "muon". FELT:
 those of all other groups, told as "adamw": AdamW's, and those of rules on matrices that feel the scale. From MATRICES
