@@ -201,6 +201,15 @@ class Muon(torch.optim.Optimizer):
         check_source(source)
         self._runtime.source = source
 
+    def __bool__(self) -> bool:
+        """Return True, as of any object.
+
+        Raises:
+            TypeError: DeepSpeed's engine asks. It does so when it is built, before anything else of its own is checked.
+        """
+        refuse_engine(sys._getframe(1).f_globals.get("__name__", ""))
+        return True
+
     # ---------------------------------------------------------------- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -329,16 +329,16 @@ def refuse_partitioner(maker: object) -> None:
         raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
 
 
-def refuse_engine(stepper: str) -> None:
-    """Refuse to be stepped by DeepSpeed's engine itself, which may have put flat tensors in the place of parameters.
+def refuse_engine(user: str) -> None:
+    """Refuse to serve DeepSpeed's engine itself, which may have put flat tensors in the place of parameters.
 
     Args:
-        stepper: The module that calls ``step``.
+        user: The module that calls ``step``, or that asks whether it was given an optimizer.
 
     Raises:
         TypeError: it is DeepSpeed's.
     """
-    if stepper.partition(".")[0] == "deepspeed":
+    if user.partition(".")[0] == "deepspeed":
         needed = "its settings, given to muonmesh's own function, which finds the parameters in the engine's tensors"
         write = "Write muonmesh.integrations.deepspeed.initialize(model=model, config=config, "
         write += 'optimizer={"lr": 3e-4}) in place of deepspeed.initialize'

@@ -105,28 +105,36 @@ def test_metrics_are_refused_under_deepspeed() -> None:
         MuonCallback(metrics=True).on_train_begin(None, None, None, optimizer=engine_s)
 
 
-def given_to_deepspeed(stage: int) -> str:
-    """What DeepSpeed's own function makes of our optimizer, the likeliest mistake."""
+def given_to_deepspeed(stage: int, later: bool) -> str:
+    """What DeepSpeed's own function makes of our optimizer, the likeliest mistake; or of what makes it later."""
     with launched(), accelerated(True):
         model = llama()
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-        }
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        if later:
+            config["zero_allow_untested_optimizer"] = True
         before = {name: p.clone() for name, p in model.named_parameters()}
-        optimizer = mm.from_model(model, lr=0.1, process_group="world", **FP32)
-        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-        engine.backward(engine(**next(iter(DataLoader(Tokens(), batch_size=2)))).loss)
-        with pytest.raises(TypeError) as told:
+
+        def make(_: Any = None) -> mm.Muon:
+            return mm.from_model(model, lr=0.1, process_group="world", **FP32)
+
+        def use() -> None:
+            engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=make if later else make())
+            assert later  # the optimizer itself is an error before there is an engine
+            engine.backward(engine(**next(iter(DataLoader(Tokens(), batch_size=2)))).loss)
             engine.step()
+
+        with pytest.raises(TypeError) as told:
+            use()
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         return str(told.value)
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["optimizer", "callable"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_optimizer_given_to_deepspeeds_own_function_says_what_to_write(workers: Any, stage: int) -> None:
-    for told in workers(2).run(given_to_deepspeed, stage, timeout=90.0):
+def test_an_optimizer_given_to_deepspeeds_own_function_says_what_to_write(
+    workers: Any, stage: int, later: bool
+) -> None:
+    for told in workers(2).run(given_to_deepspeed, stage, later, timeout=90.0):
         assert told.startswith("deepspeed.initialize: found a muonmesh.Muon as optimizer=; "), told
         assert 'muonmesh.integrations.deepspeed.initialize(model=model, config=config, optimizer={"lr": 3e-4})' in told

@@ -145,7 +145,7 @@ ONLY_MUON = r"^(?!.*linear)"
         (Shape(tp=2), {"clip_grad": 0.0}, 1, False),
         (Shape(tp=2, frozen=ONLY_MUON), {}, 1, False),
         (Shape(tp=2, dtype=torch.float16), {}, 3, True),
-        (Shape(pp=2), {}, 4, True),
+        (Shape(pp=2), {}, 3, True),
         (Shape(pp=2), {"clip_grad": 0.0}, 2, False),
     ],
     ids=["TP", "flat", "experts", "not clipped", "all Muon's", "loss scale", "stages", "stages, not clipped"],

@@ -767,3 +767,30 @@ def test_a_matrix_under_a_rule_that_feels_the_scale_is_limited_by_adamw_s_norm_a
     weight.grad = torch.full((6, 4), 100.0)
     optimizer.clip_grad_norm_(1.5, policy="per_matrix")
     assert float(weight.grad.norm()) == pytest.approx(1.5)
+
+
+def one_stage_plans_again(policy: str) -> float:
+    """Ranks 0 and 1 get a second matrix after a step, 2 and 3 do not, and all are clipped by one norm."""
+    rank = dist.get_rank()
+    mesh = [mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))][rank // 2]
+
+    def weight() -> nn.Parameter:
+        made = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+        made.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+        return made
+
+    optimizer = mm.Muon([(f"{rank // 2}.weight", weight())], lr=0.1)
+    optimizer.clip_grad_norm_(1.0, policy=policy, process_group=dist.group.WORLD)
+    optimizer.step()
+    if rank < 2:
+        optimizer.add_param_group({"params": [("more", weight())], "algorithm": "muon", "name": "more"})
+    norm = float(optimizer.clip_grad_norm_(1e3, policy=policy, process_group=dist.group.WORLD))
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize("policy", ["all", "per_matrix"])
+def test_all_stages_clip_again_where_one_plans_again(workers, policy: str) -> None:
+    """The first call scales stage 0 and stage 1 by 1/√48; per matrix the first ten steps scale nothing."""
+    old = 1.0 if policy == "all" else 48.0
+    assert workers(4).run(one_stage_plans_again, policy, timeout=60) == pytest.approx([(old + 24) ** 0.5] * 4, rel=1e-6)

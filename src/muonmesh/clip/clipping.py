@@ -18,11 +18,14 @@ from muonmesh.clip.squares import (
     ERRORS,
     FELT,
     INVARIANT,
+    RANKS,
     REPLAN,
     SQUARED,
-    add_other_sets,
     add_squares,
     matrices_from,
+    reduce_squares,
+    stops,
+    unequal,
     zeros_for,
 )
 from muonmesh.comm.agreement import agree_on_plan
@@ -51,7 +54,7 @@ def clip_gradients(
 ) -> tuple[GradNorms, Clip]:
     """Implement `Muon.clip_grad_norm_`: measure the gradients, add up one fp64 vector over the ranks, and scale.
 
-    With ``process_group`` the head of the vector is added up over that too.
+    With ``process_group`` the head of the vector is added up over that.
 
     Squares and sums are fp64 and a coefficient is rounded once: with fp32 sums it differs between shardings.
 
@@ -64,42 +67,37 @@ def clip_gradients(
     if not _reduces(planned, measured, process_group):
         limits.check()
         return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
-    error = add_squares(planned, groups, source, measured, sums, matrices=limits.policy == "per_matrix")
+    by_matrix = limits.policy == "per_matrix"
+    error = add_squares(planned, groups, source, measured, sums, matrices=by_matrix)
     said = dict.fromkeys(range(matrices), 0)
     try:
         limits.check()
-        said[ALIKE], said[SQUARED] = limits.digest, limits.digest**2
+        said[RANKS], said[ALIKE], said[SQUARED] = 1, limits.digest, limits.digest**2
     except (TypeError, ValueError) as found:
         error = found
     if error is not None and sums.is_meta:
         raise error  # nothing here has data, so nothing can be asked of the others
     said[ERRORS] = int(error is not None)
     sums[:matrices] += upload(list(said.values()), dtype=sums.dtype, device=sums.device)
-    exchange.reduce_sums(sums)
-    here = sums[:matrices].clone()
-    if process_group is not None:
-        add_other_sets(sums[:matrices], exchange, process_group)
+    reduce_squares(sums, exchange, source, process_group, matrices=by_matrix)
     if isinstance(error, ValueError) and not isinstance(error, LayoutError) and not waits:
         raise error  # an argument, which is the same everywhere
     if waits and float(sums[ERRORS]):
-        if not float(here[ERRORS]):
-            told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
-            raise PlanError(explain_error("clip_grad_norm_", told, "none on any", write))
         agree_on_plan(exchange.group, exchange.plan, error)
-    if waits and float(here[REPLAN]):
+        told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
+        raise PlanError(explain_error("clip_grad_norm_", told, "none on any", write))
+    if waits and float(sums[REPLAN]):
         raise PlanAgain
-    # For whole numbers, n Σd² = (Σd)² says that all are equal.
-    unequal = len(exchange.plan.ranks) * here[SQUARED].long() != here[ALIKE].long() ** 2
-    if waits and bool(unequal):
+    if waits and bool(unequal(sums)):
         arguments = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
         write = "Call it alike everywhere: replicas would drift apart"
         needed = "the same arguments on every rank"
         raise PlanError(explain_error("clip_grad_norm_", f"{arguments} here and others on other ranks", needed, write))
-    skip = limits.skips(sums, apart) | (sums[ERRORS] != 0) | (here[REPLAN] != 0) | unequal
+    skip = limits.skips(sums, apart) | stops(sums)
     running: tuple[tuple[Tensor, Tensor], ...] = ()
     if error is None:
         scale_groups(groups, source, limits.coefficients(sums, skip, apart))
-        if limits.policy == "per_matrix":
+        if by_matrix:
             running = limit_matrices(planned, state, source, sums[matrices:], skip, limits.max_norm)
     return limits.told(sums, skip, apart), Clip(skip, running, error)
 
@@ -140,13 +138,10 @@ def stand_aside_from_sums(
         return None
     place = ERRORS if error is not None else REPLAN
     sums[:matrices] += upload([int(n == place) for n in range(matrices)], dtype=sums.dtype, device=sums.device)
-    exchange.reduce_sums(sums)
-    here = sums[:matrices].clone()
-    if process_group is not None:
-        add_other_sets(sums[:matrices], exchange, process_group)
-    if waits and float(here[ERRORS]):
+    reduce_squares(sums, exchange, source, process_group, matrices=False)
+    if waits and float(sums[ERRORS]):
         agree_on_plan(exchange.group, exchange.plan, error)
-    if waits or float(here[REPLAN]) == len(exchange.plan.ranks):
+    if waits or not float(sums[RANKS] + sums[ERRORS]):
         return None
     return limits.told(sums, torch.ones_like(sums[0], dtype=torch.bool), source.norms_apart)
 

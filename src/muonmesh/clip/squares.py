@@ -18,14 +18,15 @@ from muonmesh.numerics.rules import RULES
 from muonmesh.step.planning import Planned
 from muonmesh.step.slots import view_in_storage
 
-ERRORS, REPLAN, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(7)
+ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(8)
 """Places in the vector, which is fp64.
 
-ERRORS: how many ranks found an error. REPLAN: how many must plan again. ALIKE and SQUARED: a number made of the
-arguments, and its square; by their sums ranks see whether all were given the same arguments. INVARIANT: the squares of
-the gradients of groups whose rule is `scale_invariant`, told as "muon". FELT: those of all other groups, told as
-"adamw": AdamW's, and those of rules on matrices that feel the scale. From MATRICES on: both again for each of the
-source's `norms_apart`, and then, from `matrices_from` on, the squares of each matrix of the plan.
+ERRORS: how many ranks found an error. REPLAN: how many must plan again. RANKS: how many have valid arguments. ALIKE and
+SQUARED: a number made of the arguments, and its square; by their sums these ranks see whether all were given the same
+arguments. INVARIANT: the squares of the gradients of groups whose rule is `scale_invariant`, told as "muon". FELT:
+those of all other groups, told as "adamw": AdamW's, and those of rules on matrices that feel the scale. From MATRICES
+on: both again for each of the source's `norms_apart`, and then, from `matrices_from` on, the squares of each matrix
+of the plan.
 """
 
 
@@ -140,15 +141,42 @@ def add_squares(
     return error
 
 
-def add_other_sets(sums: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> None:
-    """Add the sums of the connected sets that meet in a process group, in place: each set is counted once.
+def reduce_squares(
+    sums: Tensor, exchange: Exchange, source: GradientSource, group: dist.ProcessGroup | None, *, matrices: bool
+) -> None:
+    """Add the sums up over the ranks, in place: over the connected set, and over the sets that meet in a group.
 
-    Each set has all of its sums on all of its ranks; those of them that are in the group share them out. Where the
-    group holds no others there is nothing to add.
+    Where all of the set is in the group, one reduction over the group does both for the head of the vector. Else the
+    ranks of the set that are in the group share out what all of the set have added up.
+
+    Args:
+        sums: The vector.
+        exchange: Of the connected set.
+        source: Where gradients are.
+        group: Of other sets to be clipped with; None: there are none.
+        matrices: Whether to add up the squares of the matrices too, which each set has for itself.
     """
-    ranks = dist.get_process_group_ranks(group)
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
     here = sum(rank in exchange.plan.ranks for rank in ranks)
-    if here == len(ranks):
+    if here == len(ranks):  # the same length under every policy, so that unequal ones do not wait for each other
+        exchange.reduce_sums(sums)
         return
-    sums /= here
-    dist.all_reduce(sums, group=group)
+    first = matrices_from(source)
+    head, whole = sums[:first], here == len(exchange.plan.ranks)
+    if not whole:
+        exchange.reduce_sums(head)
+        head /= here
+    dist.all_reduce(head, group=group)
+    if matrices and not bool(stops(sums)):
+        exchange.reduce_sums(sums[first:])
+
+
+def unequal(sums: Tensor) -> Tensor:
+    """Return whether ranks were given different arguments, 0-d bool."""
+    ranks, alike, squared = (sums[place].round().long() for place in (RANKS, ALIKE, SQUARED))
+    return ranks * squared != alike**2  # for whole numbers, n Σd² = (Σd)² says that all are equal
+
+
+def stops(sums: Tensor) -> Tensor:
+    """Return whether nothing is to be scaled, 0-d bool, the same on all ranks that have added up."""
+    return (sums[ERRORS] != 0) | (sums[REPLAN] != 0) | unequal(sums)
