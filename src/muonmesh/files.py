@@ -24,12 +24,11 @@ NEARLY_NOTHING = 64 * 1024  # bytes; libraries that write for us do not always s
 
 
 @contextlib.contextmanager
-def writing(path: Path, *, beside: str = "", raised: type[Exception] = OSError, again: str = AGAIN) -> Iterator[None]:
+def writing(path: Path, *, raised: type[Exception] = OSError, again: str = AGAIN) -> Iterator[None]:
     """Turn what a library raises when it cannot write ``path`` into one sentence.
 
     Args:
         path: What is written.
-        beside: What else to say: what has been kept.
         raised: What to turn; safetensors and tokenizers have errors of their own.
         again: What to do once it can be written.
 
@@ -41,10 +40,10 @@ def writing(path: Path, *, beside: str = "", raised: type[Exception] = OSError, 
     except FileError:
         raise
     except raised as error:
-        raise FileError(cannot_write(path, error, beside=beside, again=again)) from error
+        raise FileError(cannot_write(path, error, again=again)) from error
 
 
-def cannot_write(path: Path, error: BaseException, *, beside: str = "", again: str = AGAIN) -> str:
+def cannot_write(path: Path, error: BaseException, *, again: str = AGAIN) -> str:
     """Return the sentence about a file that could not be written: which, why, what to do."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (_room_at(path) < NEARLY_NOTHING or TOOK_LESS.search(str(error))):
@@ -53,7 +52,7 @@ def cannot_write(path: Path, error: BaseException, *, beside: str = "", again: s
     full = number in FULL
     why = reason(error) if number is None or not full else os.strerror(number)
     remedy = "Free some space there" if full else "Choose a place that can be written"
-    return f"{path}: could not be written: {why}. {beside}{remedy}, then {again}"
+    return f"{path}: could not be written: {why}. {remedy}, then {again}"
 
 
 def _sizes_are_limited() -> bool:

@@ -16,7 +16,7 @@ from muonmesh.files import check_fields
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.settings import check_group
 
-_OWN = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
+OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they say what it is, and follow from the model."""
 
 
@@ -40,7 +40,7 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
         if id(group) not in numbers:
             numbers[id(group)] = len(groups)
             where = f"group {group['name']!r}"
-            settings = {key: _plain(where, key, value) for key, value in group.items() if key not in _OWN}
+            settings = {key: _plain(where, key, value) for key, value in group.items() if key not in OWN_KEYS}
             groups.append({"name": group["name"], "algorithm": record.algorithm, "settings": settings})
         matrices = _plain(record.name, "matrices", record.spec)
         parameters[record.name] = {

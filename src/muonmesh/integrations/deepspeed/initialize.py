@@ -248,7 +248,7 @@ class Assembly:
     ) -> Call:
         """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
         group, label = groups[flat.group], self._labels[flat.group]
-        shards = tuple(self._shards[id(held.parameter)] for held in flat.held)
+        shards = tuple(self._shards[id(parameter)] for parameter, _ in flat.held)
         title = f"{label} ({len(shards)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         process_group = _able(flat.process_group, flat.tensor.device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muonmesh.checkpoint.groups import OWN_KEYS
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
@@ -21,10 +22,6 @@ from muonmesh.step.slots import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys of a group that say what it is; no checkpoint may change them."""
-
-_NAMES = (*_IDENTITY, "params", "param_names", "reasons")
-"""Keys of a group that are no settings, here or in an optimizer without DeepSpeed."""
-
 
 _AS_SAVED = "Make the engine with the same model and optimizer= settings as when it was saved"
 
@@ -224,7 +221,7 @@ class EngineMuon(torch.optim.Optimizer):
         """
         self.check_groups(saved)
         for group, settings in zip(self.param_groups, saved, strict=True):
-            group.update({key: value for key, value in settings.items() if key not in _NAMES})
+            group.update({key: value for key, value in settings.items() if key not in OWN_KEYS})
         for group, identity in zip(self.param_groups, self._identities, strict=True):
             group.update(identity)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
@@ -26,13 +26,6 @@ _READ = "0.19.8"
 _DIFFERENT = f"Install deepspeed=={_READ}, whose records are known, or report this version to muonmesh"
 
 
-class Held(NamedTuple):
-    """What this rank's flat tensor holds of one parameter: an interval, of length 0 if nothing."""
-
-    parameter: nn.Parameter
-    interval: Interval
-
-
 @dataclass(frozen=True)
 class Flat:
     """One flat fp32 tensor of the engine.
@@ -41,13 +34,14 @@ class Flat:
         tensor: What DeepSpeed gives the optimizer to step, (size,).
         group: Number of its param group.
         process_group: The ranks that share its parameters.
-        held: Its parameters in the order in which they lie.
+        held: Its parameters in the order in which they lie, each with the interval that this rank's flat tensor holds,
+            of length 0 if none.
     """
 
     tensor: Tensor
     group: int
     process_group: dist.ProcessGroup
-    held: tuple[Held, ...]
+    held: tuple[tuple[nn.Parameter, Interval], ...]
 
 
 def read_flats(engine: Any) -> list[Flat]:
@@ -85,7 +79,7 @@ def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offse
         group = zero.real_dp_process_group[number]
         low = dist.get_rank(group) * sizes[number]
         held = tuple(
-            Held(parameter, Interval(0, parameter.numel(), offset).part(low, low + tensor.numel()))
+            (parameter, Interval(0, parameter.numel(), offset).part(low, low + tensor.numel()))
             for parameter, offset in zip(parameters[number], offsets[number], strict=True)
         )
         yield Flat(tensor, number, group, held)
@@ -102,7 +96,7 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
                 found = f"grad_position {sub_group} of a parameter in sub-group {number}"
                 raise ValueError(explain_error("DeepSpeed", found, f"{number}", _DIFFERENT))
             first = min(dist.get_rank(group) * length, parameter.ds_numel)
-            held.append(Held(parameter, Interval(first, min(length, parameter.ds_numel - first), start)))
+            held.append((parameter, Interval(first, min(length, parameter.ds_numel - first), start)))
         yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(held))
 
 
@@ -136,7 +130,7 @@ def prove(flats: Sequence[Flat], shards: dict[int, Shard], error: Exception | No
 
 def _unequal(flats: Sequence[Flat], shards: dict[int, Shard]) -> LayoutError | None:
     """Return what is wrong unless the flat tensors hold the parameters of the groups and no others."""
-    held = {id(held.parameter) for flat in flats for held in flat.held}
+    held = {id(parameter) for flat in flats for parameter, _ in flat.held}
     if held == shards.keys():
         return None
     missing = sorted(shard.name for key, shard in shards.items() if key not in held)
@@ -147,15 +141,16 @@ def _unequal(flats: Sequence[Flat], shards: dict[int, Shard]) -> LayoutError | N
 def _told(flats: Sequence[Flat], shards: dict[int, Shard]) -> list[tuple[int, dict[str, Interval]]]:
     """Return what other ranks must know of this rank's flat tensors."""
     return [
-        (flat.tensor.numel(), {shards[id(held.parameter)].name: held.interval for held in flat.held}) for flat in flats
+        (flat.tensor.numel(), {shards[id(parameter)].name: interval for parameter, interval in flat.held})
+        for flat in flats
     ]
 
 
 def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence[Any]) -> dict[str, FlatShards]:
     ranks = tuple(dist.get_process_group_ranks(flat.process_group))
     layouts = {}
-    for held in flat.held:
-        shard = shards[id(held.parameter)]
+    for parameter, _ in flat.held:
+        shard = shards[id(parameter)]
         within = shard.within(ranks)
         intervals, sizes = [], []
         for rank in within.ranks:
@@ -182,8 +177,7 @@ def _compare(flat: Flat, shards: dict[int, Shard]) -> None:
     Stage 3 gathers one parameter at a time, so the ranks of the process group call it together.
     """
     wrong = None
-    for held in flat.held:
-        parameter, (first, length, start) = held
+    for parameter, (first, length, start) in flat.held:
         whole = _whole(parameter)
         found = flat.tensor.detach()[start : start + length]
         needed = whole.reshape(-1)[first : first + length].to(found.device, found.dtype)

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.device_mesh import DeviceMesh
 
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.integrations.megatron.declared import mesh_of
+
+_READ = ["dp_cp", "tp", "expt_dp", "expt_tp", "ep", "pp"]
+"""The groups of a ProcessGroupCollection that are read."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,9 @@ class Axes:
 
     @staticmethod
     def of(collection: Any) -> Axes:
-        """Read them off a ProcessGroupCollection, or off `parallel_state` if that is None."""
+        """Read them off a ProcessGroupCollection; None: that of `parallel_state`."""
         if collection is None:
-            return Axes(
-                parallel_state.get_data_parallel_group(with_context_parallel=True),
-                parallel_state.get_tensor_model_parallel_group(),
-                parallel_state.get_expert_data_parallel_group(),
-                parallel_state.get_expert_tensor_parallel_group(),
-                parallel_state.get_expert_model_parallel_rank(),
-                parallel_state.get_pipeline_model_parallel_world_size(),
-            )
+            collection = ProcessGroupCollection.use_mpu_process_groups(_READ)
         return Axes(
             getattr(collection, "dp_cp", None) or collection.dp,
             collection.tp,

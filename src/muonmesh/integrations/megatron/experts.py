@@ -7,9 +7,8 @@ of that memory, under the number that it has in the whole model. Read from megat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -17,22 +16,6 @@ from muonmesh.groups.fused import class_names
 from muonmesh.groups.sites import Role, Site
 from muonmesh.integrations.megatron.pieces import Piece
 from muonmesh.integrations.megatron.roles import HALVES
-
-
-class Expert(NamedTuple):
-    """One expert's part of a weight on this rank.
-
-    Attributes:
-        low: Its first element in the weight's memory; its last is before ``high``.
-        high: See ``low``.
-        shape: What it is there, (in, out).
-        pieces: Which boxes of the whole expert these are.
-    """
-
-    low: int
-    high: int
-    shape: tuple[int, int]
-    pieces: list[Piece]
 
 
 def is_grouped(module: nn.Module) -> bool:
@@ -64,8 +47,8 @@ def expert_names(site: Site, name: str, expert_rank: int) -> list[str]:
     return [f"{before}.{expert_rank * count + i}.{key}" for i in range(count)]
 
 
-def expert_of(place: int, pieces: Sequence[Piece]) -> Expert:
-    """Return where one expert of a weight lies.
+def expert_of(place: int, pieces: Sequence[Piece]) -> tuple[int, int, tuple[int, int], list[Piece]]:
+    """Return the elements low to high of a weight that are one expert, its shape (in, out), and its pieces.
 
     Args:
         place: Of the expert among those of this rank.
@@ -78,5 +61,5 @@ def expert_of(place: int, pieces: Sequence[Piece]) -> Expert:
         whole, offset, shape = ((sizes[2], sizes[1]) for sizes in (piece.whole, piece.offset, piece.shape))
         found.append(Piece(piece.key, whole, offset, shape, start, (cols, 1)))
         start += piece.shape[1]
-    size = math.prod((rows, cols))
-    return Expert(place * size, (place + 1) * size, (rows, cols), found)
+    size = rows * cols
+    return place * size, (place + 1) * size, (rows, cols), found

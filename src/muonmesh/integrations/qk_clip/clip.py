@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from muonmesh.comm.storage import Storage, local_of, storage_of
+from muonmesh.checkpoint.share import boxes_of
+from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
 from muonmesh.errors import explain_error
 from muonmesh.groups.logits import Attention, Rows, attentions
 from muonmesh.integrations.qk_clip.attention import watch
@@ -164,7 +165,7 @@ class QKClip:
                 found.append((member.name, member.storage, local_of(member.tensor.detach()), master))
             return found
         for key, parameter in self._model.named_parameters():
-            replicas = None if isinstance(parameter, DTensor) else (0,)
+            replicas = None if isinstance(parameter, DTensor) else (this_rank(),)
             storage = storage_of(canonical_name(key), parameter, replicas)
             found.append((canonical_name(key), storage, local_of(parameter.detach()), None))
         return found
@@ -186,24 +187,12 @@ def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[Rows, Tensor
     for rows, factor in factors:
         each[rows.low : rows.high] = factor
     wide = torch.promote_types(local.dtype, torch.float32)
-    if storage.layout is None:  # plain, and nobody said who else holds it
-        _scale(local, each, dim, wide)
-        return
     contiguous = local.contiguous()
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    rank = rank if rank in storage.layout.ranks else storage.layout.ranks[0]
-    for block in storage.layout.blocks(rank):
-        region = block.region
-        view = contiguous.as_strided(region.shape, block.strides, contiguous.storage_offset() + block.start)
-        _scale(view, each[region.offset[dim] :][: region.shape[dim]], dim, wide)
+    for at, box in boxes_of(contiguous, storage.layout, storage.shape).items():
+        own = each[at[dim] :][: box.shape[dim]].to(wide)
+        box.copy_(box.to(wide) * own.view([-1 if axis == dim else 1 for axis in range(box.ndim)]))
     if contiguous is not local:
         local.copy_(contiguous)
-
-
-def _scale(view: Tensor, each: Tensor, dim: int, wide: torch.dtype) -> None:
-    shape = [1] * view.ndim
-    shape[dim] = -1
-    view.copy_(view.to(wide) * each.to(wide).view(shape))
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
