@@ -186,23 +186,24 @@ class MuonStep:
         x = scratch("matrices", (len(batch), *shape), dtype=dtype, device=device)
         out = scratch("results", x.shape, dtype=dtype, device=device)
         if (stack := self._stack(batch)) is not None:
-            rule, scale, transposed = (
-                self._ready.rule(numbers[0]),
-                self._ready.scale(numbers[0]),
-                batch[0].stored == "transposed",
-            )
-            stack.fold(rule, x.mT if transposed else x)
+            rule, scale = self._ready.rule(numbers[0]), self._ready.scale(numbers[0])
+            into, updates = (x.mT, out.mT) if batch[0].stored == "transposed" else (x, out)
+            stack.fold(rule, into)
             self._orthogonalize(x, out, numbers)
-            stack.apply(rule, scale, out.mT if transposed else out)
+            stack.apply(rule, scale, updates)
             return
         for piece in self._folded(numbers, ends_of(batch, x, read=True)):
             self._fold_one(piece)
         self._orthogonalize(x, out, numbers)
         ends = ends_of(batch, out, read=False)
-        if asked := self._ready.plan.summed(numbers):
-            MatrixSums(self._ready.plan, rank=this_rank(), device=self._ready.device).take(asked, ends, self.summands)
+        self._take_sums(numbers, ends)
         for update in self.summands.updates(ends):
             self._apply_one(update)
+
+    def _take_sums(self, numbers: Sequence[int], ends: Ends) -> None:
+        """Take the sums that rules ask for over matrices of this rank alone."""
+        if asked := self._ready.plan.summed(numbers):
+            MatrixSums(self._ready.plan, rank=this_rank(), device=self._ready.device).take(asked, ends, self.summands)
 
     def _stack(self, batch: Sequence[Local]) -> Stack | None:
         """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muonmesh.comm.matrix_sums import MatrixSums
-from muonmesh.comm.storage import this_rank
 from muonmesh.comm.work import Local
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
@@ -87,8 +85,7 @@ class MuonStepTogether(MuonStep):
         self.read(numbers, ends_of(batch, x, read=True))
         self._orthogonalize(x, out, numbers)
         ends = ends_of(batch, out, read=False)
-        if asked := self._ready.plan.summed(numbers):
-            MatrixSums(self._ready.plan, rank=this_rank(), device=self._ready.device).take(asked, ends, self.summands)
+        self._take_sums(numbers, ends)
         self.write(ends)
 
     def _local_in_room(self, batch: Sequence[Local]) -> bool:
