@@ -35,7 +35,6 @@ from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, caller, explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.numerics.precision import plain_modes
-from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
@@ -321,7 +320,8 @@ class Muon(torch.optim.Optimizer):
         clip, runtime.clip = runtime.clip, Clip()
         while runtime.late:  # what the device has found out since the last step, for which the host did not wait
             runtime.late.pop(0).hear()
-        agreed = self._prepare(check_groups(groups), clip)
+        settings = check_groups(groups)
+        agreed = self._prepare(settings, clip)
         if agreed is None:
             return
         planned, exchange, slots, flags = agreed
@@ -334,13 +334,12 @@ class Muon(torch.optim.Optimizer):
             runtime.update_squares = UpdateSquares()
         offload = runtime.offload_of(planned)
         half = MuonStepTogether if runtime.works_together(planned) else MuonStep
-        rules = [rule_of(group) if is_matrix_rule(group["algorithm"]) else None for group in groups]
         ready = ReadyParameters(
             planned.plan,
             planned.momentum_holdings,
             planned.orthogonalizers,
             slots.muon,
-            rules,
+            settings.rules,
             flags,
             runtime.precision,
             device=planned.device,
@@ -350,7 +349,7 @@ class Muon(torch.optim.Optimizer):
         work = half(
             ready,
             step_elementwise=lambda: step_elementwise(
-                groups, slots.adamw, runtime.precision, flags, runtime.update_squares, offload
+                settings.rules, slots.adamw, runtime.precision, flags, runtime.update_squares, offload
             ),
             update_squares=runtime.update_squares,
         )
@@ -360,7 +359,7 @@ class Muon(torch.optim.Optimizer):
         runtime.brought_back = None if offload is None else offload.last
         keep_running_norms(clip, self.state, flags.stop)
         runtime.interrupted = None
-        runtime.tell(unsuited_of(planned, rules, work.summands.unsuited, runtime.unsuited_told))
+        runtime.tell(unsuited_of(planned, settings.rules, work.summands.unsuited, runtime.unsuited_told))
 
     def finish(self) -> None:
         """Wait until state that is kept on the host (``state_device="cpu"``) has been copied back after a step.
@@ -377,7 +376,7 @@ class Muon(torch.optim.Optimizer):
         None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
         """
         runtime = self._runtime
-        if (before := outdated(self.param_groups, runtime, settings.error)) is not None:
+        if (before := outdated(self.param_groups, runtime, settings)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
             waits = runtime.host_waits(before[0]) or settings.at_rest
             late = stand_aside(*before, settings.error, waits=waits)
@@ -408,7 +407,9 @@ class Muon(torch.optim.Optimizer):
             planned,
             exchange,
             slots,
-            SettingsDigest(planned, self.param_groups, runtime.precision, loaded=runtime.loaded, replicas=replicas),
+            SettingsDigest(
+                planned, self.param_groups, settings.rules, runtime.precision, loaded=runtime.loaded, replicas=replicas
+            ),
             settings=settings,
             error=clip.error or error or runtime.idle.error(slots.missing, some=slots.some),
             skip=clip.skip,
@@ -480,11 +481,11 @@ class Muon(torch.optim.Optimizer):
         check_process_group(process_group, ("world", "local"))
         runtime, groups, ranks = self._runtime, self.param_groups, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
-        error = check_groups(groups).error
-        if (before := outdated(groups, runtime, error)) is not None:
+        settings = check_groups(groups)
+        if (before := outdated(groups, runtime, settings)) is not None:
             waits = runtime.host_waits(before[0])
             told = stand_aside_from_sums(
-                *before, error, limits, source=runtime.source, process_group=ranks, waits=waits
+                *before, settings.error, limits, source=runtime.source, process_group=ranks, waits=waits
             )
             if told is not None:
                 return told
@@ -659,11 +660,11 @@ class Muon(torch.optim.Optimizer):
         """
         runtime, groups = self._runtime, self.param_groups
         while True:
-            error = check_groups(groups).error
-            before = outdated(groups, runtime, error)
+            settings = check_groups(groups)
+            before = outdated(groups, runtime, settings)
             planned, exchange = before or connect(groups, runtime, compared=True)
             here = None if before is not None else (groups, self.state, runtime.source, runtime.update_squares)
-            found = measure(planned, exchange, here, error, waits=runtime.host_waits(planned))
+            found = measure(planned, exchange, here, settings.error, waits=runtime.host_waits(planned))
             if found is not None:
                 runtime.update_squares = runtime.update_squares or UpdateSquares()
                 return found

@@ -22,7 +22,7 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
-from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule, rule_of
+from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.scale import ScaleMode
 
 StateDtype = torch.dtype | Literal["int8"]
@@ -252,11 +252,13 @@ class SettingsFound(NamedTuple):
         error: What is wrong, as far as the host can see.
         at_rest: Whether every learning rate is exactly 0.
         on_device: The learning rates that only the device knows, each with the words that begin a message.
+        rules: The snapshot of each group's rule, with which this step is taken; None where something is wrong.
     """
 
     error: Exception | None
     at_rest: bool
     on_device: list[tuple[str, Tensor]]
+    rules: list[Any]
 
     def wrong_on_device(self) -> Tensor | None:
         """Return whether a learning rate that only the device knows is wrong, 0-d bool; None if there is none."""
@@ -401,8 +403,8 @@ def _is_number(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
-def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> None:
-    """Check the hyperparameters and the keys of a group; ``where`` begins the message.
+def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> Any:
+    """Check the hyperparameters and the keys of a group, and return the snapshot of its rule, if it has one.
 
     The constructor, new groups, loaded groups and every step's snapshot go through this.
 
@@ -434,13 +436,15 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> N
         resolve_method(1, 1, coefficients=coefficients, steps=steps, method=method)
     except (TypeError, ValueError) as error:
         raise type(error)(about(where, _ARGUMENT.sub("ns_", str(error)))) from None
-    if "algorithm" in group:
-        try:
-            rule = rule_of(group)
-            rule.check()
-            check_keeps(rule)
-        except ValueError as error:
-            raise ValueError(about(where, str(error))) from None
+    if "algorithm" not in group:
+        return None
+    rule = RULES[group["algorithm"]].of(group)
+    try:
+        rule.check()
+        check_keeps(rule)
+    except ValueError as error:
+        raise ValueError(about(where, str(error))) from None
+    return rule
 
 
 def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -478,17 +482,18 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
     """Check what the groups say now, at every step; an error is returned, so that the rank can tell the others."""
     error: Exception | None = None
     on_device: list[tuple[str, Tensor]] = []
+    rules: list[Any] = [None] * len(groups)
     try:
-        for group in groups:
+        for number, group in enumerate(groups):
             where, lr = f"group {group.get('name')!r}", group.get("lr")
             check_structure(where, group)
-            check_group(where, group, read=False)
+            rules[number] = check_group(where, group, read=False)
             if isinstance(lr, Tensor) and lr.device.type != "cpu":
                 on_device.append((where, lr.detach()))
     except (TypeError, ValueError) as found:
         error = found
     at_rest = error is None and not on_device and all(float(group["lr"]) == 0 for group in groups)
-    return SettingsFound(error, at_rest, on_device)
+    return SettingsFound(error, at_rest, on_device, rules)
 
 
 def check_structure(where: str, group: Mapping[str, Any]) -> None:
@@ -502,11 +507,13 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
             needed = "it as the constructor had made it"
             raise ValueError(explain_error(where, f"no {key!r}", needed, f"Set group[{key!r}] again"))
     algorithm = group["algorithm"]
-    known = isinstance(algorithm, str) and is_known(algorithm)
-    _check(known, f"{where}: algorithm", algorithm, needed_algorithm())
+    if not (isinstance(algorithm, str) and (algorithm in RULES or is_known(algorithm))):
+        raise ValueError(explain_error(f"{where}: algorithm", f"{algorithm!r}", needed_algorithm()))
     _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
     count = len(group["params"])
-    if not isinstance(group["param_names"], (list, tuple)) or not all(isinstance(n, str) for n in group["param_names"]):
+    if not isinstance(group["param_names"], (list, tuple)) or not all(
+        [isinstance(n, str) for n in group["param_names"]]
+    ):
         found = f"{group['param_names']!r}"
         raise TypeError(explain_error(f"{where}: param_names", found, "a list of strings"))
     if len(group["param_names"]) != count:
@@ -518,9 +525,9 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
     _check(fits, f"{where}: reasons", reasons, f"a list with one entry for each of the {count} parameters")
     specs = group.get("matrices")
     if (
-        is_matrix_rule(algorithm)
-        and specs is not None
+        specs is not None
         and not (isinstance(specs, (list, tuple)) and len(specs) == count)
+        and is_matrix_rule(algorithm)
     ):
         found, needed = f"matrices={specs!r} for {count} parameters", "a list with one entry per parameter"
         write = 'Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'

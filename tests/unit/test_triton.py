@@ -348,7 +348,7 @@ def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
     optimizer = mm.Muon(groups, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
     optimizer._runtime.waits, optimizer._runtime.together = False, True
     taken = 0
-    take = MuonStepTogether._wholes
+    take = MuonStepTogether._stack
 
     def counted(self: MuonStepTogether, *arguments: Any) -> Any:
         nonlocal taken
@@ -357,7 +357,7 @@ def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MuonStepTogether, "_wholes", counted)
+        patch.setattr(MuonStepTogether, "_stack", counted)
         for step in range(3):
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
@@ -523,10 +523,10 @@ def test_apply(interpreter: Interpreter, masters: bool, masked: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_matrices_in_order_are_stepped_like_pieces(interpreter: Interpreter, dtype: torch.dtype) -> None:
-    """In all three steps, but for a transposed weight; one had no gradient in the first."""
+    """In all three steps; one had no gradient in the first."""
     same, whole, apart = interpreter(whole_and_apart, dtype)
     assert same
-    assert (whole, apart) == (19 + 20 + 20, 0)
+    assert (whole, apart) == (20 + 21 + 21, 0)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ _NARROWED, _DEPARTURE = 11, 0.03
 _GRAM_FROM = ((384, 2), (256, 4))
 
 
+@plain_modes()
 def orthogonalize(
     x: Tensor,
     *,
@@ -175,7 +176,6 @@ class Orthogonalizer:
         """How many matrices are best orthogonalised together."""
         return self.products().at_once
 
-    @plain_modes()
     def __call__(
         self,
         x: Tensor,
@@ -185,7 +185,7 @@ class Orthogonalizer:
         times: Tensor | None = None,
         room: Tensor | None = None,
     ) -> Tensor:
-        """Return the orthogonal factor of each matrix of this shape; see `orthogonalize`."""
+        """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`."""
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         if out is not None and not (like_x and out.is_contiguous()):
             found = f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}"

@@ -24,8 +24,8 @@ from muonmesh.errors import LayoutError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels import KernelName, auto_takes
-from muonmesh.numerics.rules import is_matrix_rule
-from muonmesh.settings import check_dtype, check_group, check_structure
+from muonmesh.numerics.rules import is_matrix_rule, rule_of
+from muonmesh.settings import SettingsFound, check_dtype, check_group, check_structure
 from muonmesh.step.members import group_for, likely_sets, members_of, replicas_of, sets_without_tensor, unknown_matrix
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.replicas import claims_of
@@ -136,19 +136,19 @@ def _agree_on_products(group: dist.ProcessGroup | None, runtime: Runtime, planne
     return True
 
 
-def outdated(groups: Groups, runtime: Runtime, error: Exception | None) -> tuple[Planned, Exchange] | None:
+def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> tuple[Planned, Exchange] | None:
     """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
 
     Args:
         groups: As they are now.
         runtime: Of the optimizer.
-        error: What is wrong with the groups, so that they cannot be compared with what they were.
+        settings: What they say; if something is wrong with them, they cannot be compared with what they were.
     """
     before = runtime.connected
     if before is None or before.exchange is None:
         return None
     runtime.source.complete(before.exchange.steps)
-    same = error is None and before.signature == _signature(groups, runtime)
+    same = settings.error is None and before.signature == _signature(groups, runtime, settings.rules)
     return None if same else (before, before.exchange)
 
 
@@ -247,5 +247,6 @@ def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
     return group_that_averages(named)
 
 
-def _signature(groups: Groups, runtime: Runtime) -> object:
-    return signature_of(groups, runtime.process_group, runtime.layouts, runtime.source)
+def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = None) -> object:
+    rules = [rule_of(group) for group in groups] if rules is None else rules
+    return signature_of(groups, rules, runtime.process_group, runtime.layouts, runtime.source)

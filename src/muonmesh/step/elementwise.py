@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from muonmesh.comm.storage import local_of
-from muonmesh.numerics.rules import ElementwiseRule, rule_of
+from muonmesh.numerics.rules import ElementwiseRule
 from muonmesh.settings import Precision
 from muonmesh.step.flags import Flags
 from muonmesh.step.offload import Offload
@@ -18,7 +18,7 @@ from muonmesh.step.update_squares import UpdateSquares
 
 
 def step_elementwise(
-    groups: Sequence[Mapping[str, Any]],
+    rules: Sequence[Any],
     slots_of: Sequence[Sequence[Slot]],
     precision: Precision,
     flags: Flags,
@@ -28,7 +28,7 @@ def step_elementwise(
     """Step the groups of elementwise rules.
 
     Args:
-        groups: The param groups.
+        rules: The snapshots of the groups' rules.
         slots_of: What this rank stores of the parameters of each such group.
         precision: Whether there are masters, and where state is kept.
         flags: What all ranks agreed on.
@@ -38,7 +38,7 @@ def step_elementwise(
     for slots in slots_of:
         if not slots:
             continue
-        rule: ElementwiseRule = rule_of(groups[slots[0].group])
+        rule: ElementwiseRule = rules[slots[0].group]
         for slot in slots:
             _create(slot, precision)
         if offload is None:

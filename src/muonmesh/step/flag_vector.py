@@ -222,6 +222,11 @@ class ReducedFlags:
         part = self.flags[self.flag_vector.slices[name]]
         return part[0] if name in TAIL else part
 
+    def told(self) -> dict[str, list[int]]:
+        """Return all parts of the vector by name, for a host that waits."""
+        numbers = self.flags.tolist()
+        return {name: numbers[part] for name, part in self.flag_vector.slices.items()}
+
     def somebody(self, name: str) -> Tensor:
         """Return whether some rank set a flag of `TAIL`, 0-d bool."""
         return self.of(name) != 0

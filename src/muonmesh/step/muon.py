@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.together import Folded, Updated
-from muonmesh.step.adjacent import adjacent_matrices
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.kept import KeptState
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
@@ -64,7 +62,6 @@ class MuonStep:
         self._update_squares = update_squares
         self.companions = KeptState(ready)
         self.summands = RuleSums(ready, self.companions)
-        self._alone = MatrixSums(ready.plan, rank=this_rank(), device=ready.device)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
 
     def fetch(self, assignments: Sequence[int]) -> None:
@@ -185,55 +182,39 @@ class MuonStep:
 
     def _local(self, batch: Sequence[Local]) -> None:
         numbers, shape = [local.assignment for local in batch], self._ready.matrix(batch[0].assignment).shape
-        x, out = (
-            scratch(role, (len(batch), *shape), dtype=self._ready.precision.compute, device=self._ready.device)
-            for role in ("matrices", "results")
-        )
+        dtype, device = self._ready.precision.compute, self._ready.device
+        x = scratch("matrices", (len(batch), *shape), dtype=dtype, device=device)
+        out = scratch("results", x.shape, dtype=dtype, device=device)
         if (stack := self._stack(batch)) is not None:
-            stack.fold(x)
+            rule, scale = self._ready.rule(numbers[0]), self._ready.scale(numbers[0])
+            into, updates = (x.mT, out.mT) if batch[0].stored == "transposed" else (x, out)
+            stack.fold(rule, into)
             self._orthogonalize(x, out, numbers)
-            stack.apply(out)
+            stack.apply(rule, scale, updates)
             return
         for piece in self._folded(numbers, ends_of(batch, x, read=True)):
             self._fold_one(piece)
         self._orthogonalize(x, out, numbers)
         ends = ends_of(batch, out, read=False)
-        if asked := self._ready.plan.summed(numbers):
-            self._alone.take(asked, ends, self.summands)
+        self._take_sums(numbers, ends)
         for update in self.summands.updates(ends):
             self._apply_one(update)
 
+    def _take_sums(self, numbers: Sequence[int], ends: Ends) -> None:
+        """Take the sums that rules ask for over matrices of this rank alone."""
+        if asked := self._ready.plan.summed(numbers):
+            MatrixSums(self._ready.plan, rank=this_rank(), device=self._ready.device).take(asked, ends, self.summands)
+
     def _stack(self, batch: Sequence[Local]) -> Stack | None:
         """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
-        first = batch[0]
+        numbers = [local.assignment for local in batch]
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
-        matrix = self._ready.matrix(first.assignment)
-        if asked or len(batch) == 1 or matrix.numel > SMALL or first.stored == "in pieces":
+        if asked or len(batch) == 1 or self._ready.matrix(numbers[0]).numel > SMALL:
             return None
-        plan, nonzero = self._ready.plan, self._ready.nonzero
-        if plan.summed([first.assignment]) or any(nonzero[some.assignment] is not True for some in batch):
+        if self._ready.plan.summed(numbers) or any(self._ready.nonzero[number] is not True for number in numbers):
             return None
-        rows, cols = matrix.shape
-        shape = (cols, rows) if first.stored == "transposed" else (rows, cols)
-        group, found = self._ready.group(first.assignment), None
-        for run in adjacent_matrices(plan, batch):
-            ready, scale = self._ready[run.parameter], self._ready.scale(run.assignment)
-            if ready.gradient is None or ready.momenta is None or ready.slot.group != group:
-                return None
-            if found is None:
-                found = Stack(ready.rule, scale, first.stored == "transposed")
-            if scale != found.scale:
-                return None
-            found.add(
-                run,
-                shape,
-                gradient={"": ready.gradient},
-                momenta=cast("Mapping[str, Tensor]", ready.momenta),  # not coded, or it was asked for
-                weights={"": ready.written},
-                beside=ready.beside,
-                rounded={} if ready.master is None else {"": ready.weights},
-            )
-        return found if found is not None and found.is_alike(len(batch)) else None
+        stack = Stack.of(self._ready, batch, apart=True)
+        return stack if stack is not None and len({self._ready.scale(number) for number in numbers}) == 1 else None
 
     # ---------------------------------------------------------------- whole matrices
 

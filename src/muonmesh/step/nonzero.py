@@ -22,9 +22,10 @@ _PROBE = 64
 def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:
     """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
     found = [0] * len(plan.assignments)
+    gradients = [None if slot is None or slot.gradient is None else local_of(slot.gradient) for slot in slots]
     probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
-        gradient = _gradient(slots[assignment.parameter])
+        gradient = gradients[assignment.parameter]
         if gradient is not None and parts:
             # Some of its first piece's first row: in each matrix as many, to look at all together.
             row, first = parts[0].shape[-1], gradient.storage_offset() + parts[0].storage_start
@@ -34,9 +35,8 @@ def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]
             views.append(gradient.as_strided((count,), parts[0].storage_strides[-1:], first))
     for numbers, views in probes.values():
         for number, any_nonzero in zip(numbers, torch.stack(views).any(1).tolist(), strict=True):
-            found[number] = int(
-                any_nonzero or _any_nonzero(slots[plan.assignments[number].parameter], holdings[number])
-            )
+            gradient = gradients[plan.assignments[number].parameter]
+            found[number] = int(any_nonzero or (gradient is not None and _any_nonzero(gradient, holdings[number])))
     return found
 
 
@@ -65,13 +65,8 @@ def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | Non
     return found.clamp_(max=1).to(torch.uint8)
 
 
-def _gradient(slot: Slot | None) -> Tensor | None:
-    return None if slot is None or slot.gradient is None else local_of(slot.gradient)
-
-
-def _any_nonzero(slot: Slot | None, parts: Sequence[Piece]) -> bool:
-    gradient = _gradient(slot)
-    return gradient is not None and any(bool(view_in_storage(gradient, piece).any()) for piece in parts)
+def _any_nonzero(gradient: Tensor, parts: Sequence[Piece]) -> bool:
+    return any(bool(view_in_storage(gradient, piece).any()) for piece in parts)
 
 
 def can_mark(gradients: Sequence[Tensor]) -> bool:

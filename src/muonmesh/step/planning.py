@@ -161,6 +161,7 @@ class Planned:
 
 def signature_of(
     groups: Sequence[Mapping[str, Any]],
+    rules: Sequence[Any],
     process_group: ProcessGroup,
     layouts: Mapping[str, Declared],
     source: GradientSource,
@@ -180,17 +181,11 @@ def signature_of(
                 str(group["ns_coefficients"]),
                 group["ns_steps"],
                 group["ns_method"],
-                _asked(group) if is_matrix_rule(group["algorithm"]) else (),
+                (*rule.keeps().items(), rule.count_of_sums()) if isinstance(rule, Rule) else (),
             )
-            for group in groups
+            for group, rule in zip(groups, rules, strict=True)
         ),
     )
-
-
-def _asked(group: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what a group's rule keeps, and how many sums it asks for."""
-    rule: Rule = rule_of(group)
-    return (*rule.keeps().items(), rule.count_of_sums())
 
 
 def _frozen(value: Any) -> Any:

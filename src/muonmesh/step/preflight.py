@@ -134,20 +134,21 @@ def preflight(
         only_zeros = len(plan.ranks) == 1 and failed is False and skip is None and overflow is None
         agreed = Flags(active, present, overflowed, stop=stop, only_zeros=only_zeros)
         return agreed, _late(answers, exchange, error, planned, terms.lines, settings)
-    if error is None and bool(answers.somebody("error")):
+    told = answers.told()
+    if error is None and any(told["error"]):
         error = settings.late()
     _raise_errors(planned, exchange, answers, error, terms.lines)
-    nonzeros = [bool(flag) for flag in answers.of("nonzero").tolist()]
-    if bool(answers.somebody("replan")):
+    nonzeros = [flag != 0 for flag in told["nonzero"]]
+    if any(told["replan"]):
         return Flags(nonzeros, [False] * len(muon), overflowed, replan=True), None
-    for number, axes in _partial(answers).items():
-        slot = slots[number]
-        if slot is not None:
+    for number, first, count in flag_vector.axes:  # of which some rank may have a partial gradient
+        slot, axes = slots[number], tuple(max(0, op - 1) for op in told["placed"][first : first + count])
+        if slot is not None and any(axes):
             slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
-    seen = answers.of("present").tolist()
+    seen = told["present"]
     present = [any(seen[first : first + count]) for first, count in flag_vector.presence[: len(muon)]]
-    only_creates_state = at_rest and not bool(answers.somebody("moves")) and not any(nonzeros)
-    skips = bool(answers.somebody("skip") | overflowed)
+    only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
+    skips = any(told["skip"] + told["overflow"])
     return Flags(nonzeros, present, overflowed, skips, only_creates_state), None
 
 
@@ -183,7 +184,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
     if followed:
         exchange.run(Idle())
     if error is not None:
-        return _late(answers, exchange, error, planned, dict, SettingsFound(error, False, []))
+        return _late(answers, exchange, error, planned, dict, SettingsFound(error, False, [], []))
     if followed:
         raise changed_groups()
     return None
@@ -193,16 +194,6 @@ def _flag(told: Tensor | None) -> bool | Tensor:
     if told is None:
         return False
     return bool(told) if told.device.type == "cpu" else told
-
-
-def _partial(answers: ReducedFlags) -> dict[int, tuple[int, ...]]:
-    """Return the parameters of which some rank has a partial gradient, with `partial_axes` of it."""
-    told, found = answers.of("placed").tolist(), {}
-    for number, first, count in answers.flag_vector.axes:
-        axes = tuple(max(0, op - 1) for op in told[first : first + count])
-        if any(axes):
-            found[number] = axes
-    return found
 
 
 def _raise_errors(

@@ -63,7 +63,7 @@ class ReadyParameters:
         holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
         orthogonalizers: How matrices are orthogonalised (`Planned.orthogonalizers`).
         slots: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
-        rules: For each param group the snapshot of its rule; None for AdamW's groups.
+        rules: For each param group the snapshot of its rule.
         flags: What all ranks agreed on.
         precision: The optimizer's dtypes.
         device: Where the parameters are.
@@ -160,7 +160,7 @@ class ReadyParameters:
         A rank that stores nothing of a matrix may be asked all the same. State that lies on the host may be on its way
         when this returns; `arrive` waits for it.
         """
-        wanted = dict.fromkeys(self.plan.assignments[number].parameter for number in numbers)
+        wanted = dict.fromkeys([self.plan.assignments[number].parameter for number in numbers])
         fresh = {n: slot for n in wanted if (slot := self.slots[n]) is not None and n not in self._found}
         for number, slot in fresh.items():
             self.create(number, slot)
@@ -185,9 +185,13 @@ class ReadyParameters:
         assert rule is not None
         here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(slot)
         gradient, master = slot.gradient, here.get("master", slot.state.get("master"))
+        held: dict[str, dict[str, Tensor]] = {"momentum": {}, "weights": {}}
+        for key, home in slot.state_layouts.items():
+            if key in slot.state and home.kept_as in held:
+                held[home.kept_as][key] = here[key] if key in here else local_of(slot.state[key])
         momenta: Mapping[str, Tensor | Momentum] | None = None
         if slot.created:
-            momenta = {key: here.get(key, kept) for key, kept in slot.kept_as("momentum").items()}
+            momenta = held["momentum"]
             if self.blocks is not None:
                 momenta = {key: self._momentum(slot, key, self.blocks) for key in momenta}
             if gradient is None:  # missing on this shard only: counts as zero
@@ -197,10 +201,8 @@ class ReadyParameters:
                 gradient = _restricted(gradient, slot.storage, slot.momentum_storage)
         local = local_of(slot.tensor)
         weights = local if local.is_contiguous() else local.contiguous()
-        beside = {key: here.get(key, kept) for key, kept in slot.kept_as("weights").items()}
-        return ReadyParameter(
-            slot, rule, weights, momenta, beside, gradient, None if master is None else local_of(master)
-        )
+        own = None if master is None else local_of(master)
+        return ReadyParameter(slot, rule, weights, momenta, held["weights"], gradient, own)
 
     def _momentum(self, slot: Slot, key: str, blocks: Blocks) -> Momentum:
         """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.numerics.rules import RULES
 from muonmesh.settings import Precision
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.planning import Planned
@@ -33,6 +33,7 @@ class SettingsDigest:
         self,
         planned: Planned,
         groups: Sequence[Mapping[str, Any]],
+        rules: Sequence[Any],
         precision: Precision,
         *,
         loaded: bool = False,
@@ -43,13 +44,18 @@ class SettingsDigest:
         Args:
             planned: The plan with the parameters that are compared.
             groups: The param groups.
+            rules: The snapshots of their rules.
             precision: The optimizer's dtypes.
             loaded: Whether state has been loaded since the last step.
             replicas: `fingerprints`, at the first step of a plan and after state was loaded.
         """
         self._planned, self._groups, self._precision = planned, groups, precision
         self._loaded, self._replicas = loaded, replicas or {}
-        self._said = [_said(group) for group in groups]
+        self._rules = rules
+
+    @cached_property
+    def _said(self) -> list[str]:
+        return list(map(_said, self._rules))
 
     def digests(self) -> Tensor:
         """Return `DIGEST` bytes for each set of ranks that share parameters (`FlagVector.shared`), uint8."""
@@ -100,9 +106,10 @@ class SettingsDigest:
         return found
 
 
-def _said(group: Mapping[str, Any]) -> str:
-    """Return what a group's rule reads, as text that is the same on every rank that has set the same."""
-    rule = RULES[group["algorithm"]].of(group)
+def _said(rule: Any) -> str:
+    """Return what a rule has read, as text that is the same on every rank that has set the same."""
+    if rule is None:
+        return "an error"
     fields = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
     lr = fields["lr"]
     if isinstance(lr, Tensor):

@@ -13,7 +13,7 @@ from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, u
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.layout import Piece
-from muonmesh.numerics.rules import KeptAs, is_matrix_rule
+from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy, fresh_zeros
@@ -54,11 +54,6 @@ class Slot:
     gradient_storage: Storage
     matrices: int
     state_layouts: Mapping[str, StateLayout] = field(default_factory=dict)
-
-    def kept_as(self, kept_as: KeptAs) -> dict[str, Tensor]:
-        """Return the local parts of what its rule keeps as "momentum", say, by key; without what is not created yet."""
-        state_layouts, state = self.state_layouts.items(), self.state
-        return {key: local_of(state[key]) for key, home in state_layouts if home.kept_as == kept_as and key in state}
 
     @property
     def created(self) -> bool:

@@ -1,85 +1,147 @@
-"""Stack: many small matrices side by side, so that what is done element by element takes as many calls as for one."""
+"""Stack: equal matrices of this rank alone, each in order in memory, to be worked on together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from muonmesh.comm.views import contiguous
-from muonmesh.numerics.kernels.memory import scratch
+from muonmesh.comm.work import Local
+from muonmesh.layout import Plan
 from muonmesh.numerics.rules import Rule, parts
-from muonmesh.step.adjacent import AdjacentMatrices
+from muonmesh.step.blocks import Momentum
+from muonmesh.step.ready import ReadyParameter, ReadyParameters
 
 SMALL = 1 << 14
-"""Elements of a matrix up to which to copy it beside others is cheaper than a few calls more [measured]."""
+"""Elements of a matrix up to which a CPU copies it beside others, which is cheaper than a few calls more [measured]."""
 
 
 @dataclass
 class Stack:
-    """Matrices of one shape, stored in one order, under one rule with one scale; each has a gradient that counts.
+    """Equal matrices of one group, each stored as it is assembled, or transposed, with all that is stored of them.
+
+    A CPU copies small ones side by side, so that what is done element by element takes as many calls as for one. A
+    device hands them to one kernel as they lie.
 
     Attributes:
-        rule: The rule of all these matrices.
-        scale: The update scale of each matrix.
-        transposed: Whether the parameters store the matrices transposed, compared with how they are assembled.
+        matrices: Their numbers in the plan.
+        columns: Contiguous tensors by name and key: one for each matrix, as it is stored, or for several that lie one
+            after the other. "gradient" is read. These are written: "momenta" and "beside", the state that the rule
+            keeps as "momentum" and as "weights"; "weights", the masters if there are any; and "rounded", the weights to
+            which masters are rounded.
     """
 
-    rule: Rule
-    scale: float
-    transposed: bool
-    _columns: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
+    matrices: Sequence[int]
+    columns: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
 
-    def add(self, run: AdjacentMatrices, shape: tuple[int, int], **tensors: Mapping[str, Tensor]) -> None:
-        """Add matrices that lie one after the other in one parameter.
+    @staticmethod
+    def of(ready: ReadyParameters, batch: Sequence[Local], *, apart: bool) -> Stack | None:
+        """Return a batch of matrices of one shape, all of whose parameters are ready.
 
         Args:
-            run: The place of the matrices in the storage of the parameter.
-            shape: The shape of each matrix, as the parameter stores it.
-            tensors: Contiguous storages of the parameter, by key. ``gradient`` is read. These are written: ``momenta``
-                and ``beside``, the state that the rule keeps as "momentum" and as "weights"; ``weights``, the masters
-                if there are any; and ``rounded``, the weights to which masters are rounded.
+            ready: The parameters of the step.
+            batch: The matrices.
+            apart: Whether each matrix has tensors of its own.
+
+        Returns:
+            None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are.
         """
-        alone = run.count == 1 and tensors["weights"][""].shape == shape  # the common case, and all are shaped alike
-        for name, held in tensors.items():
-            if held:
-                columns = self._columns.setdefault(name, {})
-                for key, storage in held.items():
-                    columns.setdefault(key, []).extend((storage,) if alone else run.of(storage, shape, apart=True))
+        group, found = ready.group(batch[0].assignment), Stack([local.assignment for local in batch])
+        for run in _runs(ready.plan, batch):
+            parameter = ready[run.parameter]
+            if run.stored == "in pieces" or parameter.slot.group != group or not found._add(run, parameter, apart):
+                return None
+        columns = found.columns.values()
+        full = {len(some) for some in columns} == {len(found.columns["weights", ""])}
+        return found if full and all(len({tensor.dtype for tensor in some}) == 1 for some in columns) else None
 
-    def is_alike(self, count: int) -> bool:
-        """Whether each of so many matrices has added the same, in the same dtypes."""
-        lists = [some for columns in self._columns.values() for some in columns.values()]
-        return all(len(some) == count and len({tensor.dtype for tensor in some}) == 1 for some in lists)
+    def _add(self, run: _Run, parameter: ReadyParameter, apart: bool) -> bool:
+        """Add matrices that lie one after the other in a parameter; False if they lack something."""
+        gradient, momenta, weights, master = parameter.gradient, parameter.momenta, parameter.weights, parameter.master
+        if gradient is None or momenta is None:
+            return False
+        held = {("gradient", ""): gradient, ("weights", ""): weights if master is None else master}
+        if master is not None:
+            held["rounded", ""] = weights
+        for key, kept in momenta.items():
+            if isinstance(kept, Momentum):
+                return False
+            held["momenta", key] = kept
+        for key, beside in parameter.beside.items():
+            held["beside", key] = beside
+        for name, storage in held.items():
+            # The common case, of a parameter that is one matrix, needs no other view of it.
+            whole = storage.shape == run.shape
+            self.columns.setdefault(name, []).extend((storage,) if whole else run.of(storage, apart=apart))
+        return True
 
-    def fold(self, into: Tensor) -> None:
-        """Fold the gradients into the momenta, and write the directions into a batch as it is assembled."""
-        (gradient,), momenta = self._together("gradient").values(), self._together("momenta")
-        parts.fold(self.rule, gradient, momenta, into=into.mT if self.transposed else into)
+    def fold(self, rule: Rule, into: Tensor) -> None:
+        """Fold the gradients into the momenta, and write the directions into a batch of the shape of what is stored."""
+        momenta = self._together("momenta")
+        parts.fold(rule, self._together("gradient")[""], momenta, into=into)
         self._give_back("momenta", momenta)
 
-    def apply(self, updates: Tensor) -> None:
-        """Decay and update the weights by a batch of results."""
+    def apply(self, rule: Rule, scale: float, updates: Tensor) -> None:
+        """Decay and update the weights by a batch of results, in the shape of what is stored."""
         weights, beside = self._together("weights"), self._together("beside")
-        update = contiguous(updates.mT if self.transposed else updates)
-        parts.apply(self.rule, weights[""], update, beside, scale=self.scale)
+        parts.apply(rule, weights[""], contiguous(updates), beside, scale=scale)
         self._give_back("weights", weights)
         self._give_back("rounded", weights)
         self._give_back("beside", beside)
 
     def _together(self, name: str) -> dict[str, Tensor]:
-        found = {}
-        for key, some in self._columns.get(name, {}).items():
-            shape, first = (len(some), *some[0].shape), some[0]
-            found[key] = scratch(f"stack, {name} {key}", shape, dtype=first.dtype, device=first.device)
-            torch.stack(some, out=found[key])
-        return found
+        return {
+            key: parts.side_by_side(f"{column} {key}", some)
+            for (column, key), some in self.columns.items()
+            if column == name
+        }
 
     def _give_back(self, name: str, together: Mapping[str, Tensor]) -> None:
-        for key, some in self._columns.get(name, {}).items():
-            if some[0].dtype == together[key].dtype:
-                torch.unbind_copy(together[key], out=some)
-            else:
-                torch._foreach_copy_(some, together[key].unbind())
+        for (column, key), some in self.columns.items():
+            if column == name:
+                parts.give_back(together[key], some)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Matrices of a batch that lie one after the other in the storage of a parameter.
+
+    Attributes:
+        parameter: As the plan numbers it.
+        stored: As `Local.stored` says.
+        shape: Of each matrix, as it is stored.
+        start: The place of their first element.
+        count: How many there are.
+    """
+
+    parameter: int
+    stored: str
+    shape: tuple[int, int]
+    start: int
+    count: int
+
+    def of(self, storage: Tensor, *, apart: bool) -> Sequence[Tensor]:
+        """Return their elements in a contiguous storage: in one tensor or, ``apart``, one each, as they are stored."""
+        rows, cols = self.shape
+        some = storage.view(-1)[self.start : self.start + self.count * rows * cols].view(self.count, rows, cols)
+        return some.unbind() if apart else (some,)
+
+
+def _runs(plan: Plan, batch: Sequence[Local]) -> list[_Run]:
+    found: list[_Run] = []
+    rows, cols = plan.assignments[batch[0].assignment].matrix.shape
+    for local in batch:
+        parameter, run = plan.assignments[local.assignment].parameter, found[-1] if found else None
+        if (
+            run is not None
+            and run.parameter == parameter
+            and run.stored == local.stored
+            and local.start == run.start + run.count * rows * cols
+        ):
+            run.count += 1
+        else:
+            shape = (cols, rows) if local.stored == "transposed" else (rows, cols)
+            found.append(_Run(parameter, local.stored, shape, local.start, 1))
+    return found

@@ -9,19 +9,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from muonmesh.comm.storage import local_of
 from muonmesh.comm.work import Local
+from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.newton_schulz import room_for
 from muonmesh.numerics.rules import together
-from muonmesh.numerics.rules.together import Factors, Folded, Updated, Wholes
-from muonmesh.step.adjacent import adjacent_matrices
+from muonmesh.numerics.rules.together import Factors, Folded, Updated
 from muonmesh.step.muon import MuonStep, ends_of
 from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.stack import Stack
 
 _Piece = TypeVar("_Piece", Folded, Updated)
 
-_MOMENTUM = "momentum_buffer"
+_FUSED = {("gradient", ""), ("momenta", "momentum_buffer"), ("weights", ""), ("rounded", "")}
+"""Columns of a `Stack` that kernels read and write."""
 
 _LARGE = 1 << 26
 """Elements of a matrix from which on its memory counts for more than the launches of a product by panels."""
@@ -76,17 +77,15 @@ class MuonStepTogether(MuonStep):
             return
         x = torch.empty((len(batch), *shape), dtype=self._ready.precision.compute, device=self._ready.device)
         out = torch.empty_like(x)
-        if (wholes := self._wholes(batch, x)) is not None:
-            factors = self._factors_of(self._ready.group(numbers[0]))
-            together.fold_wholes(wholes, _as_stored(batch, x), factors)
+        if (stack := self._stack(batch)) is not None:
+            self._fold_stack(stack, batch, x)
             self._orthogonalize(x, out, numbers)
-            together.apply_wholes(wholes, _as_stored(batch, out), factors)
+            self._apply_stack(stack, batch, out)
             return
         self.read(numbers, ends_of(batch, x, read=True))
         self._orthogonalize(x, out, numbers)
         ends = ends_of(batch, out, read=False)
-        if asked := self._ready.plan.summed(numbers):
-            self._alone.take(asked, ends, self.summands)
+        self._take_sums(numbers, ends)
         self.write(ends)
 
     def _local_in_room(self, batch: Sequence[Local]) -> bool:
@@ -104,46 +103,40 @@ class MuonStepTogether(MuonStep):
         if more or not rule.orthogonalizes:
             return False
         room, x = room_for(rows, cols, dtype=self._ready.precision.compute, device=self._ready.device)
-        wholes, factors = self._wholes(batch, x), self._factors_of(self._ready.group(number))
-        if wholes is None:
+        if (stack := self._stack(batch)) is None:
             return False
-        together.fold_wholes(wholes, _as_stored(batch, x), factors)
+        self._fold_stack(stack, batch, x)
         out = orthogonalizer(x, times=self._steps_of(numbers), room=room)
-        together.apply_wholes(wholes, _as_stored(batch, out), factors)
+        self._apply_stack(stack, batch, out)
         return True
 
-    def _wholes(self, batch: Sequence[Local], like: Tensor) -> Wholes | None:
-        """Return a batch of matrices that are stored in order here, with their state; None if one is not.
+    def _stack(self, batch: Sequence[Local]) -> Stack | None:
+        """Return matrices that are stored in order here, which one kernel folds and one applies; None if it cannot.
 
         Small matrices mostly are, and take the host longer than the device. The general way takes the others, and all
         if more is asked for than weights and momentum.
         """
-        group = self._ready.group(batch[0].assignment)
+        numbers = [local.assignment for local in batch]
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
-        if asked or not self._factors_of(group).fuses:
+        if asked or not self._factors_of(self._ready.group(numbers[0])).fuses:
             return None
-        (_, rows, cols), runs = like.shape, adjacent_matrices(self._ready.plan, batch)
-        found = Wholes([], [], [], [], [local.assignment for local in batch])
-        apart = len(batch) == 1 or any(run.stored == "transposed" for run in runs)
-        for run in runs:
-            slot = self._ready.slots[run.parameter]
-            if slot is None or run.stored == "in pieces" or slot.gradient is None or slot.group != group:
-                return None
-            state, weights = slot.state, local_of(slot.tensor)
-            if slot.state_layouts.keys() != {_MOMENTUM} or not weights.is_contiguous():
-                return None
-            if not slot.is_complete(self._ready.precision):
-                self._ready.create(run.parameter, slot)
-            tensors = [slot.gradient, local_of(state[_MOMENTUM]), weights]
-            if "master" in state:
-                tensors.append(local_of(state["master"]))
-            # The common case, of a parameter that is one matrix, needs no other view of it.
-            alone = run.count == 1 and weights.ndim == 2
-            as_they_are = weights.numel() == run.count * rows * cols and (alone or not apart)
-            shape = (cols, rows) if run.stored == "transposed" else (rows, cols)
-            for some, tensor in zip(found.kept, tensors, strict=False):
-                some += (tensor,) if as_they_are else run.of(tensor, shape, apart=apart)
-        return found if len(found.masters) in (0, len(found.weights)) and found.can_fuse(like) else None
+        self._ready.arrive(numbers)
+        stack = Stack.of(self._ready, batch, apart=_are_apart(batch))
+        if stack is None or not stack.columns.keys() <= _FUSED:
+            return None
+        dtypes = {some[0].dtype for some in stack.columns.values()} | {self._ready.precision.compute}
+        return stack if fused.can_fuse(self._ready.device, tuple(dtypes)) else None
+
+    def _fold_stack(self, stack: Stack, batch: Sequence[Local], into: Tensor) -> None:
+        factors, columns = self._factors_of(self._ready.group(stack.matrices[0])), stack.columns
+        gradients, momenta = columns["gradient", ""], columns["momenta", "momentum_buffer"]
+        together.fold_in_one(gradients, momenta, _as_stored(batch, into), stack.matrices, factors)
+
+    def _apply_stack(self, stack: Stack, batch: Sequence[Local], updates: Tensor) -> None:
+        factors, written = self._factors_of(self._ready.group(stack.matrices[0])), stack.columns["weights", ""]
+        rounded = stack.columns.get(("rounded", ""))
+        weights, masters = (written, ()) if rounded is None else (rounded, written)
+        together.apply_in_one(weights, masters, _as_stored(batch, updates), stack.matrices, factors)
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
@@ -187,9 +180,14 @@ class MuonStepTogether(MuonStep):
         return steps[0].to(torch.promote_types(self._ready.precision.compute, torch.float32))
 
 
+def _are_apart(batch: Sequence[Local]) -> bool:
+    """Whether kernels are given a tensor for each matrix: one is transposed, or alone."""
+    return len(batch) == 1 or {local.stored for local in batch} != {"as it is"}
+
+
 def _as_stored(batch: Sequence[Local], matrices: Tensor) -> Sequence[Tensor]:
-    """Return a batch as its matrices are stored: as one tensor or, if one is transposed or alone, as one each."""
-    if len(batch) > 1 and all(local.stored == "as it is" for local in batch):
+    """Return a batch as its matrices are stored: as one tensor or, if they are apart, as one each."""
+    if not _are_apart(batch):
         return (matrices,)
     return [
         matrix.mT if local.stored == "transposed" else matrix

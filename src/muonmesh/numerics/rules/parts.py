@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -219,6 +219,24 @@ def _summands(
         wide = spare(u, dtype).copy_(u)
         found = rule.summands(p.to(dtype), wide, size, dict(zip(state, held, strict=True)))
         yield [some.double() for some in found]
+
+
+def side_by_side(role: str, tensors: Sequence[Tensor], *, flat: bool = False) -> Tensor:
+    """Return tensors of one dtype as one, (n, *shape), or (n, elements), in the thread's own memory."""
+    first = tensors[0]
+    shape = (first.numel(),) if flat else first.shape
+    together = scratch(f"side by side, {role}", (len(tensors), *shape), dtype=first.dtype, device=first.device)
+    return torch.stack([tensor.reshape(-1) for tensor in tensors] if flat else list(tensors), out=together)
+
+
+def give_back(together: Tensor, tensors: list[Tensor]) -> None:
+    """Write what has been worked on side by side to where it came from; rounded, if that is of another dtype."""
+    shapes = {tensor.shape for tensor in tensors}
+    if together.device.type == "cpu" and together.dtype == tensors[0].dtype and shapes == {together.shape[1:]}:
+        torch.unbind_copy(together, out=tensors)
+    else:
+        rows = [row.view(tensor.shape) for row, tensor in zip(together.unbind(), tensors, strict=True)]
+        torch._foreach_copy_(tensors, rows)
 
 
 def spare(like: Tensor, dtype: torch.dtype) -> Tensor:

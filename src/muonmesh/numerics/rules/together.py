@@ -73,34 +73,6 @@ class Updated(NamedTuple):
     copies: int
 
 
-class Wholes(NamedTuple):
-    """Matrices of one shape that are stored as they are assembled, or transposed: most that nobody else holds are.
-
-    Attributes:
-        gradients: Contiguous tensors, one for each or for several that lie one after the other; read only.
-        momenta: Likewise, written.
-        weights: Likewise, written.
-        masters: Likewise; empty where there are none.
-        matrices: Their numbers in the plan.
-    """
-
-    gradients: list[Tensor]
-    momenta: list[Tensor]
-    weights: list[Tensor]
-    masters: list[Tensor]
-    matrices: Sequence[int]
-
-    @property
-    def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-        """All tensors, in the order above."""
-        return self.gradients, self.momenta, self.weights, self.masters
-
-    def can_fuse(self, x: Tensor) -> bool:
-        """Whether one kernel folds them into a batch of directions like x, and one applies such results."""
-        kinds = {tensor.dtype for some in self.kept for tensor in some}
-        return fused.can_fuse(x.device, (*kinds, x.dtype))
-
-
 class Factors:
     """What the pieces of each matrix are multiplied by in one step, worked out for all matrices at once.
 
@@ -276,14 +248,15 @@ def _fold_as_muon(pieces: Sequence[Folded], factors: Factors) -> None:
             off = None if factors.only_zeros else of_each(numbers, factors.inactive)[0]
             (by,) = of_each(numbers, factors.folding)
             momenta = [_momentum(piece) for piece in some]
-            g, m = _stacked([piece.gradient for piece in some]), _stacked(momenta)
+            g = parts.side_by_side("gradients", [piece.gradient for piece in some], flat=True)
+            m = parts.side_by_side("momenta", momenta, flat=True)
             into = [piece.into for piece in some if piece.into is not None]
             found = None if not into else torch.empty(m.shape, dtype=into[0].dtype, device=m.device)
             _fold_one(rule, g, m, found, off, by, folds=some[0].folds)
             if some[0].folds:
-                torch._foreach_copy_(momenta, _unstacked(m, momenta))
+                parts.give_back(m, momenta)
             if found is not None:
-                torch._foreach_copy_(into, _unstacked(found, into))
+                parts.give_back(found, into)
 
 
 def _fold_one(
@@ -325,10 +298,11 @@ def _apply_plain(pieces: Sequence[Updated], factors: Factors) -> None:
                 _apply_one(p, u, keep[piece.matrix], None if steps is None else steps[piece.matrix])
         else:
             weights = [piece.weights for piece in some]
-            p, numbers = _stacked(weights), [piece.matrix for piece in some]
+            p, numbers = parts.side_by_side("weights", weights, flat=True), [piece.matrix for piece in some]
             own, *steps_of = of_each(numbers, *((keep,) if steps is None else (keep, steps)))
-            _apply_one(p, _stacked([piece.update for piece in some]), own, steps_of[0] if steps_of else None)
-            torch._foreach_copy_(weights, _unstacked(p, weights))
+            updates = parts.side_by_side("updates", [piece.update for piece in some], flat=True)
+            _apply_one(p, updates, own, steps_of[0] if steps_of else None)
+            parts.give_back(p, weights)
 
 
 def _apply_one(weights: Tensor, update: Tensor, keep: Tensor, change: Tensor | None) -> None:
@@ -365,21 +339,11 @@ def _can_fuse(known: dict[object, bool], *tensors: Tensor | None) -> bool:
     return found
 
 
-def fold_wholes(wholes: Wholes, into: Sequence[Tensor], factors: Factors) -> None:
-    """`fold` of matrices for which `Wholes.can_fuse` and `Factors.fuses` say yes: into one batch, or a tensor each."""
-    _fold_in_one(wholes.gradients, wholes.momenta, into, wholes.matrices, factors)
-
-
-def apply_wholes(wholes: Wholes, updates: Sequence[Tensor], factors: Factors) -> None:
-    """`apply` of them, with updates likewise."""
-    _apply_in_one(wholes.weights, wholes.masters, updates, wholes.matrices, factors)
-
-
 def _fold_fused(pieces: Sequence[Folded], factors: Factors) -> None:
     for some in ([p for p in pieces if p.into is not None], [p for p in pieces if p.into is None]):
         into = [piece.into for piece in some if piece.into is not None]
         gradients, momenta = [piece.gradient for piece in some], [_momentum(piece) for piece in some]
-        _fold_in_one(gradients, momenta, into, [piece.matrix for piece in some], factors)
+        fold_in_one(gradients, momenta, into, [piece.matrix for piece in some], factors)
 
 
 def _apply_fused(pieces: Sequence[Updated], factors: Factors) -> None:
@@ -387,16 +351,17 @@ def _apply_fused(pieces: Sequence[Updated], factors: Factors) -> None:
         weights = [piece.weights if piece.rounded is None else piece.rounded for piece in some]
         masters = [piece.weights for piece in some if piece.rounded is not None]
         updates = [piece.update for piece in some]
-        _apply_in_one(weights, masters, updates, [piece.matrix for piece in some], factors)
+        apply_in_one(weights, masters, updates, [piece.matrix for piece in some], factors)
 
 
-def _fold_in_one(
+def fold_in_one(
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
     into: Sequence[Tensor],
     matrices: Sequence[int],
     factors: Factors,
 ) -> None:
+    """`fold` by one kernel where `Factors.fuses`: of one matrix a tensor, or of several that lie side by side."""
     rule = factors.rule
     assert isinstance(rule, MuonRule)
     fused.fold(
@@ -407,13 +372,14 @@ def _fold_in_one(
     )
 
 
-def _apply_in_one(
+def apply_in_one(
     weights: Sequence[Tensor],
     masters: Sequence[Tensor],
     updates: Sequence[Tensor],
     matrices: Sequence[int],
     factors: Factors,
 ) -> None:
+    """`apply` by one kernel, likewise; without masters the last but one is empty."""
     fused.apply(
         *(weights, masters, updates, factors.active),
         keep=factors.applied(torch.float32)[0],
@@ -449,14 +415,6 @@ def _split(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         return
     rows = max(1, AT_ONCE // (first.numel() // len(first)))
     yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
-
-
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.reshape(-1) for tensor in tensors])
-
-
-def _unstacked(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    return [row.view(tensor.shape) for row, tensor in zip(together.unbind(), like, strict=True)]
 
 
 def of_each(numbers: Sequence[int], *factors: Tensor) -> tuple[Tensor, ...]:
