@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,32 +187,39 @@ def test_a_source_of_a_host_can_reduce_to_where_it_wants_the_momentum(workers) -
     assert workers(2).run(by_a_host) == [[], []]
 
 
-def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float]:
-    """Bytes that this rank sends in backward and step, what counts tell of it, and what matrices and others have."""
+def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float, float]:
+    """Bytes that this rank sends in backward and step, what counts and explain() tell, and what AdamW's travel for."""
     model = Net(width).to(dtype)
     optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.02, **settings)
     for step in range(2):
         loss_of(model(tokens(step, dist.get_rank()))).backward()
         optimizer.step()
-        before = source_of(optimizer).counts.bytes_sent
+        before = replace(source_of(optimizer).counts)
         optimizer.zero_grad()
         with Sent(dist.get_world_size()) as sent:
             loss_of(model(tokens(step, dist.get_rank()))).backward()
             optimizer.step()
         optimizer.zero_grad()
-    counted = source_of(optimizer).counts.bytes_sent - before + optimizer.counts.bytes_sent
+    after, told = source_of(optimizer).counts, optimizer.explain()
+    assert told.gradients.bytes_sent == pytest.approx(after.bytes_sent - before.bytes_sent, rel=0.01)
+    assert told.gradients.bytes_received == pytest.approx(after.bytes_received - before.bytes_received, rel=0.01)
+    assert told.gradients.collectives == after.collectives - before.collectives
+    assert "averages gradients in" in str(told)
+    counted = after.bytes_sent - before.bytes_sent + optimizer.counts.bytes_sent
     others = sum(p.numel() for n, p in model.named_parameters() if "up" not in n and "down" not in n)
-    return sent.bytes, counted, 2 * others * torch.finfo(dtype).bits // 8
+    explained = told.bytes_sent + told.gradients.bytes_sent
+    return sent.bytes, counted, explained, 2 * others * torch.finfo(dtype).bits // 8
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_gradients_and_results_travel_once(workers, ranks: int) -> None:
     outcomes = workers(ranks).run(traffic, 64, torch.float32, FP32)
     unit = (ranks - 1) / ranks
     matrices = 4 * 6 * 64 * 128
-    mean = sum(issued - unit * others for issued, _, others in outcomes) / ranks
-    assert 1.99 <= mean / (unit * matrices) <= 2.02, "a gradient and a result: two units, all-reduce would be three"
-    assert all(0 <= issued - counted < 2000 for issued, counted, _ in outcomes), "flags alone are not counted"
+    mean = sum(issued - unit * others for issued, *_, others in outcomes) / ranks
+    assert 1.99 <= mean / (unit * matrices) <= 2.04, "a gradient and a result: two units, all-reduce would be three"
+    assert all(0 <= issued - counted < 3000 for issued, counted, *_ in outcomes), "flags alone are not counted"
+    assert all(explained == pytest.approx(counted, rel=0.01) for _, counted, explained, _ in outcomes)
 
 
 def unused(kind: str) -> list[str]:
@@ -402,6 +410,100 @@ def test_norms_count_once_and_an_overflow_skips_all_ranks(workers) -> None:
         assert ratio == pytest.approx(1, rel=1e-5)
         assert same
         assert backed_off
+
+
+def clipped(kind: str) -> tuple[float, bool, float]:
+    """Two steps clipped by ``kind``: the largest difference from clipping means, whether ranks agree, and the norm."""
+    model, expected, rank = Net(), Net(), dist.get_rank()
+    settings: dict[str, Any] = {**FP32, "bucket_cap_mb": 0.004, "process_group": "world"}
+    optimizer = mm.from_model(model, gradients="to_owners", **settings)
+    other = mm.from_model(expected, **{**settings, "process_group": "local"})
+    adamw = {n for g in optimizer.param_groups if g["algorithm"] == "adamw" for n in g["param_names"]}
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="scaler" in kind)
+    limit, norm = 1e-3, torch.zeros(())
+    for step in range(2):
+        each = [local_gradient(expected, step, r) for r in range(dist.get_world_size())]
+        if kind == "torch's":  # each rank its own gradients; from the second step on those of matrices have left
+            for some in each:
+                seen = [gradient for name, gradient in some.items() if not step or name in adamw]
+                factor = limit / (torch.stack([gradient.norm() for gradient in seen]).norm() + 1e-6)
+                for gradient in seen:
+                    gradient.mul_(factor.clamp(max=1.0))
+        means = averaged(each)
+        for name, parameter in expected.named_parameters():
+            parameter.grad = means[name]
+        if kind != "torch's":
+            other.clip_grad_norm_(limit, policy="separate")
+        other.step()
+        scaler.scale(loss_of(model(tokens(step, rank)))).backward()
+        if kind == "torch's":
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        else:
+            optimizer.clip_grad_norm_(limit * scaler.get_scale(), policy="separate")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    digest = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
+    alike = all(torch.equal(one, digest) for one in digests)
+    return max(float((a - b).abs().max()) for a, b in pairs), alike, float(norm)
+
+
+@pytest.mark.parametrize("kind", ["ours", "ours, with a scaler", "torch's"])
+def test_clipping_means_and_what_torchs_does(workers, kind: str) -> None:
+    outcomes = workers(2).run(clipped, kind)
+    assert all(difference < 2e-6 and alike for difference, alike, _ in outcomes)
+    if kind == "torch's":
+        assert len({norm for *_, norm in outcomes}) == 2, "each rank has its own norm"
+
+
+def unscaled_first() -> None:
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(loss_of(model(tokens(0, dist.get_rank())))).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(mm.LayoutError, match="Leave out scaler\\.unscale_"):
+        scaler.step(optimizer)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def nothing_left_to_see() -> tuple[bool, list[str]]:
+    """Every gradient is at its owner, so the scaler finds no ``.grad`` at all; it says so itself, after the step."""
+    torch.manual_seed(0)
+    model, expected, rank = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False), dist.get_rank()
+    expected.load_state_dict(model.state_dict())
+    settings: dict[str, Any] = {**FP32, "process_group": "world"}
+    optimizer = mm.Muon([("weight", model.weight)], gradients="to_owners", **settings)
+    plain = mm.Muon([("weight", expected.weight)], **settings)
+    scaler, said = torch.amp.GradScaler("cpu", init_scale=2.0), []
+    for step in range(2):
+        losses = [nn.functional.linear(torch.full((3, 8), 1.0 + r + step), expected.weight).sin().sum() for r in (0, 1)]
+        (sum(losses) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+        scaler.scale(model(torch.full((3, 8), 1.0 + rank + step)).sin().sum()).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        try:
+            scaler.update()
+        except AssertionError as error:
+            said.append(str(error))
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    return torch.allclose(model.weight, expected.weight, atol=1e-5), said
+
+
+def test_a_scaler_that_finds_no_gradient_hangs_nobody(workers) -> None:
+    for close, said in workers(2).run(nothing_left_to_see):
+        assert close
+        assert said == ["No inf checks were recorded prior to update."]
+
+
+def test_gradients_that_are_unscaled_too_early_are_refused(workers) -> None:
+    workers(2).run(unscaled_first)
 
 
 def resumed(folder: str) -> list[str]:
