@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import muonmesh as mm
 from muonmesh.comm.agreement import host_group
 from muonmesh.comm.to_owners import ToOwners, on_replica
+from muonmesh.layout import MeshLayout
+from muonmesh.report.forecast import Weight, forecast
 from muonmesh.testing import SimulatedDevice
 from tests.samples import one_in
 from tests.sent import Sent
@@ -205,6 +207,17 @@ def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[f
     assert told.gradients.bytes_received == pytest.approx(after.bytes_received - before.bytes_received, rel=0.01)
     assert told.gradients.collectives == after.collectives - before.collectives
     assert "averages gradients in" in str(told)
+    every = tuple(range(dist.get_world_size()))
+    weights = [
+        Weight(name, MeshLayout.replicated(tuple(p.shape), every), "whole" if group["algorithm"] == "muon" else None)
+        for group in optimizer.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+    ]
+    planned = forecast(weights, rank=dist.get_rank(), to_owners=True)
+    assert planned.gradients.bytes_sent == pytest.approx(after.bytes_sent - before.bytes_sent, rel=0.01)
+    assert planned.memory.momentum == 4 * sum(
+        s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s
+    )
     counted = after.bytes_sent - before.bytes_sent + optimizer.counts.bytes_sent
     others = sum(p.numel() for n, p in model.named_parameters() if "up" not in n and "down" not in n)
     explained = told.bytes_sent + told.gradients.bytes_sent

@@ -130,6 +130,12 @@ def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _counted(figures: dict[str, Any]) -> str:
     kept = ("weights", "gradients", "momentum", "AdamW's moments")
     stored = ", ".join(f"{what} {size(figures[f'bytes of {what}'])}" for what in kept)
+    if figures["collectives of gradients"]:
+        stored = (
+            f"before that, gradients to owners: {figures['bytes of gradients sent'] / 1e6:,.4g} MB sent and "
+            f"{figures['bytes of gradients received'] / 1e6:,.4g} MB received in {figures['collectives of gradients']} "
+            f"collectives; {stored}"
+        )
     return (
         f"orthogonalises {figures['matrices']:,}, {figures['flops'] / 1e12:,.3g} TFLOP; "
         f"{figures['bytes sent'] / 1e6:,.4g} MB sent and {figures['bytes received'] / 1e6:,.4g} MB received in "
