@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
@@ -615,3 +615,109 @@ def talking() -> tuple[bool, bool, float]:
 
 def test_ranks_talk_over_hosts_also_where_their_group_has_devices_alone(workers) -> None:
     assert workers(2).run(talking) == [(True, True, 3.0)] * 2
+
+
+@pytest.mark.parametrize("settings", [{"state_dtype": "int8"}, {"rule": "normuon"}, {"rule": "adamuon"}], ids=str)
+def test_other_rules_and_state_have_the_bits_of_one_process(workers, settings: dict[str, Any]) -> None:
+    assert all(wrong == [] for wrong, *_ in workers(2).run(replicas, False, torch.float32, {**FP32, **settings}))
+
+
+def unused_in_ddp(blocks: int) -> list[str]:
+    model = Net()
+    net = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = mm.from_model(net, gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    for step in range(3):
+        loss_of(net(tokens(step, dist.get_rank()), blocks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return differing(model, alone(3, FP32, torch.float32, lambda rank: blocks))
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_ddp_that_finds_unused_parameters(workers, blocks: int) -> None:
+    assert workers(2).run(unused_in_ddp, blocks) == [[], []]
+
+
+def static() -> None:
+    net = DistributedDataParallel(Net(), static_graph=True)
+    with pytest.raises(ValueError, match="Leave out static_graph"):
+        mm.from_model(net, gradients="to_owners", **FP32)
+
+
+def test_a_static_graph_is_refused(workers) -> None:
+    workers(2).run(static)
+
+
+def averaged_by_fsdp() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = Net()
+    fully_shard(model, mesh=mesh)
+    optimizer = mm.from_model(model, gradients="to_owners", **FP32)
+    loss_of(model(tokens(0, dist.get_rank()))).backward()
+    before = [p.detach().to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
+    with pytest.raises(mm.LayoutError, match="FSDP2 averages over those of its mesh itself"):
+        optimizer.step()
+    after = [p.detach().to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_replicas_that_fsdp2_averages_are_refused_on_all(workers) -> None:
+    workers(2).run(averaged_by_fsdp)
+
+
+def partial_on_one() -> str:
+    """Rank 1 has a gradient that is partial over an axis of a mesh, though of one rank."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "tensor"))
+    weight = nn.Parameter(DTensor.from_local(torch.ones(8, 12), mesh["tensor"], [Replicate()]))
+    settings: dict[str, Any] = {**FP32, "process_group": mesh["replicate"].get_group()}
+    optimizer = mm.Muon([("weight", weight)], gradients="to_owners", **settings)
+    placed = Partial() if dist.get_rank() else Replicate()
+    weight.grad = DTensor.from_local(torch.ones(8, 12), mesh["tensor"], [placed])
+    with pytest.raises((mm.LayoutError, mm.PlanError), match="gradient that is partial") as told:
+        optimizer.step()
+    assert torch.equal(weight.detach().to_local(), torch.ones(8, 12))
+    return type(told.value).__name__
+
+
+def test_partial_gradients_are_refused_on_all(workers) -> None:
+    assert workers(2).run(partial_on_one) == ["PlanError", "LayoutError"]
+
+
+def saved_on_three(folder: str) -> list[str]:
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    for step in range(2):
+        loss_of(model(tokens(step, dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mm.checkpoint.save(folder, model, optimizer)
+    return differing(model, alone(2, FP32, torch.float32))
+
+
+def loaded_on_two(folder: str) -> tuple[list[str], list[str]]:
+    """Go on on two ranks with and without the mode, and alone with the same means, all from one checkpoint."""
+    rank, settings = dist.get_rank(), {**FP32, "bucket_cap_mb": 0.004}
+    with_it, without, one = Net(), Net(), Net()
+    optimizers = [
+        mm.from_model(with_it, process_group="world", gradients="to_owners", **settings),
+        mm.from_model(without, process_group="world", gradients=Given(), **settings),
+        mm.from_model(one, process_group="local", gradients=Given(), **settings),
+    ]
+    for model, optimizer in zip((with_it, without, one), optimizers, strict=True):
+        mm.checkpoint.load(folder, model, optimizer)
+    for step in range(2, 4):
+        means = averaged([local_gradient(one, step, r) for r in range(2)])
+        loss_of(with_it(tokens(step, rank))).backward()
+        for model, optimizer in zip((without, one), optimizers[1:], strict=True):
+            for name, parameter in model.named_parameters():
+                optimizer.gradients.write(parameter, means[name])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return differing(with_it, one), differing(without, one)
+
+
+def test_a_checkpoint_of_three_ranks_goes_on_on_two_with_and_without_it(workers, tmp_path) -> None:
+    folder = str(tmp_path / "saved")
+    assert workers(3).run(saved_on_three, folder) == [[]] * 3
+    assert workers(2).run(loaded_on_two, folder) == [([], [])] * 2
