@@ -2,6 +2,7 @@
 
     python benchmarks/overlap.py --json benchmarks/results/overlap.json
     python benchmarks/overlap.py --only bound --ranks 2 --megabits 150 --rounds 9
+    python benchmarks/overlap.py --only gradients --ranks 2 4 --json benchmarks/results/to_owners.json
     python benchmarks/overlap.py --only trace --ranks 2 --megabits 60 --trace docs/images/draw/timeline.json
 
 Each rank has a network namespace of its own, with links of a given bandwidth (`bandwidth.py`; needs root): on the
@@ -15,6 +16,9 @@ exchange's own collectives in their order with no work in between; AdamW's part,
 (step − AdamW) over max(computing − AdamW, communicating): the median over the rounds. Where every core computes, the
 processor time that a transfer takes is taken from computing, so it is told beside, and so is the ratio to
 max(computing − AdamW + that time, communicating).
+
+``gradients``: backward and step under DDP, timed together: torch's AdamW, Muon, and Muon with
+``gradients="to_owners"`` take turns. Reported is the median over the rounds of each one's time over AdamW's.
 
 ``trace``: one step under torch.profiler. Its spans of gloo's collectives and of the exchange's parts are kept for
 `docs/images/draw/timeline.py`, and how much of each gather lies under the orthogonalisation of the bucket before.
@@ -58,7 +62,7 @@ from muonmesh.comm.work import Idle
 
 WIDTH, HIDDEN = 256, 1024
 KINDS = ("fsdp", "ddp")
-PARTS = ("bound", "trace")
+PARTS = ("bound", "trace", "gradients")
 WARM_UP = 3
 
 Found = dict[str, Any]
@@ -207,6 +211,40 @@ def bound(rank: Rank, rounds: int) -> Found:
     }
 
 
+# ------------------------------------------------------------------ gradients
+
+
+def gradients(options: argparse.Namespace) -> Found:
+    """Backward and step of three optimizers in turns, in milliseconds."""
+    tokens = torch.randint(0, options.vocabulary, (64,), generator=torch.Generator().manual_seed(dist.get_rank()))
+    shared: dict[str, Any] = {"bucket_cap_mb": options.bucket_mb, "compute_dtype": getattr(torch, options.dtype)}
+    makes: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-3),
+        "muon": lambda net: mm.from_model(net, **shared),
+        "to_owners": lambda net: mm.from_model(net, gradients="to_owners", **shared),
+    }
+    runs = {}
+    for name, make in makes.items():
+        torch.manual_seed(0)
+        net = DistributedDataParallel(Model(options.vocabulary, options.blocks))
+        runs[name] = net, make(net)
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(WARM_UP + options.rounds):
+        for name, (net, optimizer) in runs.items():
+            loss = net(tokens).square().mean()
+
+            def learn(loss: Tensor = loss, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                loss.backward()
+                optimizer.step()
+
+            took = timed(learn)
+            optimizer.zero_grad()
+            if number >= WARM_UP:
+                found[name].append(took)
+    ratios = {f"{n} over adamw": [a / b for a, b in zip(found[n], found["adamw"], strict=True)] for n in found}
+    return {"rounds": found, **{name: statistics.median(some) for name, some in (found | ratios).items()}}
+
+
 # ------------------------------------------------------------------ trace
 
 NAMES = {
@@ -335,10 +373,13 @@ def serve(folder: Path) -> None:
     options = argparse.Namespace(**json.loads((folder / "options.json").read_text()))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = Rank(options, options.kind)
-    for _ in range(2):  # makes state, plan and kernels
-        rank.optimizer.step()
-    found = MEASURE[options.part](rank, options.rounds)
+    if options.part == "gradients":
+        found = gradients(options)
+    else:
+        rank = Rank(options, options.kind)
+        for _ in range(2):  # makes state, plan and kernels
+            rank.optimizer.step()
+        found = MEASURE[options.part](rank, options.rounds)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -412,7 +453,7 @@ def main() -> None:
     load = round(os.getloadavg()[0], 2)
     tables: dict[str, dict[str, Found]] = {part: {} for part in options.only}
     for part in options.only:
-        for kind in options.kinds:
+        for kind in options.kinds if part != "gradients" else ["ddp"]:
             for ranks in options.ranks:
                 for megabits in options.megabits:
                     link = f"{megabits:g} Mbit/s" if megabits else "loopback"
@@ -432,6 +473,10 @@ def main() -> None:
         ]
         header += ["buckets"]
         print_rows("(step − AdamW) over max(computing, communicating)", header, rows_of_bounds(tables["bound"]))
+    if "gradients" in tables:
+        names = ["adamw", "muon", "to_owners", "muon over adamw", "to_owners over adamw"]
+        rows = [[case, *(f"{found[name]:.2f}" for name in names)] for case, found in tables["gradients"].items()]
+        print_rows("backward and step, milliseconds", ["", *names], rows)
     for name, found in tables.get("trace", {}).items():
         for number, spans in enumerate(one["spans"] for one in found["ranks"]):
             shares = hidden(spans)

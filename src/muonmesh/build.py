@@ -70,6 +70,8 @@ def from_model(
         raise TypeError(explain_error("from_model", "no model", "the model", write))
     try:
         groups = split_locally(model, muon=muon, adamw=adamw, overrides=overrides, per_head=per_head)
+        if settings.get("gradients") == "to_owners":
+            leave_gradients(model)
     except Exception as error:
         if settings.get("process_group") != "local":
             note_failure(error)
@@ -79,6 +81,4 @@ def from_model(
             group["algorithm"] = rule
     if settings.get("process_group") is None:
         settings["process_group"] = group_of_wrapper(model)
-    if settings.get("gradients") == "to_owners":
-        leave_gradients(model)
     return Muon(groups, lr, **settings)

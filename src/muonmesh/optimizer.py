@@ -56,7 +56,7 @@ from muonmesh.step.connection import check_members, connect, forget, outdated, p
 from muonmesh.step.elementwise import step_elementwise
 from muonmesh.step.flags import Flags
 from muonmesh.step.idle import IdleParameters
-from muonmesh.step.members import Member, group_for, keep_gradients_of_views
+from muonmesh.step.members import Member, group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon import MuonStep
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
@@ -413,7 +413,7 @@ class Muon(torch.optim.Optimizer):
             settings=settings,
             error=clip.error or error or runtime.idle.error(slots.missing, some=slots.some),
             skip=clip.skip,
-            overflow=None if found_inf is None else found_inf + runtime.source.overflowed() != 0,
+            overflow=None if found_inf is None else torch.as_tensor(found_inf) + runtime.source.overflowed() != 0,
             waits=runtime.host_waits(planned),
         )
         runtime.late[:0] = [] if late is None else [late]
@@ -643,8 +643,15 @@ class Muon(torch.optim.Optimizer):
         self.finish()
         if (error := check_groups(self.param_groups).error) is not None:
             raise error
-        planned = plan(self.param_groups, self._runtime)
-        return explain(self.param_groups, planned, self._runtime.precision)
+        planned, runtime = plan(self.param_groups, self._runtime), self._runtime
+        ranks = replicas_of(runtime.holders) or (planned.rank,)
+        gradients = runtime.source.traffic(
+            planned.replicated,
+            copy=ranks.index(planned.rank),
+            copies=len(ranks),
+            bucket_bytes=int(runtime.bucket_cap_mb * 2**20),
+        )
+        return explain(self.param_groups, planned, runtime.precision, gradients)
 
     @plain_modes()
     def metrics(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
 from muonmesh.comm.agreement import host_group
 from muonmesh.comm.to_owners import ToOwners, on_replica
+from muonmesh.layout import MeshLayout
+from muonmesh.report.forecast import Weight, forecast
 from muonmesh.testing import SimulatedDevice
 from tests.samples import one_in
 from tests.sent import Sent
@@ -186,32 +189,50 @@ def test_a_source_of_a_host_can_reduce_to_where_it_wants_the_momentum(workers) -
     assert workers(2).run(by_a_host) == [[], []]
 
 
-def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float]:
-    """Bytes that this rank sends in backward and step, what counts tell of it, and what matrices and others have."""
+def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float, float]:
+    """Bytes that this rank sends in backward and step, what counts and explain() tell, and what AdamW's travel for."""
     model = Net(width).to(dtype)
     optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.02, **settings)
     for step in range(2):
         loss_of(model(tokens(step, dist.get_rank()))).backward()
         optimizer.step()
-        before = source_of(optimizer).counts.bytes_sent
+        before = replace(source_of(optimizer).counts)
         optimizer.zero_grad()
         with Sent(dist.get_world_size()) as sent:
             loss_of(model(tokens(step, dist.get_rank()))).backward()
             optimizer.step()
         optimizer.zero_grad()
-    counted = source_of(optimizer).counts.bytes_sent - before + optimizer.counts.bytes_sent
+    after, told = source_of(optimizer).counts, optimizer.explain()
+    assert told.gradients.bytes_sent == pytest.approx(after.bytes_sent - before.bytes_sent, rel=0.01)
+    assert told.gradients.bytes_received == pytest.approx(after.bytes_received - before.bytes_received, rel=0.01)
+    assert told.gradients.collectives == after.collectives - before.collectives
+    assert "averages gradients in" in str(told)
+    every = tuple(range(dist.get_world_size()))
+    weights = [
+        Weight(name, MeshLayout.replicated(tuple(p.shape), every), "whole" if group["algorithm"] == "muon" else None)
+        for group in optimizer.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+    ]
+    planned = forecast(weights, rank=dist.get_rank(), to_owners=True)
+    assert planned.gradients.bytes_sent == pytest.approx(after.bytes_sent - before.bytes_sent, rel=0.01)
+    assert planned.memory.momentum == 4 * sum(
+        s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s
+    )
+    counted = after.bytes_sent - before.bytes_sent + optimizer.counts.bytes_sent
     others = sum(p.numel() for n, p in model.named_parameters() if "up" not in n and "down" not in n)
-    return sent.bytes, counted, 2 * others * torch.finfo(dtype).bits // 8
+    explained = told.bytes_sent + told.gradients.bytes_sent
+    return sent.bytes, counted, explained, 2 * others * torch.finfo(dtype).bits // 8
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_gradients_and_results_travel_once(workers, ranks: int) -> None:
     outcomes = workers(ranks).run(traffic, 64, torch.float32, FP32)
     unit = (ranks - 1) / ranks
     matrices = 4 * 6 * 64 * 128
-    mean = sum(issued - unit * others for issued, _, others in outcomes) / ranks
-    assert 1.99 <= mean / (unit * matrices) <= 2.02, "a gradient and a result: two units, all-reduce would be three"
-    assert all(0 <= issued - counted < 2000 for issued, counted, _ in outcomes), "flags alone are not counted"
+    mean = sum(issued - unit * others for issued, *_, others in outcomes) / ranks
+    assert 1.99 <= mean / (unit * matrices) <= 2.04, "a gradient and a result: two units, all-reduce would be three"
+    assert all(0 <= issued - counted < 3000 for issued, counted, *_ in outcomes), "flags alone are not counted"
+    assert all(explained == pytest.approx(counted, rel=0.01) for _, counted, explained, _ in outcomes)
 
 
 def unused(kind: str) -> list[str]:
@@ -404,6 +425,100 @@ def test_norms_count_once_and_an_overflow_skips_all_ranks(workers) -> None:
         assert backed_off
 
 
+def clipped(kind: str) -> tuple[float, bool, float]:
+    """Two steps clipped by ``kind``: the largest difference from clipping means, whether ranks agree, and the norm."""
+    model, expected, rank = Net(), Net(), dist.get_rank()
+    settings: dict[str, Any] = {**FP32, "bucket_cap_mb": 0.004, "process_group": "world"}
+    optimizer = mm.from_model(model, gradients="to_owners", **settings)
+    other = mm.from_model(expected, **{**settings, "process_group": "local"})
+    adamw = {n for g in optimizer.param_groups if g["algorithm"] == "adamw" for n in g["param_names"]}
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="scaler" in kind)
+    limit, norm = 1e-3, torch.zeros(())
+    for step in range(2):
+        each = [local_gradient(expected, step, r) for r in range(dist.get_world_size())]
+        if kind == "torch's":  # each rank its own gradients; from the second step on those of matrices have left
+            for some in each:
+                seen = [gradient for name, gradient in some.items() if not step or name in adamw]
+                factor = limit / (torch.stack([gradient.norm() for gradient in seen]).norm() + 1e-6)
+                for gradient in seen:
+                    gradient.mul_(factor.clamp(max=1.0))
+        means = averaged(each)
+        for name, parameter in expected.named_parameters():
+            parameter.grad = means[name]
+        if kind != "torch's":
+            other.clip_grad_norm_(limit, policy="separate")
+        other.step()
+        scaler.scale(loss_of(model(tokens(step, rank)))).backward()
+        if kind == "torch's":
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        else:
+            optimizer.clip_grad_norm_(limit * scaler.get_scale(), policy="separate")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    digest = torch.stack([p.detach().double().sum() for p in model.parameters()])
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, digest)
+    alike = all(torch.equal(one, digest) for one in digests)
+    return max(float((a - b).abs().max()) for a, b in pairs), alike, float(norm)
+
+
+@pytest.mark.parametrize("kind", ["ours", "ours, with a scaler", "torch's"])
+def test_clipping_means_and_what_torchs_does(workers, kind: str) -> None:
+    outcomes = workers(2).run(clipped, kind)
+    assert all(difference < 2e-6 and alike for difference, alike, _ in outcomes)
+    if kind == "torch's":
+        assert len({norm for *_, norm in outcomes}) == 2, "each rank has its own norm"
+
+
+def unscaled_first() -> None:
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(loss_of(model(tokens(0, dist.get_rank())))).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(mm.LayoutError, match="Leave out scaler\\.unscale_"):
+        scaler.step(optimizer)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def nothing_left_to_see() -> tuple[bool, list[str]]:
+    """Every gradient is at its owner, so the scaler finds no ``.grad`` at all; it says so itself, after the step."""
+    torch.manual_seed(0)
+    model, expected, rank = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False), dist.get_rank()
+    expected.load_state_dict(model.state_dict())
+    settings: dict[str, Any] = {**FP32, "process_group": "world"}
+    optimizer = mm.Muon([("weight", model.weight)], gradients="to_owners", **settings)
+    plain = mm.Muon([("weight", expected.weight)], **settings)
+    scaler, said = torch.amp.GradScaler("cpu", init_scale=2.0), []
+    for step in range(2):
+        losses = [nn.functional.linear(torch.full((3, 8), 1.0 + r + step), expected.weight).sin().sum() for r in (0, 1)]
+        (sum(losses) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+        scaler.scale(model(torch.full((3, 8), 1.0 + rank + step)).sin().sum()).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        try:
+            scaler.update()
+        except AssertionError as error:
+            said.append(str(error))
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    return torch.allclose(model.weight, expected.weight, atol=1e-5), said
+
+
+def test_a_scaler_that_finds_no_gradient_hangs_nobody(workers) -> None:
+    for close, said in workers(2).run(nothing_left_to_see):
+        assert close
+        assert said == ["No inf checks were recorded prior to update."]
+
+
+def test_gradients_that_are_unscaled_too_early_are_refused(workers) -> None:
+    workers(2).run(unscaled_first)
+
+
 def resumed(folder: str) -> list[str]:
     """Save after two steps, load into fresh objects and go on; compare with four steps at a stretch."""
     kept: nn.Module | None = None
@@ -500,3 +615,109 @@ def talking() -> tuple[bool, bool, float]:
 
 def test_ranks_talk_over_hosts_also_where_their_group_has_devices_alone(workers) -> None:
     assert workers(2).run(talking) == [(True, True, 3.0)] * 2
+
+
+@pytest.mark.parametrize("settings", [{"state_dtype": "int8"}, {"rule": "normuon"}, {"rule": "adamuon"}], ids=str)
+def test_other_rules_and_state_have_the_bits_of_one_process(workers, settings: dict[str, Any]) -> None:
+    assert all(wrong == [] for wrong, *_ in workers(2).run(replicas, False, torch.float32, {**FP32, **settings}))
+
+
+def unused_in_ddp(blocks: int) -> list[str]:
+    model = Net()
+    net = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = mm.from_model(net, gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    for step in range(3):
+        loss_of(net(tokens(step, dist.get_rank()), blocks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return differing(model, alone(3, FP32, torch.float32, lambda rank: blocks))
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_ddp_that_finds_unused_parameters(workers, blocks: int) -> None:
+    assert workers(2).run(unused_in_ddp, blocks) == [[], []]
+
+
+def static() -> None:
+    net = DistributedDataParallel(Net(), static_graph=True)
+    with pytest.raises(ValueError, match="Leave out static_graph"):
+        mm.from_model(net, gradients="to_owners", **FP32)
+
+
+def test_a_static_graph_is_refused(workers) -> None:
+    workers(2).run(static)
+
+
+def averaged_by_fsdp() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = Net()
+    fully_shard(model, mesh=mesh)
+    optimizer = mm.from_model(model, gradients="to_owners", **FP32)
+    loss_of(model(tokens(0, dist.get_rank()))).backward()
+    before = [p.detach().to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
+    with pytest.raises(mm.LayoutError, match="FSDP2 averages over those of its mesh itself"):
+        optimizer.step()
+    after = [p.detach().to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_replicas_that_fsdp2_averages_are_refused_on_all(workers) -> None:
+    workers(2).run(averaged_by_fsdp)
+
+
+def partial_on_one() -> str:
+    """Rank 1 has a gradient that is partial over an axis of a mesh, though of one rank."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "tensor"))
+    weight = nn.Parameter(DTensor.from_local(torch.ones(8, 12), mesh["tensor"], [Replicate()]))
+    settings: dict[str, Any] = {**FP32, "process_group": mesh["replicate"].get_group()}
+    optimizer = mm.Muon([("weight", weight)], gradients="to_owners", **settings)
+    placed = Partial() if dist.get_rank() else Replicate()
+    weight.grad = DTensor.from_local(torch.ones(8, 12), mesh["tensor"], [placed])
+    with pytest.raises((mm.LayoutError, mm.PlanError), match="gradient that is partial") as told:
+        optimizer.step()
+    assert torch.equal(weight.detach().to_local(), torch.ones(8, 12))
+    return type(told.value).__name__
+
+
+def test_partial_gradients_are_refused_on_all(workers) -> None:
+    assert workers(2).run(partial_on_one) == ["PlanError", "LayoutError"]
+
+
+def saved_on_three(folder: str) -> list[str]:
+    model = Net()
+    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", bucket_cap_mb=0.004, **FP32)
+    for step in range(2):
+        loss_of(model(tokens(step, dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mm.checkpoint.save(folder, model, optimizer)
+    return differing(model, alone(2, FP32, torch.float32))
+
+
+def loaded_on_two(folder: str) -> tuple[list[str], list[str]]:
+    """Go on on two ranks with and without the mode, and alone with the same means, all from one checkpoint."""
+    rank, settings = dist.get_rank(), {**FP32, "bucket_cap_mb": 0.004}
+    with_it, without, one = Net(), Net(), Net()
+    optimizers = [
+        mm.from_model(with_it, process_group="world", gradients="to_owners", **settings),
+        mm.from_model(without, process_group="world", gradients=Given(), **settings),
+        mm.from_model(one, process_group="local", gradients=Given(), **settings),
+    ]
+    for model, optimizer in zip((with_it, without, one), optimizers, strict=True):
+        mm.checkpoint.load(folder, model, optimizer)
+    for step in range(2, 4):
+        means = averaged([local_gradient(one, step, r) for r in range(2)])
+        loss_of(with_it(tokens(step, rank))).backward()
+        for model, optimizer in zip((without, one), optimizers[1:], strict=True):
+            for name, parameter in model.named_parameters():
+                optimizer.gradients.write(parameter, means[name])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return differing(with_it, one), differing(without, one)
+
+
+def test_a_checkpoint_of_three_ranks_goes_on_on_two_with_and_without_it(workers, tmp_path) -> None:
+    folder = str(tmp_path / "saved")
+    assert workers(3).run(saved_on_three, folder) == [[]] * 3
+    assert workers(2).run(loaded_on_two, folder) == [([], [])] * 2

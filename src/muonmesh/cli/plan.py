@@ -47,6 +47,14 @@ def plan(
     weights: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="Dtype of weights and gradients.", rich_help_panel=WHAT)
     ] = "fp32",
+    to_owners: Annotated[
+        bool,
+        typer.Option(
+            "--to-owners",
+            help='Replicas add gradients up at owners, as gradients="to_owners" does.',
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
     rank: Annotated[
         int | None,
         typer.Option(min=0, help="Whom to tell of. Default: the busiest.", rich_help_panel=WHERE, show_default=False),
@@ -74,7 +82,7 @@ def plan(
     from muonmesh.files import write_text
 
     try:
-        found = planned(model, mesh=mesh, experts=experts, weights=weights, rank=rank, rates=rates)
+        found = planned(model, mesh=mesh, experts=experts, weights=weights, to_owners=to_owners, rank=rank, rates=rates)
         print_plan(found)
         if json_file is not None:
             write_text(json_file, json.dumps(found, indent=1) + "\n")
@@ -88,6 +96,7 @@ def planned(
     mesh: str,
     experts: str | None = None,
     weights: Literal["fp32", "bf16"] = "fp32",
+    to_owners: bool = False,
     rank: int | None = None,
     rates: Path | None = None,
     parts: Sequence[Part] | None = None,
@@ -95,7 +104,7 @@ def planned(
     """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
 
     Args:
-        model, mesh, experts, weights, rank, rates: As the options say.
+        model, mesh, experts, weights, to_owners, rank, rates: As the options say.
         parts: The parameters, where they are known already; ``model`` is their name then.
 
     Raises:
@@ -116,8 +125,9 @@ def planned(
     if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
         raise FileError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
-    found = forecast(placed, rank=rank, rates=speed, itemsize=4 if weights == "fp32" else 2)
-    asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights}
+    itemsize = 4 if weights == "fp32" else 2
+    found = forecast(placed, rank=rank, rates=speed, itemsize=itemsize, to_owners=to_owners)
+    asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights, "to owners": to_owners}
     return {**asked, **figures_of(placed, found)}
 
 
@@ -180,6 +190,12 @@ def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _counted(figures: dict[str, Any]) -> str:
     kept = ("weights", "gradients", "momentum", "AdamW's moments")
     stored = ", ".join(f"{what} {decimal(figures[f'bytes of {what}'])}" for what in kept)
+    if figures["collectives of gradients"]:
+        stored = (
+            f"before that, gradients to owners: {decimal(figures['bytes of gradients sent'])} sent and "
+            f"{decimal(figures['bytes of gradients received'])} received in {figures['collectives of gradients']} "
+            f"collectives; {stored}"
+        )
     return (
         f"orthogonalises {figures['matrices']:,}, {figures['flops'] / 1e12:,.3g} TFLOP; "
         f"{figures['bytes sent'] / 1e6:,.4g} MB sent and {figures['bytes received'] / 1e6:,.4g} MB received in "

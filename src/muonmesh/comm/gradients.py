@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from muonmesh.comm.storage import PLAIN, Storage, local_of
+from muonmesh.comm.wire import Counts
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 
@@ -98,6 +99,17 @@ class GradientSource(Protocol):
             step: How many steps have begun.
         """
         return
+
+    def traffic(self, replicated: Mapping[Tensor, str], *, copy: int, copies: int, bucket_bytes: int) -> Counts:
+        """Return what the source itself moves for a step whose gradients one backward pass has made; sends nothing.
+
+        Args:
+            replicated: As for `bind`.
+            copy: Which of the replicas is told of.
+            copies: How many there are.
+            bucket_bytes: As for `bind`.
+        """
+        return Counts()
 
     def overflowed(self) -> bool | Tensor:
         """Return whether this rank holds a gradient that is not finite, where a GradScaler cannot see it."""

@@ -185,21 +185,41 @@ class ToOwners(GradientSource):
             talk, wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
         else:
             talk, wire = self._links.talk, self._links.wire
+        buckets = self._buckets(replicated, len(ranks), bucket_bytes)
+        shared = [tensor for tensor in replicated if tensor not in self._owners]
+        self._links = _Links(talk, wire, buckets, shared, replicated)
+        mine = {tensor for bucket in buckets for some in bucket for tensor in some}
+        self._links.handles = [t.register_post_accumulate_grad_hook(self._heard) for t in mine]  # type: ignore[no-untyped-call]
+
+    def _buckets(self, replicated: Mapping[Tensor, str], copies: int, bucket_bytes: int) -> list[list[list[Tensor]]]:
         buckets = list[list[list[Tensor]]]()
         room, kind = 0, None
         # Backward passes make the last gradients first.
         for tensor in reversed([tensor for tensor in replicated if tensor in self._owners]):
             local = local_of(tensor)
-            size = local.numel() * local.element_size()
-            if not buckets or room < size or kind != (local.dtype, local.device):
-                buckets.append([[] for _ in ranks])
+            if not buckets or room < local.nbytes or kind != (local.dtype, local.device):
+                buckets.append([[] for _ in range(copies)])
                 room, kind = bucket_bytes, (local.dtype, local.device)
-            room -= size
+            room -= local.nbytes
             buckets[-1][self._owners[tensor]].append(tensor)
-        shared = [tensor for tensor in replicated if tensor not in self._owners]
-        self._links = _Links(talk, wire, buckets, shared, replicated)
-        mine = {tensor for bucket in buckets for some in bucket for tensor in some}
-        self._links.handles = [t.register_post_accumulate_grad_hook(self._heard) for t in mine]  # type: ignore[no-untyped-call]
+        return buckets
+
+    def traffic(self, replicated: Mapping[Tensor, str], *, copy: int, copies: int, bucket_bytes: int) -> Counts:
+        """Return what gradients move: those of matrices to their owners, AdamW's to all replicas."""
+        if copies == 1:
+            return Counts()
+        shared = [local_of(tensor) for tensor in replicated if tensor not in self._owners]
+        averaged = 2 * sum(local.nbytes for local in shared) * (copies - 1) // copies
+        sizes = [0] * copies
+        for tensor in replicated:
+            if tensor in self._owners:
+                sizes[self._owners[tensor]] += local_of(tensor).nbytes
+        return Counts(
+            collectives=len(self._buckets(replicated, copies, bucket_bytes))
+            + 2 * len({(local.dtype, local.device) for local in shared}),
+            bytes_sent=averaged + sum(sizes) - sizes[copy],
+            bytes_received=averaged + (copies - 1) * sizes[copy],
+        )
 
     # ---------------------------------------------------------------- sending
 
@@ -298,7 +318,7 @@ class ToOwners(GradientSource):
 
     def _even_out(self, links: _Links, rounds: int) -> None:
         """Let all ranks send as often, and drop what arrives, so that the next gradients meet their own kind."""
-        told = torch.tensor([rounds], device="cpu")
+        told = torch.tensor([rounds], dtype=torch.int64, device="cpu")
         most = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on rounds")
         while len(self._dropped) < int(most):
             while len(self._sent) < len(links.buckets):

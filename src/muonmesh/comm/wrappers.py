@@ -26,9 +26,16 @@ def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup |
 
 
 def leave_gradients(model: nn.Module) -> None:
-    """Let a DistributedDataParallel, if a model is one, average nothing from now on, as under ``no_sync()``."""
+    """Let a DistributedDataParallel, if a model is one, average nothing from now on, as under ``no_sync()``.
+
+    Raises:
+        ValueError: it was made with ``static_graph=True``, and torch fails in its first backward pass then.
+    """
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
+        if inner.static_graph:
+            found, needed = "a DistributedDataParallel with static_graph=True", "one that may leave gradients alone"
+            raise ValueError(explain_error("gradients='to_owners'", found, needed, "Leave out static_graph"))
         inner.require_backward_grad_sync = False
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from muonmesh.comm.wire import Counts
 from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.balance import imbalance
 from muonmesh.layout.companion_plan import CompanionPlan
@@ -65,6 +66,7 @@ class Explanation:
         flops: FLOPs of one step, by rank.
         state_bytes: Bytes of state that this rank keeps from step to step.
         host_bytes: Those of them that ``state_device="cpu"`` keeps away from the device.
+        gradients: What the source of gradients moves itself for a step, as under ``gradients="to_owners"``.
     """
 
     rows: tuple[Row, ...]
@@ -76,6 +78,7 @@ class Explanation:
     flops: dict[int, int]
     state_bytes: int = 0
     host_bytes: int = 0
+    gradients: Counts = field(default_factory=Counts)
 
     @property
     def imbalance(self) -> float:
@@ -124,6 +127,12 @@ class Explanation:
             f"{self.collectives} collectives, {self.bytes_sent / 1e6:.3g} MB sent, "
             f"{self.bytes_received / 1e6:.3g} MB received a step"
         )
+        if self.gradients.collectives:
+            moved = self.gradients
+            table.append(
+                f"rank {self.rank} averages gradients in {moved.collectives} more collectives, "
+                f"{moved.bytes_sent / 1e6:.3g} MB sent, {moved.bytes_received / 1e6:.3g} MB received a step"
+            )
         if self.state_bytes:
             host = f", {self.host_bytes / 1e6:.3g} MB of it on the host" if self.host_bytes else ""
             table.append(f"rank {self.rank} keeps {self.state_bytes / 1e6:.3g} MB of state{host}")
@@ -151,8 +160,10 @@ def _rate(lr: object) -> str:
     return f"{float(lr):.4g}" if known else repr(lr)  # type: ignore[arg-type]
 
 
-def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision) -> Explanation:
-    """Tell a plan, with the bytes that travel in these dtypes."""
+def explain(
+    groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision, gradients: Counts
+) -> Explanation:
+    """Tell a plan, with the bytes that travel in these dtypes, and with what gradients move by themselves."""
     itemsize = precision.compute.itemsize
     plan, rank = planned.plan, planned.rank
     numbers: dict[int, list[int]] = {}
@@ -200,6 +211,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
         plan.loads,
         sum(memory.total for memory in kept.values()),
         sum(memory.host for memory in kept.values()),
+        gradients,
     )
 
 

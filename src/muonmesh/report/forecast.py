@@ -9,9 +9,16 @@ to dry runs of the real step (`muonmesh.testing.dry_run`). `tests/unit/test_fore
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
+from muonmesh.comm.storage import Storage
+from muonmesh.comm.to_owners import ToOwners
+from muonmesh.comm.wire import Counts
 from muonmesh.layout import (
     Elementwise,
     Layout,
@@ -97,6 +104,7 @@ class Forecast:
         launches: Kernels that it starts; modelled.
         elementwise_bytes: What it reads and writes for all but matrix products; modelled.
         rates: Of the model of time.
+        gradients: What moves gradients to owners, if anything; counted.
     """
 
     plan: Plan
@@ -107,6 +115,7 @@ class Forecast:
     launches: int
     elementwise_bytes: int
     rates: DeviceRates
+    gradients: Counts
 
     @property
     def flops(self) -> int:
@@ -157,6 +166,7 @@ def forecast(
     rates: DeviceRates | None = None,
     itemsize: int = 4,
     bucket_elements: int = BUCKET_ELEMENTS,
+    to_owners: bool = False,
 ) -> Forecast:
     """Plan a model and say what a step costs, with Muon's defaults.
 
@@ -166,12 +176,21 @@ def forecast(
         rates: Of the device; by default one H100.
         itemsize: Bytes of one number of weights and gradients, and of AdamW's moments.
         bucket_elements: Elements of one owner in one bucket.
+        to_owners: Whether replicas add gradients up at owners, as ``gradients="to_owners"`` does.
 
     Raises:
         LayoutError: a layout, or the matrices of a weight, do not cover it exactly once.
         ValueError: ``matrices`` of a weight is no split, or does not fit its shape.
     """
-    parameters = [muon_parameter(w.name, w.layout, w.matrices) for w in weights if w.matrices is not None]
+    tensors = {
+        w.name: torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16, device="meta") for w in weights
+    }
+    source = ToOwners() if to_owners else PARAMETER_GRAD
+    matrices = [w for w in weights if w.matrices is not None]
+    places = source.place([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
+    parameters = [
+        muon_parameter(w.name, w.layout, w.matrices, place.layout) for w, place in zip(matrices, places, strict=True)
+    ]
     elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
     ranks = sorted(
         {rank for layout in {id(w.layout.ranks): w.layout for w in weights}.values() for rank in layout.ranks}
@@ -180,13 +199,14 @@ def forecast(
     if rank is None:
         rank = max(plan.ranks, key=lambda r: (plan.loads[r], -r))
     travelling = traffic(plan, rank)
-    stored = sum(math.prod(p.momentum_storage.local_shape(rank)) for p in parameters)
+    stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
+    momentum = sum(math.prod(p.momentum_storage.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     work = _Work.of(plan, rank)
     memory = Memory(
         weights=(stored + others) * itemsize,
         gradients=(stored + others) * itemsize,
-        momentum=stored * STATE,
+        momentum=momentum * STATE,
         adamw=2 * others * itemsize,
         exchange=work.peak(travelling),
     )
@@ -201,15 +221,29 @@ def forecast(
         work.launches + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE),
         elementwise_bytes + work.elementwise_bytes,
         rates or DeviceRates(),
+        _gradients(source, weights, tensors, rank, bucket_elements * WIRE),
     )
 
 
-def muon_parameter(name: str, layout: Layout, spec: MatrixSpec) -> Parameter:
-    """Return a parameter as the planner sees it with Muon's defaults, its momentum stored where it lives itself."""
+def _gradients(
+    source: GradientSource, weights: Sequence[Weight], tensors: Mapping[str, Tensor], rank: int, bucket_bytes: int
+) -> Counts:
+    """Return what the source moves by itself on one rank."""
+    replicated = {}
+    copy, copies = 0, 1
+    for weight in weights:
+        if weight.layout.copies() > 1:
+            copy, copies = weight.layout.replica_number(rank), weight.layout.copies()
+            replicated[tensors[weight.name].resize_(weight.layout.local_shape(rank))] = weight.name
+    return source.traffic(replicated, copy=copy, copies=copies, bucket_bytes=bucket_bytes)
+
+
+def muon_parameter(name: str, layout: Layout, spec: MatrixSpec, momentum: Layout | None = None) -> Parameter:
+    """Return a parameter as the planner sees it with Muon's defaults, its momentum beside it if nothing is said."""
     matrices = split_matrices(name, layout.shape, spec)
     costs = {size: flops_of(*size) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
-    return Parameter(name, layout, layout, matrices, work, f"{COEFFICIENTS}, {STEPS} steps, auto")
+    return Parameter(name, momentum or layout, layout, matrices, work, f"{COEFFICIENTS}, {STEPS} steps, auto")
 
 
 def flops_of(rows: int, cols: int) -> int:

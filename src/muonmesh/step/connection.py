@@ -100,8 +100,7 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
     )
     runtime.connected, runtime.keepers = planned, planned.plan.keepers
-    replicated = {m.tensor: m.name for m in planned.members if m.storage.copies > 1}
-    runtime.source.bind(replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
+    runtime.source.bind(planned.replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
     runtime.source.complete(planned.exchange.steps)
     if not runtime.warned:
         runtime.warned = True

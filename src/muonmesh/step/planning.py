@@ -103,6 +103,11 @@ class Planned:
         """The ranks of each parameter that several ranks know of."""
         return [*(tuple(layout.ranks) for layout in self.plan.targets), *self.beyond]
 
+    @property
+    def replicated(self) -> dict[Tensor, str]:
+        """The names of the parameters that several ranks hold alike."""
+        return {member.tensor: member.name for member in self.members if member.storage.copies > 1}
+
     def group_names(self, names: Sequence[str], group: dist.ProcessGroup | None) -> list[str]:
         """Return the names of the groups of all ranks, in one order; the first call asks the others for theirs."""
         if self._names is None:
