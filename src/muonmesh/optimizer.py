@@ -413,7 +413,7 @@ class Muon(torch.optim.Optimizer):
             settings=settings,
             error=clip.error or error or runtime.idle.error(slots.missing, some=slots.some),
             skip=clip.skip,
-            overflow=None if found_inf is None else torch.as_tensor(found_inf) + runtime.source.overflowed() != 0,
+            overflow=None if found_inf is None else found_inf + runtime.source.overflowed() != 0,
             waits=runtime.host_waits(planned),
         )
         runtime.late[:0] = [] if late is None else [late]

@@ -270,7 +270,7 @@ def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
     mm.checkpoint.save(tmp_path / "whole", model, optimizer)
     before = everything(model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(MuonStep, "write", interrupt)
+        patch.setattr(MuonStep, "finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             advance(model, optimizer, 1)
     with pytest.raises(mm.StateError, match=r"a step that was interrupted while it wrote"):

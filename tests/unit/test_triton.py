@@ -409,8 +409,7 @@ def stepped_in_rooms() -> tuple[float, int]:
         optimizer._runtime.waits, optimizer._runtime.together = False, True
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(together, "_LARGE", large)
-            for module in (together, newton_schulz):
-                patch.setattr(module, "select", lambda *_, **__: triton_products(at_once=1))
+            patch.setattr(newton_schulz, "select", lambda *_, **__: triton_products(at_once=1))
             patch.setattr(MuonStepTogether, "_local_in_room", counted)
             for weight in weights:
                 weight.grad = torch.randn_like(weight)

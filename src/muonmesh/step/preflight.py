@@ -65,7 +65,7 @@ def preflight(
     settings: SettingsFound,
     error: Exception | None,
     skip: Tensor | None,
-    overflow: Tensor | None,
+    overflow: Tensor | bool | None,
     waits: bool,
 ) -> tuple[Flags, LateAnswer | None]:
     """Reduce one vector of small flags over all ranks, see `FlagVector`; raise on every rank if any found an error.
@@ -190,10 +190,8 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
     return None
 
 
-def _flag(told: Tensor | None) -> bool | Tensor:
-    if told is None:
-        return False
-    return bool(told) if told.device.type == "cpu" else told
+def _flag(told: Tensor | bool | None) -> bool | Tensor:
+    return told if isinstance(told, Tensor) and told.device.type != "cpu" else bool(told)
 
 
 def _raise_errors(
