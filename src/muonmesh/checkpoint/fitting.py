@@ -18,7 +18,7 @@ from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.step.slots import RUNNING
+from muonmesh.step.parameter_steps import RUNNING
 
 _SHOWN = 8  # of what is wrong, in one message
 

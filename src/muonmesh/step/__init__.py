@@ -2,7 +2,7 @@
 
 1. `members`, `planning` and `connection`: param groups become a Plan, which the ranks compare once. `state_layout` says
    where each thing lives that a rule keeps beside the weights.
-2. `slots`: what this rank stores of each parameter, with its gradient and its state.
+2. `parameter_steps`: what this rank stores of each parameter, with its gradient and its state.
 3. `preflight`, with the `flag_vector`, the `settings_digest` and the `replicas`: all ranks agree before any of them
    writes. `flags` is what they agreed on.
 4. `muon`: momentum, and what the exchange reads, computes and writes; on a device `together` takes the pieces of many

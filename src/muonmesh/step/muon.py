@@ -19,9 +19,9 @@ from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.together import Folded, Updated
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.kept import KeptState
+from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
 from muonmesh.step.rule_sums import RuleSums
-from muonmesh.step.slots import view_in_storage
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.update_squares import UpdateSquares
 

@@ -11,8 +11,8 @@ from muonmesh.layout.routes import Leg
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.together import Updated
 from muonmesh.step.kept import KeptState
+from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
-from muonmesh.step.slots import view_in_storage
 
 
 class RuleSums:
@@ -46,7 +46,7 @@ class RuleSums:
         rounded = None if ready.master is None else view_in_storage(ready.weights, piece)
         beside = {key: view_in_storage(kept, piece) for key, kept in ready.beside.items()}
         weights, scale = view_in_storage(ready.written, piece), self._ready.scale(leg.assignment)
-        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, ready.slot.storage.copies)
+        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, ready.entry.storage.copies)
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
@@ -73,7 +73,7 @@ class RuleSums:
         """Take the sums over a matrix and what is kept of it, for what writes it; keep what the rule makes of them."""
         keys, found = self._ready.plan.told(assignment), sums.unbind()
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
-        if self._ready.slot(assignment) is None:
+        if self._ready.entry(assignment) is None:
             return
         rule, kept = self._ready.rule(assignment), self._kept.owned.get(assignment, {})
         if all(key in kept for key in keys):

@@ -51,7 +51,7 @@ class Stack:
         group, found = ready.group(batch[0].assignment), Stack([local.assignment for local in batch])
         for run in _runs(ready.plan, batch):
             parameter = ready[run.parameter]
-            if run.stored == "in pieces" or parameter.slot.group != group or not found._add(run, parameter, apart):
+            if run.stored == "in pieces" or parameter.entry.group != group or not found._add(run, parameter, apart):
                 return None
         columns = found.columns.values()
         full = {len(some) for some in columns} == {len(found.columns["weights", ""])}

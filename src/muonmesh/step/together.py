@@ -158,9 +158,9 @@ class MuonStepTogether(MuonStep):
         """The update scale of each matrix, fp64 (n,), in one copy; 0 for what this rank does not store."""
         found = []
         for number, assignment in enumerate(self._ready.plan.assignments):
-            slot = self._ready.slots[assignment.parameter]
-            rule = None if slot is None else self._ready.rules[slot.group]
-            found.append(0.0 if slot is None or rule is None else self._ready.scale(number))
+            entry = self._ready.entries[assignment.parameter]
+            rule = None if entry is None else self._ready.rules[entry.group]
+            found.append(0.0 if entry is None or rule is None else self._ready.scale(number))
         return upload(found, dtype=torch.float64, device=self._ready.device)
 
     @cached_property
@@ -169,13 +169,13 @@ class MuonStepTogether(MuonStep):
 
         By its step where that is all that its weights need of it (`together.Factors.arrives`), else by 1.
         """
-        slots = [self._ready.slots[assignment.parameter] for assignment in self._ready.plan.assignments]
-        groups = sorted({slot.group for slot in slots if slot is not None})
+        entries = [self._ready.entries[assignment.parameter] for assignment in self._ready.plan.assignments]
+        groups = sorted({entry.group for entry in entries if entry is not None})
         if not any(self._factors_of(group).arrives for group in groups):
             return None
         steps = [self._factors_of(group).step for group in groups]
         if len(groups) > 1:
-            rows = [0 if slot is None else groups.index(slot.group) for slot in slots]
+            rows = [0 if entry is None else groups.index(entry.group) for entry in entries]
             steps = [torch.stack(steps).gather(0, upload([rows], dtype=torch.int64, device=self._ready.device))[0]]
         return steps[0].to(torch.promote_types(self._ready.precision.compute, torch.float32))
 

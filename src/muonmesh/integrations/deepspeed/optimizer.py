@@ -18,7 +18,7 @@ from muonmesh.integrations.deepspeed.clipping import Clipping
 from muonmesh.integrations.deepspeed.saved import engine_records, expert_names, frozen_whole, publish
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import step_count
-from muonmesh.step.slots import RUNNING
+from muonmesh.step.parameter_steps import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys of a group that say what it is; no checkpoint may change them."""
