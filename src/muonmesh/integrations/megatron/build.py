@@ -17,7 +17,7 @@ from muonmesh.groups.heads import HeadPart
 from muonmesh.integrations.megatron.axes import Axes
 from muonmesh.integrations.megatron.declared import stamped_placement
 from muonmesh.integrations.megatron.experts import expert_of
-from muonmesh.integrations.megatron.gradients import FlatMainGrad, Shard
+from muonmesh.integrations.megatron.gradients import FlatMainGrad, ParameterInterval
 from muonmesh.integrations.megatron.groups import Found, find_groups
 from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
@@ -94,7 +94,7 @@ def get_megatron_optimizer(
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
         pieces = {key: value for model in found.models for key, value in pieces_of(model).items()}
-        holdings, layouts, shards = _held(found, axes, pieces, ranges)
+        holdings, layouts, intervals = _held(found, axes, pieces, ranges)
         limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, _threshold(config), True, 2.0)
         limits.check()
         optimizer = Muon(
@@ -104,7 +104,7 @@ def get_megatron_optimizer(
             adamw_eps=config.adam_eps,
             master_dtype=torch.float32 if config.bf16 or config.fp16 else None,
             layouts=layouts,
-            gradients=FlatMainGrad(shards),
+            gradients=FlatMainGrad(intervals),
             **shared,
         )
         made = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits)
@@ -128,11 +128,11 @@ def _threshold(config: Any) -> float:
 
 def _held(
     found: Found, axes: Axes, pieces: Mapping[int, list[Piece]], ranges: Mapping[Any, list[tuple[int, int]]] | None
-) -> tuple[list[Holding], dict[str, Declared], dict[Tensor, Shard]]:
+) -> tuple[list[Holding], dict[str, Declared], dict[Tensor, ParameterInterval]]:
     """Put what is stepped in place of the parameters in the groups, and say where it lives."""
     holdings: list[Holding] = []
     layouts: dict[str, Declared] = {}
-    shards: dict[Tensor, Shard] = {}
+    intervals: dict[Tensor, ParameterInterval] = {}
     meshes: dict[tuple[bool, str], Any] = {}
     for group in found.groups:
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
@@ -154,13 +154,13 @@ def _held(
                 tensor = parameter.data.view(-1)[low + begin : low + end]
                 if kept is None and cut.placement is not None:
                     tensor = tensor.view(shape)
-                shards[tensor] = Shard(parameter, low + begin, low + end)
+                intervals[tensor] = ParameterInterval(parameter, low + begin, low + end)
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
             saved = pieces[id(parameter)][0].key if copy else name
             resizes = any(piece.resizes for piece in pieces.get(id(parameter), ()))
             holdings.append(Holding(name, saved, copy, parameter, tensor, name not in found.experts, resizes))
-    return holdings, layouts, shards
+    return holdings, layouts, intervals
 
 
 def _cut(name: str, parameter: Tensor, local: tuple[int, ...], pieces: Sequence[Piece] | None, mesh: Any) -> Cut:
