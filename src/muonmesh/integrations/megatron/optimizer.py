@@ -38,7 +38,7 @@ class Holding(NamedTuple):
         parameter: Megatron's.
         tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
         only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
-        resizes: Whether a checkpoint may hold it with other many rows, as `Piece` has it.
+        resizes: Whether a checkpoint may hold it with other many rows, as `SavedBox` has it.
     """
 
     name: str
