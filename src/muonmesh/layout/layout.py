@@ -175,7 +175,7 @@ class MeshLayout(Layout):
         return MeshLayout(shape, (len(ranks),), ranks, (Replicate(),))
 
     @cached_property
-    def _grid(self) -> _Grid:
+    def _grid(self) -> _MeshRanks:
         return _grid_of(self.mesh, self.ranks)
 
     @cached_property
@@ -262,7 +262,7 @@ class MeshLayout(Layout):
 
 
 @dataclass(frozen=True, eq=False)
-class _Grid:
+class _MeshRanks:
     """The ranks of a mesh and the place of each. Equal meshes share one object, so caches may compare by identity."""
 
     mesh: tuple[int, ...]
@@ -277,14 +277,16 @@ class _Grid:
 
 
 @lru_cache(maxsize=1024)
-def _grid_of(mesh: tuple[int, ...], ranks: tuple[int, ...]) -> _Grid:
-    return _Grid(mesh, row_major(mesh), ranks, {rank: index for index, rank in enumerate(ranks)})
+def _grid_of(mesh: tuple[int, ...], ranks: tuple[int, ...]) -> _MeshRanks:
+    return _MeshRanks(mesh, row_major(mesh), ranks, {rank: index for index, rank in enumerate(ranks)})
 
 
 # What follows is the same for all parameters of one shape and placement, hundreds in a large model.
 
 
-def _spans(grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int) -> tuple[Spans, ...]:
+def _spans(
+    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int
+) -> tuple[Spans, ...]:
     """Return the indices that a rank stores, dim by dim."""
     at = grid.coordinates(rank)
     return tuple(
@@ -293,7 +295,9 @@ def _spans(grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ..
 
 
 @lru_cache(maxsize=65536)
-def _blocks(grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int) -> tuple[Block, ...]:
+def _blocks(
+    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int
+) -> tuple[Block, ...]:
     return _blocks_of(_spans(grid, shape, cuts, rank))
 
 
@@ -317,7 +321,7 @@ def _blocks_of(spans_by_dim: tuple[Spans, ...]) -> tuple[Block, ...]:
 
 @lru_cache(maxsize=65536)
 def _holders(
-    grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], region: Region
+    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], region: Region
 ) -> tuple[int, ...]:
     choices: list[Sequence[int]] = [range(size) for size in grid.mesh]
     for dim, (size, cut) in enumerate(zip(shape, cuts, strict=True)):
@@ -335,7 +339,7 @@ def _holders(
 
 
 @lru_cache(maxsize=65536)
-def _ranks_at(grid: _Grid, choices: tuple[Sequence[int], ...]) -> tuple[int, ...]:
+def _ranks_at(grid: _MeshRanks, choices: tuple[Sequence[int], ...]) -> tuple[int, ...]:
     """Return the ranks at every combination of these coordinates."""
     return tuple(
         grid.ranks[sum(c * stride for c, stride in zip(at, grid.strides, strict=True))]

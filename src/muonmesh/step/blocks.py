@@ -25,7 +25,7 @@ SCALE = "_scale"
 """What is added to a key of the state for the scales beside it."""
 
 
-class _Grid(NamedTuple):
+class _MatrixBlocks(NamedTuple):
     """The blocks of one matrix that a rank has scales of: those of ``lines`` lines, ``blocks`` of each.
 
     Attributes:
@@ -68,17 +68,17 @@ class Blocks:
         return blockwise.Codes.on(self.device)
 
     @cached_property
-    def shared(self) -> dict[int, _Grid]:
+    def shared(self) -> dict[int, _MatrixBlocks]:
         """The matrices that have blocks in several pieces, and the place of *all* their blocks in one vector.
 
         The same on every rank. Layouts in which every rank stores whole blocks have none.
         """
-        found, start = dict[int, _Grid](), 0
+        found, start = dict[int, _MatrixBlocks](), 0
         for number, assignment in enumerate(self.plan.assignments):
             if shares_blocks(self.plan.parameters[assignment.parameter].momentum_storage, assignment.matrix):
                 lines, length = grid_of(assignment.matrix)
                 blocks = -(-length // BLOCK)
-                found[number] = _Grid(0, 0, lines, blocks, start)
+                found[number] = _MatrixBlocks(0, 0, lines, blocks, start)
                 start += lines * blocks
         return found
 
@@ -88,9 +88,9 @@ class Blocks:
         return sum(grid.lines * grid.blocks for grid in self.shared.values())
 
     @cached_property
-    def _here(self) -> tuple[dict[int, _Grid], dict[Tensor, int]]:
+    def _here(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:
         """The grid of each matrix that this rank stores some of, and how many scales each tensor has here."""
-        grids, sizes = dict[int, _Grid](), dict[Tensor, int]()
+        grids, sizes = dict[int, _MatrixBlocks](), dict[Tensor, int]()
         for tensor, numbers in self.matrices_of.items():
             start = 0
             for number in numbers:
@@ -102,12 +102,12 @@ class Blocks:
                     )
                     lines = max(segment.line + segment.lines for segment in segments) - line
                     blocks = max(segment.blocks.stop for segment in segments) - block
-                    grids[number] = _Grid(line, block, lines, blocks, start)
+                    grids[number] = _MatrixBlocks(line, block, lines, blocks, start)
                     start += lines * blocks
             sizes[tensor] = start
         return grids, sizes
 
-    def grid(self, number: int) -> _Grid:
+    def grid(self, number: int) -> _MatrixBlocks:
         """Return the grid of a matrix that this rank stores some of."""
         return self._here[0][number]
 
