@@ -53,11 +53,12 @@ from muonmesh.settings import (
     shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
-from muonmesh.step.elementwise import step_elementwise
+from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flags import Flags
 from muonmesh.step.idle import IdleParameters
 from muonmesh.step.members import Member, group_for, keep_gradients_of_views, replicas_of
-from muonmesh.step.muon import MuonStep
+from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.muon_step_on_device import MuonStepOnDevice
 from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
@@ -65,7 +66,6 @@ from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Runtime
 from muonmesh.step.settings_digest import SettingsDigest
-from muonmesh.step.together import MuonStepTogether
 from muonmesh.step.unsuited import unsuited_of
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -333,7 +333,7 @@ class Muon(torch.optim.Optimizer):
         if runtime.update_squares is not None:
             runtime.update_squares = UpdateSquares()
         offload = runtime.offload_of(planned)
-        half = MuonStepTogether if runtime.works_together(planned) else MuonStep
+        half = MuonStepOnDevice if runtime.works_together(planned) else MuonStep
         ready = ReadyParameters(
             planned.plan,
             planned.momentum_holdings,

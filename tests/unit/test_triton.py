@@ -26,8 +26,8 @@ from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
-from muonmesh.step import nonzero, together
-from muonmesh.step.together import MuonStepTogether
+from muonmesh.step import muon_step_on_device, nonzero
+from muonmesh.step.muon_step_on_device import MuonStepOnDevice
 from muonmesh.testing.device import Event, pretended_cuda
 from tests.interpreter import interpreting
 
@@ -348,16 +348,16 @@ def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
     optimizer = mm.Muon(groups, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
     optimizer._runtime.waits, optimizer._runtime.together = False, True
     taken = 0
-    take = MuonStepTogether._stack
+    take = MuonStepOnDevice._stack
 
-    def counted(self: MuonStepTogether, *arguments: Any) -> Any:
+    def counted(self: MuonStepOnDevice, *arguments: Any) -> Any:
         nonlocal taken
         found = None if apart else take(self, *arguments)
         taken += 0 if found is None else len(found.matrices)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MuonStepTogether, "_stack", counted)
+        patch.setattr(MuonStepOnDevice, "_stack", counted)
         for step in range(3):
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
@@ -394,9 +394,9 @@ def in_its_room(rows: int, cols: int, method: Any, kernel: Any) -> bool:
 def stepped_in_rooms() -> tuple[float, int]:
     """How far weights end that were stepped with one memory a matrix and with two, and how often the first was."""
     results, taken = [], 0
-    take = MuonStepTogether._local_in_room
+    take = MuonStepOnDevice._local_in_room
 
-    def counted(self: MuonStepTogether, batch: Any) -> bool:
+    def counted(self: MuonStepOnDevice, batch: Any) -> bool:
         nonlocal taken
         found = take(self, batch)
         taken += found
@@ -408,10 +408,10 @@ def stepped_in_rooms() -> tuple[float, int]:
         optimizer = mm.Muon(weights, lr=0.1, compute_dtype=FP32)
         optimizer._runtime.waits, optimizer._runtime.together = False, True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(together, "_LARGE", large)
-            for module in (together, newton_schulz):
+            patch.setattr(muon_step_on_device, "_LARGE", large)
+            for module in (muon_step_on_device, newton_schulz):
                 patch.setattr(module, "select", lambda *_, **__: triton_products(at_once=1))
-            patch.setattr(MuonStepTogether, "_local_in_room", counted)
+            patch.setattr(MuonStepOnDevice, "_local_in_room", counted)
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             optimizer.step()

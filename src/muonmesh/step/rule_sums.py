@@ -9,7 +9,7 @@ from torch import Tensor
 from muonmesh.comm.work import Ends
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.rules import parts
-from muonmesh.numerics.rules.together import Updated
+from muonmesh.numerics.rules.on_device import Updated
 from muonmesh.step.kept import KeptState
 from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
