@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.numerics import kernels, newton_schulz
-from muonmesh.numerics.kernels import beside, device, fused, toolchain, triton, zeros
-from muonmesh.numerics.kernels.device import torch_products
-from muonmesh.numerics.kernels.launch import Launch
+from muonmesh.numerics.kernels import batched, beside, fused, toolchain, triton, zeros
+from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.triton import triton_products
+from muonmesh.numerics.kernels.triton_launch import Launch
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import muon_step_on_device, nonzero
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
@@ -628,9 +628,9 @@ def test_select_takes_triton_for_bf16_on_devices() -> None:
         return kernels.select(name, device=torch.device("cuda"), dtype=dtype, rows=64, cols=64).gram
 
     assert chosen("auto", BF16) is triton.gram
-    assert chosen("auto", FP32) is device.gram
+    assert chosen("auto", FP32) is batched.gram
     assert chosen("triton", FP32) is triton.gram
-    assert chosen("torch", BF16) is device.gram
+    assert chosen("torch", BF16) is batched.gram
 
 
 def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -641,7 +641,7 @@ def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "is_installed", is_installed)
     monkeypatch.setattr(kernels, "is_usable", is_usable)
     cuda = torch.device("cuda")
-    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).gram is device.gram
+    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).gram is batched.gram
     with pytest.raises(ValueError, match=r"found no package triton; .* Write pip install .muonmesh\[triton\]."):
         kernels.select("triton", device=cuda, dtype=BF16, rows=64, cols=64)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.groups import fitting_settings, set_group
+from muonmesh.checkpoint.group_settings import fitting_settings, set_group
 from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, fill, wanted
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import Storage, local_of, this_rank

@@ -21,9 +21,9 @@ from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import LOCK_FILE, RunLock
-from muonmesh.cli.metrics import read_metrics
+from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import build_model, check_model
-from muonmesh.cli.plan import planned, print_plan
+from muonmesh.cli.plan_command import planned, print_plan
 from muonmesh.cli.report import write_report
 from muonmesh.cli.settings import REPLICAS, Settings, load_config
 from muonmesh.cli.terminal import complain, make_console

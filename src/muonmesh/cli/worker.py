@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
     import torch
 
     from muonmesh.cli.corpus import Corpus
-    from muonmesh.cli.metrics import MetricsLog
+    from muonmesh.cli.metrics_log import MetricsLog
     from muonmesh.cli.settings import Optimizer, Settings
     from muonmesh.cli.training import StopRequest
 
@@ -54,7 +54,7 @@ def work(run: Path) -> None:
     from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.lock import RunLock
-    from muonmesh.cli.metrics import MetricsLog
+    from muonmesh.cli.metrics_log import MetricsLog
     from muonmesh.cli.settings import load_settings
     from muonmesh.cli.training import StopRequest
 

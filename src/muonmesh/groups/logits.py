@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.fused import class_names
+from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.heads import blocks_of, heads_of, named_parts, place_of, refuse_heads, said_by
 from muonmesh.groups.roles import role
 from muonmesh.groups.sites import Site, sites

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muonmesh.clip import Limits
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
-from muonmesh.groups.fused import global_shape
+from muonmesh.groups.fused_projections import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.groups import OWN_KEYS
+from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error

@@ -17,10 +17,10 @@ from muonmesh.groups.heads import HeadPart
 from muonmesh.integrations.megatron.axes import Axes
 from muonmesh.integrations.megatron.declared import stamped_placement
 from muonmesh.integrations.megatron.experts import expert_of
-from muonmesh.integrations.megatron.gradients import FlatMainGrad, ParameterInterval
-from muonmesh.integrations.megatron.groups import Found, find_groups
 from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
+from muonmesh.integrations.megatron.main_grad import FlatMainGrad, ParameterInterval
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
+from muonmesh.integrations.megatron.param_groups import Found, find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
 from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, saved_boxes_of
 from muonmesh.layout import Replicate

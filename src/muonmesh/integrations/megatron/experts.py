@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from muonmesh.groups.fused import class_names
+from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.sites import Role, Site
 from muonmesh.integrations.megatron.roles import HALVES
 from muonmesh.integrations.megatron.saved_boxes import SavedBox

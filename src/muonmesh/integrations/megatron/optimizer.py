@@ -21,7 +21,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
-from muonmesh.integrations.megatron.stages import failed_elsewhere, raise_together
+from muonmesh.integrations.megatron.pipeline import failed_elsewhere, raise_together
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation

@@ -17,7 +17,7 @@ from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
 from muonmesh.errors import explain_error
 from muonmesh.groups.logits import Attention, LogitRows, attentions
 from muonmesh.integrations.qk_clip.attention import watch
-from muonmesh.integrations.qk_clip.logits import largest_logits
+from muonmesh.integrations.qk_clip.max_logits import largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonmesh.numerics.kernels.launch import Launch
+from muonmesh.numerics.kernels.triton_launch import Launch
 
 
 class Tile(NamedTuple):

@@ -12,11 +12,11 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups import register, split_params, unregister
-from muonmesh.groups.fused import WHOLE
+from muonmesh.groups.fused_projections import WHOLE
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import Site, sites, unwrapped
 from muonmesh.integrations.megatron.experts import expert_names, expert_role
-from muonmesh.integrations.megatron.names import whole_name
+from muonmesh.integrations.megatron.global_names import whole_name
 from muonmesh.integrations.megatron.saved_boxes import saved_boxes_of
 from muonmesh.names import names_matching
 
