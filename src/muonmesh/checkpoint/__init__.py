@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muonmesh.checkpoint.conversion import convert
     from muonmesh.checkpoint.full import load_full
-    from muonmesh.checkpoint.saved import load, save
+    from muonmesh.checkpoint.save_load import load, save
 
 __all__ = ["convert", "load", "load_full", "save"]
 

@@ -1,4 +1,4 @@
-"""Saved: the parameters of an engine as `muonmesh.checkpoint` sees them, at every stage of ZeRO."""
+"""Checkpoint: the parameters of an engine as `muonmesh.checkpoint` sees them, at every stage of ZeRO."""
 
 from __future__ import annotations
 
