@@ -10,7 +10,7 @@ import typer
 
 from muonmesh.cli.doctor import doctor
 from muonmesh.cli.plan_command import plan
-from muonmesh.cli.settings import Request, Settings, declared, option
+from muonmesh.cli.run_settings import Request, Settings, declared, option
 from muonmesh.cli.terminal import complain
 
 app = typer.Typer(

@@ -19,7 +19,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, ch
 from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of
-from muonmesh.cli.settings import load_config, load_settings
+from muonmesh.cli.run_settings import load_config, load_settings
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, read_json, reason
 

@@ -113,7 +113,7 @@ def planned(
     from muonmesh.cli.blueprint import blueprint
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
     from muonmesh.cli.figures import figures_of, load_rates
-    from muonmesh.cli.settings import Settings
+    from muonmesh.cli.run_settings import Settings
     from muonmesh.errors import FileError
     from muonmesh.report.forecast import Weight, forecast
 

@@ -25,7 +25,7 @@ from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import build_model, check_model
 from muonmesh.cli.plan_command import planned, print_plan
 from muonmesh.cli.report import write_report
-from muonmesh.cli.settings import REPLICAS, Settings, load_config
+from muonmesh.cli.run_settings import REPLICAS, Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
 from muonmesh.errors import FileError
 

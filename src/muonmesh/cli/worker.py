@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
 
     from muonmesh.cli.corpus import Corpus
     from muonmesh.cli.metrics_log import MetricsLog
-    from muonmesh.cli.settings import Optimizer, Settings
+    from muonmesh.cli.run_settings import Optimizer, Settings
     from muonmesh.cli.training import StopRequest
 
 EXPLANATION_FILE = "explain.txt"
@@ -55,7 +55,7 @@ def work(run: Path) -> None:
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.lock import RunLock
     from muonmesh.cli.metrics_log import MetricsLog
-    from muonmesh.cli.settings import load_settings
+    from muonmesh.cli.run_settings import load_settings
     from muonmesh.cli.training import StopRequest
 
     settings = load_settings(run)
