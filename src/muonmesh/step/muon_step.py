@@ -18,11 +18,11 @@ from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.on_device import Folded, Updated
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.kept import KeptState
 from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
 from muonmesh.step.rule_sums import RuleSums
 from muonmesh.step.stack import SMALL, Stack
+from muonmesh.step.stored_companions import StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
@@ -60,7 +60,7 @@ class MuonStep:
         self._ready = ready
         self.step_elementwise = step_elementwise
         self._update_squares = update_squares
-        self.companions = KeptState(ready)
+        self.companions = StoredCompanions(ready)
         self.summands = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
 

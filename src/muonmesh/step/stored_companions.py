@@ -1,4 +1,4 @@
-"""KeptState: what rules keep by row, column or matrix, stored beside the parameters and changed by the owners."""
+"""StoredCompanions: numbers that rules keep by row, column or matrix. Ranks store them; owners alone change them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
 
 
-class KeptState:
-    """`muonmesh.comm.work.CompanionState` of one step.
+class StoredCompanions:
+    """The companions (numbers by row, column or matrix) of one step: where `CompanionExchange` reads and writes them.
+
+    Implements `muonmesh.comm.work.CompanionState`.
 
     Args:
         ready: The parameters of the step.
