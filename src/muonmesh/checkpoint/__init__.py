@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["convert", "load", "load_full", "save"]
 
-_LATER = {"convert": "conversion", "load": "saved", "load_full": "full", "save": "saved"}
+_LATER = {"convert": "conversion", "load": "save_load", "load_full": "full", "save": "save_load"}
 """Public names by the file that has them, which is imported when they are asked for: the optimizer needs none."""
 
 
