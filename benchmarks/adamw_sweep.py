@@ -18,7 +18,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from muonmesh.cli.settings import load_config
+from muonmesh.cli.run_settings import load_config
 from muonmesh.cli.summary import summarise
 
 ADAMW_RATES = (1e-3, 2e-3, 3e-3, 5e-3, 1e-2)

@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from muonmesh.numerics.kernels import fused, lines
-from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.tiles import multiplication
+from muonmesh.numerics.kernels.triton_launch import Launch
 
 PAGE = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

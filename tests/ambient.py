@@ -21,7 +21,7 @@ import torch
 import muonmesh.build
 import muonmesh.checkpoint.conversion
 import muonmesh.checkpoint.full
-import muonmesh.checkpoint.saved
+import muonmesh.checkpoint.save_load
 import muonmesh.integrations.qk_clip
 import muonmesh.migration
 import muonmesh.numerics.newton_schulz
@@ -32,7 +32,7 @@ FUNCTIONS = {
     muonmesh.build: ("from_model", "split_params"),
     muonmesh.checkpoint.conversion: ("convert",),
     muonmesh.checkpoint.full: ("load_full",),
-    muonmesh.checkpoint.saved: ("load", "save"),
+    muonmesh.checkpoint.save_load: ("load", "save"),
     muonmesh.numerics.newton_schulz: ("orthogonalize",),
 }
 METHODS = (

@@ -23,7 +23,7 @@ import muonmesh.optimizer
 import tests.workers  # noqa: F401 - says what the process that ranks are copies of imports
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.wire import Wire
-from muonmesh.step.muon import MuonStep
+from muonmesh.step.muon_step import MuonStep
 
 Moment = Literal["before the flags", "before the gather", "in AdamW's half", "before the scatter", "at the end"]
 How = Literal["killed", "exited", "stopped"]

@@ -33,8 +33,8 @@ from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import standard_library
 from muonmesh.cli.launch import Interrupted, RankFailed, launch
 from muonmesh.cli.lock import RunLock
-from muonmesh.cli.metrics import read_metrics
-from muonmesh.cli.settings import CONFIG_FILE, load_config, load_settings
+from muonmesh.cli.metrics_log import read_metrics
+from muonmesh.cli.run_settings import CONFIG_FILE, load_config, load_settings
 
 IMPORTED = (training, modeling_llama)  # by this process, once for all its copies
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")

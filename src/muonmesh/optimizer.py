@@ -53,19 +53,19 @@ from muonmesh.settings import (
     shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
-from muonmesh.step.elementwise import step_elementwise
+from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flags import Flags
 from muonmesh.step.idle import IdleParameters
 from muonmesh.step.members import Member, group_for, keep_gradients_of_views, replicas_of
-from muonmesh.step.muon import MuonStep
+from muonmesh.step.muon_step import MuonStep
+from muonmesh.step.muon_step_on_device import MuonStepOnDevice
+from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Runtime
 from muonmesh.step.settings_digest import SettingsDigest
-from muonmesh.step.slots import Collected, collect
-from muonmesh.step.together import MuonStepTogether
 from muonmesh.step.unsuited import unsuited_of
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -324,21 +324,21 @@ class Muon(torch.optim.Optimizer):
         agreed = self._prepare(settings, clip)
         if agreed is None:
             return
-        planned, exchange, slots, flags = agreed
+        planned, exchange, collected, flags = agreed
         self._tell_scaler(scaler, flags)
-        runtime.idle.count(slots.missing, some=slots.some)
+        runtime.idle.count(collected.missing, some=collected.some)
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return
         if runtime.update_squares is not None:
             runtime.update_squares = UpdateSquares()
         offload = runtime.offload_of(planned)
-        half = MuonStepTogether if runtime.works_together(planned) else MuonStep
+        half = MuonStepOnDevice if runtime.works_together(planned) else MuonStep
         ready = ReadyParameters(
             planned.plan,
             planned.momentum_holdings,
             planned.orthogonalizers,
-            slots.muon,
+            collected.muon,
             settings.rules,
             flags,
             runtime.precision,
@@ -349,7 +349,7 @@ class Muon(torch.optim.Optimizer):
         work = half(
             ready,
             step_elementwise=lambda: step_elementwise(
-                settings.rules, slots.adamw, runtime.precision, flags, runtime.update_squares, offload
+                settings.rules, collected.adamw, runtime.precision, flags, runtime.update_squares, offload
             ),
             update_squares=runtime.update_squares,
         )
@@ -395,7 +395,7 @@ class Muon(torch.optim.Optimizer):
         runtime = self._runtime
         planned, exchange = connect(self.param_groups, runtime, compared=True)
         exchange.counts = Counts()
-        slots = collect(
+        collected = collect(
             planned, self.param_groups, self.state, runtime.source, getattr(self, "grad_scale", None), runtime.precision
         )
         found_inf: Tensor | None = getattr(self, "found_inf", None)
@@ -406,19 +406,19 @@ class Muon(torch.optim.Optimizer):
         flags, late = preflight(
             planned,
             exchange,
-            slots,
+            collected,
             SettingsDigest(
                 planned, self.param_groups, settings.rules, runtime.precision, loaded=runtime.loaded, replicas=replicas
             ),
             settings=settings,
-            error=clip.error or error or runtime.idle.error(slots.missing, some=slots.some),
+            error=clip.error or error or runtime.idle.error(collected.missing, some=collected.some),
             skip=clip.skip,
             overflow=None if found_inf is None else found_inf + runtime.source.overflowed() != 0,
             waits=runtime.host_waits(planned),
         )
         runtime.late[:0] = [] if late is None else [late]
         runtime.compared, runtime.loaded = planned, False
-        return planned, exchange, slots, flags
+        return planned, exchange, collected, flags
 
     def _tell_scaler(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
         """Tell the GradScaler, if one is used, whether any rank overflowed; warn if its scale will differ."""

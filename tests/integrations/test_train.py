@@ -30,9 +30,9 @@ from muonmesh.cli.configuration import PRESETS, model_config
 from muonmesh.cli.corpus import Windows, divide, prepare_corpus, standard_library
 from muonmesh.cli.documents import find_files
 from muonmesh.cli.launch import RankFailed, launch
-from muonmesh.cli.metrics import TIMES, MetricsLog, read_metrics
+from muonmesh.cli.metrics_log import TIMES, MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
-from muonmesh.cli.settings import Settings, load_settings
+from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
 from muonmesh.cli.training import learning_rate_factor
 from muonmesh.cli.worker import TIMEOUT, seconds_to_wait

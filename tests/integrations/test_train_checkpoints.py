@@ -28,9 +28,9 @@ from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank, togethe
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.cli.metrics import MetricsLog
+from muonmesh.cli.metrics_log import MetricsLog
 from muonmesh.cli.model import check_parameters, parallelise
-from muonmesh.cli.settings import Parallel, Settings, load_settings
+from muonmesh.cli.run_settings import Parallel, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
 from muonmesh.errors import FileError
 from tests.workers import Pool

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from muonmesh.cli import worker
 from muonmesh.cli.app import app
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
-from muonmesh.cli.metrics import MetricsLog, read_metrics
-from muonmesh.cli.settings import LATER, Settings, load_settings
+from muonmesh.cli.metrics_log import MetricsLog, read_metrics
+from muonmesh.cli.run_settings import LATER, Settings, load_settings
 from muonmesh.cli.sweep import best_of, figures, finished, parse_sweep, write_sweep
 from muonmesh.cli.tokenizer import load_tokenizer
 from muonmesh.cli.training import StopRequest

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step, whole_tensors
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
-from muonmesh.cli.metrics import MetricsLog, read_metrics
-from muonmesh.cli.settings import Optimizer, Parallel, Settings, load_settings
+from muonmesh.cli.metrics_log import MetricsLog, read_metrics
+from muonmesh.cli.run_settings import Optimizer, Parallel, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
 from tests.workers import Pool
 

@@ -27,7 +27,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.cli.app import app
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import prepare_corpus, standard_library
-from muonmesh.cli.metrics import read_metrics
+from muonmesh.cli.metrics_log import read_metrics
 from tests.disks import small_disk
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")

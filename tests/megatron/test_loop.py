@@ -17,7 +17,7 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
-from muonmesh.step.slots import collect
+from muonmesh.step.parameter_steps import collect
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import MOE, ONE_LAYER, SEQUENCE
@@ -41,8 +41,8 @@ def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
     optimizer.step()
     muon = optimizer.optimizer
     kept = muon._runtime
-    slots = collect(kept.planned, muon.param_groups, muon.state, kept.source, None, kept.precision)
-    found = {slot.name: local_of(slot.gradient) for slot in slots.here if slot.gradient is not None}
+    collected = collect(kept.planned, muon.param_groups, muon.state, kept.source, None, kept.precision)
+    found = {entry.name: local_of(entry.gradient) for entry in collected.here if entry.gradient is not None}
     read = {name: gradient for name, gradient in found.items() if gradient.numel()}
     buffers = {buffer.grad_data.untyped_storage().data_ptr() for chunk in chunks for buffer in chunk.buffers}
     return len(read), [n for n, gradient in read.items() if gradient.untyped_storage().data_ptr() not in buffers]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Shard
 
 import muonmesh as mm
 from muonmesh.integrations import fsdp1
-from muonmesh.step.slots import RUNNING
+from muonmesh.step.parameter_steps import RUNNING
 from tests import gathered, layouts, problem
 from tests.layouts import R, S, strided
 from tests.meshes import mesh_of

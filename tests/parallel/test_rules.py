@@ -30,7 +30,7 @@ import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics import rules
 from muonmesh.numerics.rules import register_rule
-from muonmesh.step.slots import RUNNING
+from muonmesh.step.parameter_steps import RUNNING
 from muonmesh.testing import prove_rule
 from tests import layouts, problem
 from tests import soap as theirs

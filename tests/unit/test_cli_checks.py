@@ -21,9 +21,9 @@ from muonmesh.cli import failure, terminal
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.failure import first_failure, make_room, record_failure
 from muonmesh.cli.lock import LOCK_FILE, RunLock
-from muonmesh.cli.metrics import MetricsLog, read_metrics
+from muonmesh.cli.metrics_log import MetricsLog, read_metrics
 from muonmesh.cli.model import check_model
-from muonmesh.cli.settings import LATER, Settings, load_settings
+from muonmesh.cli.run_settings import LATER, Settings, load_settings
 from muonmesh.cli.summary import summarise
 from muonmesh.errors import FileError
 from muonmesh.files import is_finite, make_folders, write_text

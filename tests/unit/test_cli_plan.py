@@ -100,7 +100,7 @@ def test_a_known_model_has_the_parameters_that_it_is_known_for() -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_deepseek_v3_on_two_thousand_ranks() -> None:
-    from muonmesh.cli.plan import planned
+    from muonmesh.cli.plan_command import planned
 
     found = planned("deepseek-v3", mesh="hsdp=8x32,tp=8", experts="ddp=8,ep=32,fsdp=8")
     assert (found["ranks"], found["matrices"]) == (2048, 45154)

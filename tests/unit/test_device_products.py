@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from muonmesh.numerics import newton_schulz
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.kernels import Matmuls
-from muonmesh.numerics.kernels.device import torch_products
+from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.newton_schulz import Method, orthogonalize
 
 ROWS, COLS = 384, 768

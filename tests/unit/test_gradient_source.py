@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.integrations.megatron import MainGrad
-from muonmesh.step.slots import collect
+from muonmesh.step.parameter_steps import collect
 from tests import problem
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
@@ -120,8 +120,8 @@ def test_main_grad_is_read_where_it_lies() -> None:
     optimizer.step()
     kept = optimizer._runtime
     assert kept.planned is not None
-    slots = collect(kept.planned, optimizer.param_groups, optimizer.state, kept.source, None, kept.precision)
-    read = {slot.name: slot.gradient for slot in slots.here}
+    collected = collect(kept.planned, optimizer.param_groups, optimizer.state, kept.source, None, kept.precision)
+    read = {entry.name: entry.gradient for entry in collected.here}
     assert read.keys() == held.keys()
     for name, gradient in read.items():
         assert isinstance(gradient, Tensor)

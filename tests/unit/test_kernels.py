@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import Matmuls, blocked
+from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
 from muonmesh.numerics.kernels.dense import dense
-from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.newton_schulz import orthogonalize
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.exact import total_of
-from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule, rule_of, together
+from muonmesh.numerics.rules import RULES, MuonRule, Rule, on_device, parts, register_rule, rule_of
 from muonmesh.numerics.rules.normuon import NorMuonRule
-from muonmesh.step import muon as muon_step
-from muonmesh.step import stack
-from muonmesh.step.together import MuonStepTogether
+from muonmesh.step import muon_step, stack
+from muonmesh.step.muon_step_on_device import MuonStepOnDevice
 from muonmesh.testing import prove_rule
 from tests import reference
 from tests.problem import PARAMETERS
@@ -564,15 +563,15 @@ def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
 def test_pieces_that_are_only_read_have_the_scale_of_those_that_are_folded(nesterov: bool, momentum: float) -> None:
     """A device takes them by other operations, and both may belong to one matrix; large and small ones too."""
     rule = rule_of({**mm.Muon([nn.Parameter(torch.ones(4, 4))], momentum=momentum, nesterov=nesterov).param_groups[0]})
-    for size in (50, together.SMALL + 3):
+    for size in (50, on_device.SMALL + 3):
         gradient, kept = torch.randn(size), torch.randn(size)
         read, twin, folded, other = torch.empty(4, size).unbind()
         state, same = {"momentum_buffer": kept.clone()}, {"momentum_buffer": kept.clone()}
         parts.write_direction(rule, gradient, state, read)
         parts.fold(rule, gradient, state, into=folded)
-        factors = together.Factors(rule, torch.tensor([True]), torch.ones(1, dtype=torch.float64))
-        together.fold([together.Folded(gradient, same, 0, False, twin)], factors)
-        together.fold([together.Folded(gradient, same, 0, True, other)], factors)
+        factors = on_device.Factors(rule, torch.tensor([True]), torch.ones(1, dtype=torch.float64))
+        on_device.fold([on_device.Folded(gradient, same, 0, False, twin)], factors)
+        on_device.fold([on_device.Folded(gradient, same, 0, True, other)], factors)
         torch.testing.assert_close(twin, read)
         torch.testing.assert_close(other, folded)
 
@@ -715,14 +714,14 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     own = OWN_PARTS[part]
     monkeypatch.setitem(RULES, "own", own)
     prove_rule("own", examples=5)
-    made = MuonStepTogether.__init__
+    made = MuonStepOnDevice.__init__
 
     def ignoring(self: Any, ready: Any, **kwargs: Any) -> None:
         plain = own.__mro__[1]
         ready.rules = [rule and plain(**{f.name: getattr(rule, f.name) for f in fields(rule)}) for rule in ready.rules]
         made(self, ready, **kwargs)
 
-    monkeypatch.setattr(MuonStepTogether, "__init__", ignoring)
+    monkeypatch.setattr(MuonStepOnDevice, "__init__", ignoring)
     with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
         prove_rule("own", examples=5)
 

@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.numerics import kernels, newton_schulz
-from muonmesh.numerics.kernels import beside, device, fused, toolchain, triton, zeros
-from muonmesh.numerics.kernels.device import torch_products
-from muonmesh.numerics.kernels.launch import Launch
+from muonmesh.numerics.kernels import batched, beside, fused, toolchain, triton, zeros
+from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.triton import triton_products
+from muonmesh.numerics.kernels.triton_launch import Launch
 from muonmesh.numerics.newton_schulz import orthogonalize
-from muonmesh.step import nonzero, together
-from muonmesh.step.together import MuonStepTogether
+from muonmesh.step import muon_step_on_device, nonzero
+from muonmesh.step.muon_step_on_device import MuonStepOnDevice
 from muonmesh.testing.device import Event, pretended_cuda
 from tests.interpreter import interpreting
 
@@ -348,16 +348,16 @@ def stepped(dtype: torch.dtype, *, apart: bool) -> tuple[list[Tensor], int]:
     optimizer = mm.Muon(groups, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
     optimizer._runtime.waits, optimizer._runtime.together = False, True
     taken = 0
-    take = MuonStepTogether._stack
+    take = MuonStepOnDevice._stack
 
-    def counted(self: MuonStepTogether, *arguments: Any) -> Any:
+    def counted(self: MuonStepOnDevice, *arguments: Any) -> Any:
         nonlocal taken
         found = None if apart else take(self, *arguments)
         taken += 0 if found is None else len(found.matrices)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MuonStepTogether, "_stack", counted)
+        patch.setattr(MuonStepOnDevice, "_stack", counted)
         for step in range(3):
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
@@ -394,9 +394,9 @@ def in_its_room(rows: int, cols: int, method: Any, kernel: Any) -> bool:
 def stepped_in_rooms() -> tuple[float, int]:
     """How far weights end that were stepped with one memory a matrix and with two, and how often the first was."""
     results, taken = [], 0
-    take = MuonStepTogether._local_in_room
+    take = MuonStepOnDevice._local_in_room
 
-    def counted(self: MuonStepTogether, batch: Any) -> bool:
+    def counted(self: MuonStepOnDevice, batch: Any) -> bool:
         nonlocal taken
         found = take(self, batch)
         taken += found
@@ -408,9 +408,9 @@ def stepped_in_rooms() -> tuple[float, int]:
         optimizer = mm.Muon(weights, lr=0.1, compute_dtype=FP32)
         optimizer._runtime.waits, optimizer._runtime.together = False, True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(together, "_LARGE", large)
+            patch.setattr(muon_step_on_device, "_LARGE", large)
             patch.setattr(newton_schulz, "select", lambda *_, **__: triton_products(at_once=1))
-            patch.setattr(MuonStepTogether, "_local_in_room", counted)
+            patch.setattr(MuonStepOnDevice, "_local_in_room", counted)
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             optimizer.step()
@@ -627,9 +627,9 @@ def test_select_takes_triton_for_bf16_on_devices() -> None:
         return kernels.select(name, device=torch.device("cuda"), dtype=dtype, rows=64, cols=64).gram
 
     assert chosen("auto", BF16) is triton.gram
-    assert chosen("auto", FP32) is device.gram
+    assert chosen("auto", FP32) is batched.gram
     assert chosen("triton", FP32) is triton.gram
-    assert chosen("torch", BF16) is device.gram
+    assert chosen("torch", BF16) is batched.gram
 
 
 def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,7 +640,7 @@ def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "is_installed", is_installed)
     monkeypatch.setattr(kernels, "is_usable", is_usable)
     cuda = torch.device("cuda")
-    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).gram is device.gram
+    assert kernels.select("auto", device=cuda, dtype=BF16, rows=64, cols=64).gram is batched.gram
     with pytest.raises(ValueError, match=r"found no package triton; .* Write pip install .muonmesh\[triton\]."):
         kernels.select("triton", device=cuda, dtype=BF16, rows=64, cols=64)
 

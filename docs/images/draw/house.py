@@ -28,7 +28,7 @@ SAID = {
     "checkpoint": "state to load and save,\nfiles that cannot execute",
     "clip": "norms, skipping",
     "report": "explain, metrics,\nforecast",
-    "step": "planning, slots,\npreflight, muon, adamw",
+    "step": "planning, preflight,\nparameters, muon, adamw",
     "comm": "storage, agreement,\nschedule, exchange",
     "groups": "who goes to Muon,\nwho to AdamW",
     "settings": "what groups may say",

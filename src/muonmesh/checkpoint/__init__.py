@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muonmesh.checkpoint.conversion import convert
     from muonmesh.checkpoint.full import load_full
-    from muonmesh.checkpoint.saved import load, save
+    from muonmesh.checkpoint.save_load import load, save
 
 __all__ = ["convert", "load", "load_full", "save"]
 
-_LATER = {"convert": "conversion", "load": "saved", "load_full": "full", "save": "saved"}
+_LATER = {"convert": "conversion", "load": "save_load", "load_full": "full", "save": "save_load"}
 """Public names by the file that has them, which is imported when they are asked for: the optimizer needs none."""
 
 

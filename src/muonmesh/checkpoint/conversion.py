@@ -21,8 +21,8 @@ from muonmesh.checkpoint.zero import read_zero
 from muonmesh.comm.storage import Storage, local_of, local_part, storage_of
 from muonmesh.errors import StateError, explain_error
 from muonmesh.groups import split_params
-from muonmesh.migration.memory import Memory, Remembered
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of, package_of
+from muonmesh.migration.state_keys import ParameterState, StateKeys
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import is_matrix_rule
@@ -31,7 +31,7 @@ Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
 Sources: TypeAlias = Source | Sequence[Source]
 
 
-class Held(NamedTuple):
+class SourceState(NamedTuple):
     """The state of one optimizer, as it has or saved it: whose it is, if that is known, its groups and its state."""
 
     package: PackageName | None
@@ -94,14 +94,14 @@ def convert(
     groups, recipients = _recipients(model)
     sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     opened = [state for given in sources for state in _opened(given)]
-    orders = _orders(params, [len(held.groups) for held in opened])
-    found: dict[str, Remembered] = {}
+    orders = _orders(params, [len(saved.groups) for saved in opened])
+    found: dict[str, ParameterState] = {}
     lacking: dict[str, StateError] = {}
-    for held, order in zip(opened, orders, strict=True):
-        memory = PACKAGES[package or held.package or package_of(held.groups)].memory
+    for saved, order in zip(opened, orders, strict=True):
+        keys = PACKAGES[package or saved.package or package_of(saved.groups)].state_keys
         if momentum is not None:
-            memory = replace(memory, sums=momentum == "sum")
-        for name, remembered in _remembered(held, memory, _names(held, order, recipients), lacking):
+            keys = replace(keys, sums=momentum == "sum")
+        for name, remembered in _remembered(saved, keys, _names(saved, order, recipients), lacking):
             found.setdefault(name, remembered)
     return _state_dict(groups, recipients, found, lacking)
 
@@ -156,35 +156,39 @@ def _recipient(name: str, parameter: Tensor, algorithm: str, state_layouts: Mapp
 # ---------------------------------------------------------------- theirs
 
 
-def _opened(source: Source) -> list[Held]:
+def _opened(source: Source) -> list[SourceState]:
     """Return the state that a source holds, read from its file if it is one."""
     if isinstance(source, Optimizer):
         package = groups_of(source)[0]
-        return _held(package, {"param_groups": source.param_groups, "state": source.state}, "source")
+        return _source_state(package, {"param_groups": source.param_groups, "state": source.state}, "source")
     if isinstance(source, str | os.PathLike):
         path = Path(source)
-        return _held("deepspeed", read_zero(path), str(path)) if path.is_dir() else _parts(_loaded(path), str(path))
+        return (
+            _source_state("deepspeed", read_zero(path), str(path))
+            if path.is_dir()
+            else _parts(_loaded(path), str(path))
+        )
     return _parts(source, "source")
 
 
-def _parts(given: Any, where: str) -> list[Held]:
+def _parts(given: Any, where: str) -> list[SourceState]:
     """Return what is in that which an optimizer's ``state_dict`` returned; Megatron's chain and wrap each other."""
     if isinstance(given, list | tuple):
         return [part for each in given for part in _parts(each, where)]
     if isinstance(given, Mapping) and "optimizer" in given and "param_groups" not in given:
         return _parts(given["optimizer"], where)
     if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
-        return _held(None, given, where)
+        return _source_state(None, given, where)
     found = f"{', '.join(map(str, list(given)[:8]))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
     write = "Write convert(torch.load(path, weights_only=True)[...], optimizer) with the key under which it lies"
     raise StateError(explain_error(where, found, needed, write))
 
 
-def _held(package: PackageName | None, given: Mapping[str, Any], where: str) -> list[Held]:
+def _source_state(package: PackageName | None, given: Mapping[str, Any], where: str) -> list[SourceState]:
     """Return what an optimizer has or saved: here it is looked at, and of what it holds nothing was used so far."""
     check_form(where, given, STATE_DICT, "Hand over what state_dict() returned, as it is")
-    return [Held(package, given["param_groups"], given["state"])]
+    return [SourceState(package, given["param_groups"], given["state"])]
 
 
 def _loaded(path: Path) -> Any:
@@ -211,12 +215,12 @@ def _orders(
 
 
 def _names(
-    held: Held, order: Sequence[Sequence[str | Tensor]] | None, recipients: Mapping[str, Recipient]
+    saved: SourceState, order: Sequence[Sequence[str | Tensor]] | None, recipients: Mapping[str, Recipient]
 ) -> list[Sequence[str]]:
     """Return the names of the parameters of each group."""
     ours = {id(recipient.parameter): recipient.name for recipient in recipients.values()}
     names = []
-    for number, group in enumerate(held.groups):
+    for number, group in enumerate(saved.groups):
         keys = group["params"]
         if order is not None:
             given = [
@@ -239,7 +243,7 @@ def _names(
             needed = f"parameters of this model, not {strangers[0]}" if strangers else "as many names"
             write = "Convert for the model and the groups that the state was saved with"
             raise StateError(explain_error("source", found, needed, write))
-        names.append(_as_sorted(given, [held.state.get(key, {}) for key in keys], recipients))
+        names.append(_as_sorted(given, [saved.state.get(key, {}) for key in keys], recipients))
     return names
 
 
@@ -262,19 +266,19 @@ def _as_sorted(
 
 
 def _remembered(
-    held: Held, memory: Memory, names: Sequence[Sequence[str]], lacking: dict[str, StateError]
-) -> Iterator[tuple[str, Remembered]]:
+    saved: SourceState, keys: StateKeys, names: Sequence[Sequence[str]], lacking: dict[str, StateError]
+) -> Iterator[tuple[str, ParameterState]]:
     """Yield what is kept of each parameter; what is ``lacking`` here may be in another source."""
-    known = {key for group in held.groups for key in group["params"]}
-    strangers = [key for key in held.state if key not in known]
+    known = {key for group in saved.groups for key in group["params"]}
+    strangers = [key for key in saved.state if key not in known]
     if strangers:
         found = f"state of {len(strangers)} parameters that are in none of its groups"
         raise StateError(explain_error("source", found, "state of those alone", "Hand over state_dict() as it is"))
-    for group, its_names in zip(held.groups, names, strict=True):
+    for group, its_names in zip(saved.groups, names, strict=True):
         for key, name in zip(group["params"], its_names, strict=True):
-            entry = held.state.get(key) or {}
+            entry = saved.state.get(key) or {}
             try:
-                yield name, memory.read(name, group, entry)
+                yield name, keys.read(name, group, entry)
             except StateError as error:
                 if entry:
                     raise
@@ -287,7 +291,7 @@ def _remembered(
 def _state_dict(
     groups: Sequence[Mapping[str, Any]],
     recipients: Mapping[str, Recipient],
-    found: Mapping[str, Remembered],
+    found: Mapping[str, ParameterState],
     lacking: Mapping[str, StateError],
 ) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
@@ -296,19 +300,19 @@ def _state_dict(
         numbers = range(len(state), len(state) + len(group["params"]))
         saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
         for number, name in zip(numbers, group["param_names"], strict=True):
-            recipient, memory = recipients[name], found.get(name)
-            if memory is None:
+            recipient, remembered = recipients[name], found.get(name)
+            if remembered is None:
                 if name in lacking:
                     raise lacking[name]
                 needed, write = "its state", "Hand over all optimizers of the model, and the files of all ranks"
                 raise StateError(explain_error(name, "no parameter of that name in the source", needed, write))
-            if memory.algorithm != recipient.algorithm:
+            if remembered.algorithm != recipient.algorithm:
                 needed = f"that of {recipient.algorithm}, to which the parameter belongs here"
-                write = f'Write overrides={{r"{name}": "{memory.algorithm}"}} for from_model'
-                raise StateError(explain_error(name, f"the state of {memory.algorithm}", needed, write))
+                write = f'Write overrides={{r"{name}": "{remembered.algorithm}"}} for from_model'
+                raise StateError(explain_error(name, f"the state of {remembered.algorithm}", needed, write))
             state[number] = {
                 key: _placed(recipient, key, value) if key in recipient.keeps else value
-                for key, value in memory.state.items()
+                for key, value in remembered.state.items()
             }
             for key, value in state[number].items():
                 check_values(name, key, local_of(value))

@@ -19,7 +19,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
 from muonmesh.errors import FileError
 from muonmesh.files import reason
 from muonmesh.numerics.rules import never_negative
-from muonmesh.step.slots import COUNT, RUNNING
+from muonmesh.step.parameter_steps import COUNT, RUNNING
 
 
 class CheckpointReader(FileSystemReader):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.groups import fitting_settings, set_group
+from muonmesh.checkpoint.group_settings import fitting_settings, set_group
 from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, fill, wanted
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import StateError, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.step.slots import RUNNING
+from muonmesh.step.parameter_steps import RUNNING
 
 _SHOWN = 8  # of what is wrong, in one message
 

@@ -38,7 +38,7 @@ from muonmesh.checkpoint.manifest import (
     write_manifest,
 )
 from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
-from muonmesh.checkpoint.place import Claim, found_at, put, writing_at
+from muonmesh.checkpoint.place import FolderLock, found_at, put, writing_at
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
@@ -72,19 +72,19 @@ def write(
     if not place.name or place.name == "..":
         raise FileError(explain_error(str(path), "no name of a folder", "one", "Save under a name"))
     text = json.dumps(settings)
-    claims: list[Claim] = []
+    locks: list[FolderLock] = []
 
-    def claim() -> None:
+    def lock() -> None:
         with writing(place, again=AGAIN):
-            claims.append(Claim(place))
+            locks.append(FolderLock(place))
 
-    on_first_rank(claim)
+    on_first_rank(lock)
     try:
         entries = _write_tensors(place, dict(tensors))
 
         def finish() -> None:
             with writing(place, again=AGAIN):
-                scratch = claims[0].scratch
+                scratch = locks[0].scratch
                 _check_shared(scratch, entries)
                 replace_text(scratch / SETTINGS_FILE, text)
                 everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
@@ -94,10 +94,10 @@ def write(
 
         on_first_rank(finish)
     except BaseException:
-        for held in claims:
+        for held in locks:
             held.drop()
         raise
-    for held in claims:
+    for held in locks:
         held.release()
 
 

@@ -46,7 +46,7 @@ _RECORDS = {
 }
 
 
-class _Record:
+class _PickledObject:
     """What stands for an object of one of torch's classes: how it was called, and the state it was given."""
 
     def __init__(self, *args: Any) -> None:
@@ -87,14 +87,14 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        self._classes: dict[str, type[_Record]] = {}
+        self._classes: dict[str, type[_PickledObject]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if (module, name) not in _RECORDS:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of a training needs")
-        return self._classes.setdefault(name, type(name, (_Record,), {}))
+        return self._classes.setdefault(name, type(name, (_PickledObject,), {}))
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it refers to something outside")
@@ -142,7 +142,7 @@ def _metadata(top: Any) -> tuple[Metadata, tuple[str, ...]]:
     tensors: dict[str, Any] = {}
     others: dict[str, None] = {}
     for name, entry in _mapping(_expect(top, "Metadata").field("state_dict_metadata")).items():
-        if isinstance(entry, _Record) and type(entry).__name__ == "BytesStorageMetadata":
+        if isinstance(entry, _PickledObject) and type(entry).__name__ == "BytesStorageMetadata":
             others[_text(name)] = None
         else:
             tensors[_text(name)] = _tensor(name, entry)
@@ -235,8 +235,8 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
             )
 
 
-def _expect(value: Any, name: str) -> _Record:
-    if not isinstance(value, _Record) or type(value).__name__ != name:
+def _expect(value: Any, name: str) -> _PickledObject:
+    if not isinstance(value, _PickledObject) or type(value).__name__ != name:
         raise ValueError(f"found {type(value).__name__}; needed {name}")
     return value
 
@@ -263,7 +263,7 @@ def _size(value: Any) -> torch.Size:
     return torch.Size(_numbers(_expect(value, "Size")))
 
 
-def _numbers(size: _Record) -> Iterator[int]:
+def _numbers(size: _PickledObject) -> Iterator[int]:
     (numbers,) = size.args
     for number in numbers:
         yield _count(number)

@@ -44,7 +44,7 @@ def found_at(path: Path) -> Path:
     return before if not os.path.lexists(path) and before.is_dir() else path
 
 
-class Claim:
+class FolderLock:
     """An empty folder to write a checkpoint into, which this process alone holds until `release`.
 
     The system takes the lock back when the process is gone, however it went, so nothing has to be removed by hand.
@@ -84,7 +84,7 @@ class Claim:
         self._held = None
 
     def drop(self) -> None:
-        """Remove what has been written. What cannot be removed stays for the next claim."""
+        """Remove what has been written. What cannot be removed stays for the next save."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.release()
 

@@ -19,8 +19,8 @@ from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.offload import fresh_copy, fresh_zeros
+from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
 from muonmesh.step.planning import Planned
-from muonmesh.step.slots import COUNT, RUNNING, running_shape
 
 MODEL = "model"
 STATE = "optimizer.state"

@@ -22,8 +22,8 @@ from muonmesh.settings import Precision, check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_zeros
+from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
 from muonmesh.step.planning import Planned
-from muonmesh.step.slots import COUNT, RUNNING, running_shape
 from muonmesh.step.state_layout import StateLayout
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"

@@ -35,7 +35,7 @@ _CLASSES = (
 )
 
 
-class _Record:
+class _PickledObject:
     """What stands for an object of one of DeepSpeed's classes, of which nothing runs: its arguments and fields."""
 
     def __init__(self, *args: Any) -> None:
@@ -137,7 +137,7 @@ def load_inert(path: Path) -> Mapping[str, Any]:
         FileError: it holds something else, or has changed since it was written.
     """
     named: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-        (type(name.rpartition(".")[2], (_Record,), {}), name) for name in _CLASSES
+        (type(name.rpartition(".")[2], (_PickledObject,), {}), name) for name in _CLASSES
     ]
     needed = f"tensors, plain values and what DeepSpeed {_READ} writes beside them"
     with torch.serialization.safe_globals(named):

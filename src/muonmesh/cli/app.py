@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_args
 import typer
 
 from muonmesh.cli.doctor import doctor
-from muonmesh.cli.plan import plan
-from muonmesh.cli.settings import Request, Settings, declared, option
+from muonmesh.cli.plan_command import plan
+from muonmesh.cli.run_settings import Request, Settings, declared, option
 from muonmesh.cli.terminal import complain
 
 app = typer.Typer(

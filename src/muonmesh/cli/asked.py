@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from muonmesh.cli.settings import (
+from muonmesh.cli.run_settings import (
     CONFIG_FILE,
     Request,
     Settings,

@@ -18,7 +18,7 @@ from muonmesh.layout import MatrixSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelParameter:
     """One parameter.
 
     Attributes:
@@ -52,7 +52,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 """Models that ``muonmesh plan`` knows by name, by the fields of their config.json on which shapes depend."""
 
 
-def blueprint(model: str, *, vocab: int, seq: int) -> list[Part]:
+def blueprint(model: str, *, vocab: int, seq: int) -> list[ModelParameter]:
     """Return the parameters of the model that ``--model`` names: a preset, a folder or file, or a model type.
 
     Args:
@@ -66,15 +66,15 @@ def blueprint(model: str, *, vocab: int, seq: int) -> list[Part]:
     if model in PRESETS:
         fields = {**fields, "vocab_size": vocab, "tie_word_embeddings": False}
     with torch.device("meta"):
-        return parts_of(build_model(configuration(model, fields)))
+        return parameters_of(build_model(configuration(model, fields)))
 
 
-def parts_of(built: nn.Module) -> list[Part]:
+def parameters_of(built: nn.Module) -> list[ModelParameter]:
     """Return the parameters of a model that is there, with the splits that `muonmesh.split_params` gives them."""
     found = {}
     for group in mm.split_params(built):
         muon = group["algorithm"] == "muon"
         splits = group["matrices"] if muon else [None] * len(group["params"])
         for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):
-            found[name] = Part(name, tuple(parameter.shape), split)
+            found[name] = ModelParameter(name, tuple(parameter.shape), split)
     return list(found.values())

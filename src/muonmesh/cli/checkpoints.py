@@ -18,7 +18,7 @@ from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.cli.engine import Engine
-from muonmesh.cli.settings import Optimizer
+from muonmesh.cli.run_settings import Optimizer
 from muonmesh.errors import FileError
 
 STEP = "step-"  # and eight digits

@@ -19,7 +19,7 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, Entry, ch
 from muonmesh.checkpoint.metadata import DATA_FILE, METADATA_FILE, survey
 from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of
-from muonmesh.cli.settings import load_config, load_settings
+from muonmesh.cli.run_settings import load_config, load_settings
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, read_json, reason
 
@@ -32,7 +32,7 @@ SAVED = "a file of torch.save"
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorInfo:
     """One tensor: its shape, its dtype without ``torch.``, and how many bytes its numbers take."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Diagnosis:
     kind: str = ""
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    tensors: dict[str, Held] = field(default_factory=dict)
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     ranks: int | None = None
     parts: list[Diagnosis] = field(default_factory=list)
@@ -165,7 +165,7 @@ def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None)
     with found.noting():
         metadata, others = survey(folder)
         held: dict[str, Any] = metadata.state_dict_metadata
-        found.tensors = {name: _held(one.size, one.properties.dtype) for name, one in held.items()}
+        found.tensors = {name: _info(one.size, one.properties.dtype) for name, one in held.items()}
         if others:
             found.notes.append(
                 f"{len(others)} entries are no tensors, {others[0]} the first: torch would unpickle them, which can "
@@ -220,15 +220,15 @@ def _weights(found: Diagnosis, path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
                 tensor = file.get_tensor(name)
-                found.tensors[name] = _held(tensor.shape, tensor.dtype)
+                found.tensors[name] = _info(tensor.shape, tensor.dtype)
     except Exception as error:  # what damaged bytes make of the reader
         found.faults.append(f"{path}: could not be read: {reason(error)}")
 
 
-def _inside(value: Any, name: str = "") -> Iterator[tuple[str, Held]]:
+def _inside(value: Any, name: str = "") -> Iterator[tuple[str, TensorInfo]]:
     """The tensors in what was saved, by the path of keys to them."""
     if isinstance(value, Tensor):
-        yield name, _held(value.shape, value.dtype)
+        yield name, _info(value.shape, value.dtype)
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _inside(inner, f"{name}.{key}" if name else str(key))
@@ -241,5 +241,5 @@ def _first(names: Sequence[str]) -> str:
     return repr(names[0]) if names else ""
 
 
-def _held(shape: Sequence[int], dtype: torch.dtype) -> Held:
-    return Held(tuple(shape), str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize)
+def _info(shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
+    return TensorInfo(tuple(shape), str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize)

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from muonmesh.cli.diagnosis import Diagnosis, Held
+    from muonmesh.cli.diagnosis import Diagnosis, TensorInfo
 
 WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2
 
@@ -126,7 +126,7 @@ def _role(name: str) -> str:
 def _table(found: Diagnosis) -> Any:
     from muonmesh.cli.terminal import table_of
 
-    roles: dict[str, list[Held]] = {}
+    roles: dict[str, list[TensorInfo]] = {}
     for name, tensor in found.tensors.items():
         roles.setdefault(_role(name), []).append(tensor)
     rows = []

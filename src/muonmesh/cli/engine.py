@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
 from muonmesh.cli.model import parallelise
-from muonmesh.cli.settings import Optimizer, Settings
+from muonmesh.cli.run_settings import Optimizer, Settings
 
 
 class Engine:

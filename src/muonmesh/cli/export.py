@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.checkpoint.manifest import entry_of, write_manifest
 from muonmesh.cli.model import build_model
-from muonmesh.cli.settings import Optimizer
+from muonmesh.cli.run_settings import Optimizer
 from muonmesh.cli.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from muonmesh.files import onto_disk, writing
 

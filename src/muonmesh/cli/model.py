@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from muonmesh.cli.configuration import model_config, sentence
-from muonmesh.cli.settings import REPLICAS, Dtype, Parallel, Settings
+from muonmesh.cli.run_settings import REPLICAS, Dtype, Parallel, Settings
 from muonmesh.errors import FileError
 
 SHARDING = ("fsdp", "hsdp")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from muonmesh.cli.settings import Settings, load_config
+from muonmesh.cli.run_settings import Settings, load_config
 from muonmesh.cli.summary import LABELS, Comparison, Point, TrainingSummary, compare, summarise
 from muonmesh.cli.terminal import make_console, table_of
 from muonmesh.files import read_text, write_text, writing

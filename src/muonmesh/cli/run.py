@@ -15,17 +15,17 @@ import torch
 import transformers
 
 from muonmesh.checkpoint.manifest import check_copy
-from muonmesh.cli.blueprint import parts_of
+from muonmesh.cli.blueprint import parameters_of
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import LOCK_FILE, RunLock
-from muonmesh.cli.metrics import read_metrics
+from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import build_model, check_model
-from muonmesh.cli.plan import planned, print_plan
+from muonmesh.cli.plan_command import planned, print_plan
 from muonmesh.cli.report import write_report
-from muonmesh.cli.settings import REPLICAS, Settings, load_config
+from muonmesh.cli.run_settings import REPLICAS, Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
 from muonmesh.errors import FileError
 
@@ -66,7 +66,7 @@ def preview(settings: Settings) -> None:
     """Print who would own what in a run, without starting a rank."""
     with torch.device("meta"):
         config = model_config(settings.model, vocab=settings.vocab, seq=settings.seq, init=settings.init is not None)
-        parts = parts_of(build_model(config))
+        parts = parameters_of(build_model(config))
     ranks = settings.ranks
     meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
     print_plan(planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), parts=parts))

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from muonmesh.cli.metrics import read_metrics
+from muonmesh.cli.metrics_log import read_metrics
 
 WARM_UP_STEPS = 3  # left out of speeds and shares: allocations and first plans
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from muonmesh.cli.report import COLOURS, figure_of
 from muonmesh.cli.run import train_run
-from muonmesh.cli.settings import CONFIG_FILE, Optimizer, Request, Settings, load_settings
+from muonmesh.cli.run_settings import CONFIG_FILE, Optimizer, Request, Settings, load_settings
 from muonmesh.cli.summary import LABELS, summarise
 from muonmesh.cli.terminal import make_console, table_of
 from muonmesh.errors import FileError

@@ -19,10 +19,10 @@ from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import Engine, ZeroEngine
-from muonmesh.cli.metrics import MetricsLog
+from muonmesh.cli.metrics_log import MetricsLog
 from muonmesh.cli.model import build_model, load_model, prepare_layers
 from muonmesh.cli.progress import ProgressLine
-from muonmesh.cli.settings import Optimizer, ScheduleName, Settings, option
+from muonmesh.cli.run_settings import Optimizer, ScheduleName, Settings, option
 from muonmesh.errors import FileError
 
 WSD_DECAY_SHARE = 0.2  # warmup-stable-decay (arXiv 2404.06395): the last fifth goes down to zero

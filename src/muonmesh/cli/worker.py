@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # main comes first, what takes seconds to import after it
     import torch
 
     from muonmesh.cli.corpus import Corpus
-    from muonmesh.cli.metrics import MetricsLog
-    from muonmesh.cli.settings import Optimizer, Settings
+    from muonmesh.cli.metrics_log import MetricsLog
+    from muonmesh.cli.run_settings import Optimizer, Settings
     from muonmesh.cli.training import StopRequest
 
 EXPLANATION_FILE = "explain.txt"
@@ -54,8 +54,8 @@ def work(run: Path) -> None:
     from muonmesh.checkpoint.ranks import insist_on_the_same, on_first_rank
     from muonmesh.cli.corpus import load_corpus_of
     from muonmesh.cli.lock import RunLock
-    from muonmesh.cli.metrics import MetricsLog
-    from muonmesh.cli.settings import load_settings
+    from muonmesh.cli.metrics_log import MetricsLog
+    from muonmesh.cli.run_settings import load_settings
     from muonmesh.cli.training import StopRequest
 
     settings = load_settings(run)

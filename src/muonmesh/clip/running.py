@@ -11,9 +11,9 @@ from torch import Tensor
 from muonmesh.clip.factors import is_one
 from muonmesh.comm.gradients import GradientSource, multiply, own_gradient
 from muonmesh.numerics.kernels.memory import upload
+from muonmesh.step.parameter_steps import RUNNING, view_in_storage
 from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Clip
-from muonmesh.step.slots import RUNNING, view_in_storage
 
 DECAY = 0.95
 """Decay of a matrix's running norm, so that it remembers about twenty gradients."""

@@ -15,8 +15,8 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
+from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.planning import Planned
-from muonmesh.step.slots import view_in_storage
 
 ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(8)
 """Places in the vector, which is fp64.

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.fused import WHOLE, class_names
+from muonmesh.groups.fused_projections import WHOLE, class_names
 from muonmesh.groups.sites import Role, Site
 
 HeadPart: TypeAlias = Literal["q", "k", "v", "o"]

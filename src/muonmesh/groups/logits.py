@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.fused import class_names
+from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.heads import blocks_of, heads_of, named_parts, place_of, refuse_heads, said_by
 from muonmesh.groups.roles import role
 from muonmesh.groups.sites import Site, sites
@@ -20,7 +20,7 @@ _NORM = re.compile(r"(q|k|query|key)_?(norm|layernorm|ln)")
 
 
 @dataclass(frozen=True)
-class Rows:
+class LogitRows:
     """Indices low … high of one dim of a parameter, by which the logits of a head are a product.
 
     Attributes:
@@ -54,7 +54,7 @@ class Attention:
     name: str
     module: nn.Module
     heads: int
-    rows: tuple[Rows, ...]
+    rows: tuple[LogitRows, ...]
     queries: tuple[nn.Module, str]
 
 
@@ -107,7 +107,7 @@ def _refuse_norms(name: str, owner: nn.Module) -> None:
             raise ValueError(explain_error(name, found, needed, "Leave QKClip out: the norm already bounds the logits"))
 
 
-def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[Rows]:
+def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[LogitRows]:
     """Yield the rows of one parameter, weight or bias."""
     stored = isinstance(form, tuple) and form[0] == "transposed"
     if stored:
@@ -119,12 +119,12 @@ def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[R
     for part, head, low, high in _blocks(site, owner, attribute, form, site.shape[dim]):
         if latent and part == "q":
             assert nope is not None
-            yield Rows(site.name, dim, low, low + nope, head, 0.5)
-            yield Rows(site.name, dim, low + nope, high, head, 1.0)
+            yield LogitRows(site.name, dim, low, low + nope, head, 0.5)
+            yield LogitRows(site.name, dim, low + nope, high, head, 1.0)
         elif part == "q":
-            yield Rows(site.name, dim, low, high, head, 1.0 if grouped else 0.5)
+            yield LogitRows(site.name, dim, low, high, head, 1.0 if grouped else 0.5)
         elif latent or not grouped:
-            yield Rows(site.name, dim, low, high, head, 0.5)
+            yield LogitRows(site.name, dim, low, high, head, 0.5)
 
 
 def _blocks(

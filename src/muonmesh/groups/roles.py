@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from muonmesh.errors import explain_error
 from muonmesh.groups.classifiers import classified
-from muonmesh.groups.fused import (
+from muonmesh.groups.fused_projections import (
     LOOKS_FUSED,
     Matrices,
     class_names,

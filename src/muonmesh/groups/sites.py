@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from muonmesh.groups.fused import Matrices, class_names, global_shape
+from muonmesh.groups.fused_projections import Matrices, class_names, global_shape
 from muonmesh.names import WRAPPERS
 
 Algorithm = Literal["muon", "adamw"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from muonmesh.errors import explain_error, warn
-from muonmesh.groups.fused import Matrices, global_shape
+from muonmesh.groups.fused_projections import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import GUESS, by_shape, declarations, declared_by, ends, role, without_decay
 from muonmesh.groups.sites import Role, Site, sites, unwrapped

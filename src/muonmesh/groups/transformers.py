@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muonmesh.groups.fused import Matrices, class_names
+from muonmesh.groups.fused_projections import Matrices, class_names
 from muonmesh.groups.sites import Role, Site
 
 

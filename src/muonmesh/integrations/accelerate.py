@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from muonmesh.build import from_model as core_from_model
-from muonmesh.integrations.settings import check_settings
+from muonmesh.integrations.arguments import check_settings
 from muonmesh.optimizer import Muon
 
 

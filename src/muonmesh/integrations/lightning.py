@@ -18,7 +18,7 @@ from torch import nn
 from muonmesh.build import from_model as core_from_model
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
-from muonmesh.integrations.settings import check_settings
+from muonmesh.integrations.arguments import check_settings
 from muonmesh.optimizer import Muon
 
 

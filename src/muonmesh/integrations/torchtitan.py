@@ -20,8 +20,8 @@ from muonmesh.build import from_model
 from muonmesh.errors import explain_error
 from muonmesh.groups import ParamGroups, Role, Site, split_params
 from muonmesh.groups.classifiers import register
-from muonmesh.groups.fused import class_names
-from muonmesh.integrations.settings import check_settings, with_dtypes
+from muonmesh.groups.fused_projections import class_names
+from muonmesh.integrations.arguments import check_settings, with_dtypes
 from muonmesh.optimizer import Muon
 
 

@@ -21,7 +21,7 @@ from muonmesh.clip import ClipPolicy, Limits
 from muonmesh.comm.wrappers import living
 from muonmesh.errors import explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
-from muonmesh.integrations.settings import check_settings
+from muonmesh.integrations.arguments import check_settings
 from muonmesh.optimizer import Muon
 
 if TYPE_CHECKING:  # DeepSpeed need not be installed

@@ -16,7 +16,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from muonmesh.build import from_model
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.integrations.settings import check_settings, with_dtypes
+from muonmesh.integrations.arguments import check_settings, with_dtypes
 
 _REPLACED = ("torch.optim", "AdamW")  # what verl takes where the configuration names no optimizer
 _verl_s = FSDPEngine._build_optimizer

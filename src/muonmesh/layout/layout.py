@@ -12,10 +12,10 @@ from functools import cached_property, lru_cache
 from muonmesh.errors import LayoutError, NotCovered, explain_error
 from muonmesh.layout.region import Block, Region, row_major
 
-Run = tuple[int, int]
+Span = tuple[int, int]
 """Consecutive indices along one dim: (first, count)."""
 
-Runs = tuple[Run, ...]
+Spans = tuple[Span, ...]
 """Indices along one dim, in the order of the local tensor."""
 
 _Cut = tuple[int, int, int]
@@ -101,13 +101,13 @@ class Layout(ABC):
 
 
 @lru_cache(maxsize=65536)
-def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
+def _chunk(spans: Spans, chunks: int, index: int) -> Spans:
     """Return chunk ``index`` of an ordered index set, by the rule of ``torch.chunk``."""
-    total = sum(count for _, count in runs)
+    total = sum(count for _, count in spans)
     size = -(-total // chunks)
     begin, end = min(total, size * index), min(total, size * (index + 1))
     taken, position = [], 0
-    for first, count in runs:
+    for first, count in spans:
         low, high = max(begin, position), min(end, position + count)
         if low < high:
             taken.append((first + low - position, high - low))
@@ -116,23 +116,23 @@ def _chunk(runs: Runs, chunks: int, index: int) -> Runs:
 
 
 @lru_cache(maxsize=65536)
-def _split(size: int, cuts: tuple[_Cut, ...], coordinates: tuple[int, ...]) -> Runs:
+def _split(size: int, cuts: tuple[_Cut, ...], coordinates: tuple[int, ...]) -> Spans:
     """Return the indices of a dim of ``size`` left after ``cuts``, left to right, at a coordinate of each axis.
 
     Derived by splitting index sets, as torch splits tensors: torch's own offset helpers return only the
     first offset of an interleaved shard.
     """
-    runs: Runs = ((0, size),) if size else ()
+    spans: Spans = ((0, size),) if size else ()
     for (_, axis_size, split_factor), coordinate in zip(cuts, coordinates, strict=True):
-        parts = [_chunk(runs, split_factor, i) for i in range(split_factor)]
-        runs = _joined(run for part in parts for run in _chunk(part, axis_size, coordinate))
-    return runs
+        parts = [_chunk(spans, split_factor, i) for i in range(split_factor)]
+        spans = _joined(span for part in parts for span in _chunk(part, axis_size, coordinate))
+    return spans
 
 
-def _joined(runs: Iterable[Run]) -> Runs:
-    """Merge runs that follow each other."""
-    merged: list[Run] = []
-    for first, count in runs:
+def _joined(spans: Iterable[Span]) -> Spans:
+    """Merge spans that follow each other."""
+    merged: list[Span] = []
+    for first, count in spans:
         if merged and merged[-1][0] + merged[-1][1] == first:
             merged[-1] = (merged[-1][0], merged[-1][1] + count)
         else:
@@ -175,7 +175,7 @@ class MeshLayout(Layout):
         return MeshLayout(shape, (len(ranks),), ranks, (Replicate(),))
 
     @cached_property
-    def _grid(self) -> _Grid:
+    def _grid(self) -> _MeshRanks:
         return _grid_of(self.mesh, self.ranks)
 
     @cached_property
@@ -194,7 +194,7 @@ class MeshLayout(Layout):
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor on ``rank``."""
-        return tuple(sum(count for _, count in runs) for runs in _runs(self._grid, self.shape, self._cuts, rank))
+        return tuple(sum(count for _, count in spans) for spans in _spans(self._grid, self.shape, self._cuts, rank))
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same coordinates as ``rank`` on the replicated axes."""
@@ -241,7 +241,7 @@ class MeshLayout(Layout):
     def prove_cover(self) -> None:
         """Raise LayoutError unless each replica covers each element exactly once.
 
-        A mesh cuts every dim on its own, so the product covers exactly if the runs of each dim do.
+        A mesh cuts every dim on its own, so the product covers exactly if the spans of each dim do.
         """
         for size, cuts in zip(self.shape, self._cuts, strict=True):
             _prove_dim(size, cuts)
@@ -262,7 +262,7 @@ class MeshLayout(Layout):
 
 
 @dataclass(frozen=True, eq=False)
-class _Grid:
+class _MeshRanks:
     """The ranks of a mesh and the place of each. Equal meshes share one object, so caches may compare by identity."""
 
     mesh: tuple[int, ...]
@@ -277,14 +277,16 @@ class _Grid:
 
 
 @lru_cache(maxsize=1024)
-def _grid_of(mesh: tuple[int, ...], ranks: tuple[int, ...]) -> _Grid:
-    return _Grid(mesh, row_major(mesh), ranks, {rank: index for index, rank in enumerate(ranks)})
+def _grid_of(mesh: tuple[int, ...], ranks: tuple[int, ...]) -> _MeshRanks:
+    return _MeshRanks(mesh, row_major(mesh), ranks, {rank: index for index, rank in enumerate(ranks)})
 
 
 # What follows is the same for all parameters of one shape and placement, hundreds in a large model.
 
 
-def _runs(grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int) -> tuple[Runs, ...]:
+def _spans(
+    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int
+) -> tuple[Spans, ...]:
     """Return the indices that a rank stores, dim by dim."""
     at = grid.coordinates(rank)
     return tuple(
@@ -293,18 +295,20 @@ def _runs(grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...
 
 
 @lru_cache(maxsize=65536)
-def _blocks(grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int) -> tuple[Block, ...]:
-    return _blocks_of(_runs(grid, shape, cuts, rank))
+def _blocks(
+    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], rank: int
+) -> tuple[Block, ...]:
+    return _blocks_of(_spans(grid, shape, cuts, rank))
 
 
 @lru_cache(maxsize=65536)
-def _blocks_of(runs_by_dim: tuple[Runs, ...]) -> tuple[Block, ...]:
+def _blocks_of(spans_by_dim: tuple[Spans, ...]) -> tuple[Block, ...]:
     """Return the blocks of a local tensor that is the product of these indices."""
-    strides = row_major(tuple(sum(count for _, count in runs) for runs in runs_by_dim))
-    placed = []  # per dim: the runs with their position in the local tensor
-    for runs in runs_by_dim:
-        starts = itertools.accumulate((count for _, count in runs), initial=0)
-        placed.append([(start, first, count) for start, (first, count) in zip(starts, runs, strict=False)])
+    strides = row_major(tuple(sum(count for _, count in spans) for spans in spans_by_dim))
+    placed = []  # per dim: the spans with their position in the local tensor
+    for spans in spans_by_dim:
+        starts = itertools.accumulate((count for _, count in spans), initial=0)
+        placed.append([(start, first, count) for start, (first, count) in zip(starts, spans, strict=False)])
     return tuple(
         Block(
             Region.box(tuple(first for _, first, _ in box), tuple(count for _, _, count in box)),
@@ -317,7 +321,7 @@ def _blocks_of(runs_by_dim: tuple[Runs, ...]) -> tuple[Block, ...]:
 
 @lru_cache(maxsize=65536)
 def _holders(
-    grid: _Grid, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], region: Region
+    grid: _MeshRanks, shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...], region: Region
 ) -> tuple[int, ...]:
     choices: list[Sequence[int]] = [range(size) for size in grid.mesh]
     for dim, (size, cut) in enumerate(zip(shape, cuts, strict=True)):
@@ -335,7 +339,7 @@ def _holders(
 
 
 @lru_cache(maxsize=65536)
-def _ranks_at(grid: _Grid, choices: tuple[Sequence[int], ...]) -> tuple[int, ...]:
+def _ranks_at(grid: _MeshRanks, choices: tuple[Sequence[int], ...]) -> tuple[int, ...]:
     """Return the ranks at every combination of these coordinates."""
     return tuple(
         grid.ranks[sum(c * stride for c, stride in zip(at, grid.strides, strict=True))]
@@ -345,10 +349,10 @@ def _ranks_at(grid: _Grid, choices: tuple[Sequence[int], ...]) -> tuple[int, ...
 
 @lru_cache(maxsize=65536)
 def _holding(size: int, cuts: tuple[_Cut, ...], first: int, number: int, step: int) -> tuple[tuple[int, ...], ...]:
-    """Return the coordinates whose runs together contain the indices first, first + step, …, ``number`` of them."""
+    """Return the coordinates whose spans together contain the indices first, first + step, …, ``number`` of them."""
 
     def within(low: int, count: int) -> int:
-        """How many of the indices lie in a run."""
+        """How many of the indices lie in a span."""
         begin, end = (min(number, max(0, -((first - border) // step))) for border in (low, low + count))
         return end - begin
 
@@ -362,9 +366,9 @@ def _holding(size: int, cuts: tuple[_Cut, ...], first: int, number: int, step: i
 @lru_cache(maxsize=65536)
 def _prove_dim(size: int, cuts: tuple[_Cut, ...]) -> None:
     coordinates = itertools.product(*(range(axis_size) for _, axis_size, _ in cuts))
-    runs = sorted(run for at in coordinates for run in _split(size, cuts, at))
+    spans = sorted(span for at in coordinates for span in _split(size, cuts, at))
     position = 0
-    for first, count in runs:
+    for first, count in spans:
         if first != position:
             raise NotCovered(f"indices {position} to {first} of a dim of {size} held twice or by nobody")
         position += count

@@ -32,7 +32,7 @@ class LineSegment:
         width: How many.
         start: Where the first element of the first line lies in the storage.
         strides: From line to line and from element to element there.
-        place: Where it lies in the piece that the run is a part of, read as a contiguous array.
+        place: Where it lies in the piece that the segment is a part of, read as a contiguous array.
         places: From line to line and from element to element there.
     """
 
@@ -58,7 +58,7 @@ def grid_of(matrix: Matrix) -> tuple[int, int]:
 
 
 def line_segments_of(matrix: Matrix, piece: Piece) -> tuple[LineSegment, ...]:
-    """Return the runs that a piece of a matrix consists of: one, unless a convolution's kernel or channels are cut."""
+    """Return the segments of a piece of a matrix: one, unless a convolution's kernel or channels are cut."""
     long = matrix.shape[1]
     rows, cols = divmod(piece.matrix_start, long)
     along_rows = _along_rows(matrix)
@@ -112,9 +112,9 @@ def shares_blocks(layout: Layout, matrix: Matrix) -> bool:
 def _cuts(matrix: Matrix, some: Iterable[Piece]) -> bool:
     length = grid_of(matrix)[1]
     for piece in some:
-        for run in line_segments_of(matrix, piece):
-            end = run.first + run.width
-            if run.first % BLOCK or (end % BLOCK and end != length):
+        for segment in line_segments_of(matrix, piece):
+            end = segment.first + segment.width
+            if segment.first % BLOCK or (end % BLOCK and end != length):
                 return True
     return False
 

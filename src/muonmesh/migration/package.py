@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from muonmesh.errors import explain_error
-from muonmesh.migration.memory import Memory
+from muonmesh.migration.state_keys import StateKeys
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.settings import FOREIGN_KEYS
 
@@ -36,7 +36,7 @@ class Package:
         adjust: Changes what has been read of a group where the shape of a setting is another than ours.
         without: Settings that change a step in a way that we have no counterpart for, with the values that do not.
         beside: Settings that change no step: how it is run, or where.
-        memory: What it keeps.
+        state_keys: Under which keys it keeps state.
     """
 
     defaults: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Package:
     adjust: Callable[[Settings, Halves], None] = lambda group, halves: None
     without: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
-    memory: Memory = field(default_factory=Memory)
+    state_keys: StateKeys = field(default_factory=StateKeys)
 
     def read_group(self, given: Mapping[str, Any]) -> Halves:
         """Translate a group, or settings alone.

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch.optim import Optimizer
 
 from muonmesh.errors import explain_error
+from muonmesh.migration.known_packages import PACKAGES
 from muonmesh.migration.package import Settings
-from muonmesh.migration.table import PACKAGES
 
 __all__ = ["PACKAGES", "PackageName", "groups_of", "package_of"]
 

@@ -34,7 +34,7 @@ from muonmesh.numerics.kernels.threads import run_on_one_thread
 from muonmesh.numerics.normalize import load, rescale_rows, store, sums
 from muonmesh.numerics.precision import exact_fp32, plain_modes
 from muonmesh.numerics.rational import rational_step
-from muonmesh.numerics.squares import add_scaled, row_products, row_squares, symmetric_part
+from muonmesh.numerics.square_matrices import add_scaled, row_products, row_squares, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied: step by step, in pairs through the Gram matrix, or whichever is better."""

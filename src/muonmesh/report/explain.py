@@ -15,7 +15,7 @@ from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.balance import imbalance
 from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
-from muonmesh.report.memory import memory_of
+from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.traffic import moved, traffic
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
@@ -183,7 +183,7 @@ def explain(
         carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
-    kept = memory_of(planned, precision)
+    kept = state_bytes_of(planned, precision)
     kept_of = Counter[int]()  # by tensor: a flat buffer of AdamW's half is one row for all its parameters
     for member in planned.members:
         kept_of[id(member.tensor)] += kept[member.name].total

@@ -1,13 +1,14 @@
-"""Step: one optimizer step, in the order in which it happens.
+"""One optimizer step; the modules are listed in the order in which a step uses them.
 
-1. `members`, `planning` and `connection`: param groups become a Plan, which the ranks compare once. `state_layout` says
-   where each thing lives that a rule keeps beside the weights.
-2. `slots`: what this rank stores of each parameter, with its gradient and its state.
-3. `preflight`, with the `flag_vector`, the `settings_digest` and the `replicas`: all ranks agree before any of them
-   writes. `flags` is what they agreed on.
-4. `muon`: momentum, and what the exchange reads, computes and writes; on a device `together` takes the pieces of many
-   matrices at once. `elementwise`, AdamW's half, runs under the first gather.
+1. `members`, `planning` and `connection` turn param groups into a Plan, which the ranks compare once. `state_layout`
+   says where the state lies that a rule keeps beside the weights.
+2. `parameter_steps` collects what this rank stores of each parameter, with its gradient and its state.
+3. `preflight` lets all ranks agree before any rank writes, by the `flag_vector`, the `settings_digest` and the
+   `replicas`. `flags` is what they agreed on.
+4. `muon_step` folds the momentum, and reads, computes and writes what the exchange asks for. On a device,
+   `muon_step_on_device` takes the pieces of many matrices at once. `elementwise_step`, AdamW's half of the step, runs
+   under the first gather.
 
-`runtime` is what an optimizer keeps from one step to the next. `update_squares` counts for `Muon.metrics`; `idle`,
-`unsuited` and `rounding` warn, and `late` is what the device has still to say.
+`runtime` holds what an optimizer keeps from one step to the next. `update_squares` counts for `Muon.metrics`. `idle`,
+`unsuited` and `rounding` warn, and `late` holds answers that the device has still to give.
 """

@@ -25,7 +25,7 @@ SCALE = "_scale"
 """What is added to a key of the state for the scales beside it."""
 
 
-class _Grid(NamedTuple):
+class _MatrixBlocks(NamedTuple):
     """The blocks of one matrix that a rank has scales of: those of ``lines`` lines, ``blocks`` of each.
 
     Attributes:
@@ -39,11 +39,11 @@ class _Grid(NamedTuple):
     blocks: int
     start: int
 
-    def of(self, scales: Tensor, run: LineSegment) -> Tensor:
-        """Return the scales of the blocks of a run, a view."""
+    def of(self, scales: Tensor, segment: LineSegment) -> Tensor:
+        """Return the scales of the blocks of a segment, a view."""
         grid = scales[self.start : self.start + self.lines * self.blocks].view(self.lines, self.blocks)
-        line, block = run.line - self.line, run.blocks.start - self.block
-        return grid[line : line + run.lines, block : block + len(run.blocks)]
+        line, block = segment.line - self.line, segment.blocks.start - self.block
+        return grid[line : line + segment.lines, block : block + len(segment.blocks)]
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class Blocks:
         return blockwise.Codes.on(self.device)
 
     @cached_property
-    def shared(self) -> dict[int, _Grid]:
+    def shared(self) -> dict[int, _MatrixBlocks]:
         """The matrices that have blocks in several pieces, and the place of *all* their blocks in one vector.
 
         The same on every rank. Layouts in which every rank stores whole blocks have none.
         """
-        found, start = dict[int, _Grid](), 0
+        found, start = dict[int, _MatrixBlocks](), 0
         for number, assignment in enumerate(self.plan.assignments):
             if shares_blocks(self.plan.parameters[assignment.parameter].momentum_storage, assignment.matrix):
                 lines, length = grid_of(assignment.matrix)
                 blocks = -(-length // BLOCK)
-                found[number] = _Grid(0, 0, lines, blocks, start)
+                found[number] = _MatrixBlocks(0, 0, lines, blocks, start)
                 start += lines * blocks
         return found
 
@@ -88,23 +88,26 @@ class Blocks:
         return sum(grid.lines * grid.blocks for grid in self.shared.values())
 
     @cached_property
-    def _here(self) -> tuple[dict[int, _Grid], dict[Tensor, int]]:
+    def _here(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:
         """The grid of each matrix that this rank stores some of, and how many scales each tensor has here."""
-        grids, sizes = dict[int, _Grid](), dict[Tensor, int]()
+        grids, sizes = dict[int, _MatrixBlocks](), dict[Tensor, int]()
         for tensor, numbers in self.matrices_of.items():
             start = 0
             for number in numbers:
-                runs = [run for piece in self.holdings[number] for run in self.runs(number, piece)]
-                if runs:
-                    line, block = min(run.line for run in runs), min(run.blocks.start for run in runs)
-                    lines = max(run.line + run.lines for run in runs) - line
-                    blocks = max(run.blocks.stop for run in runs) - block
-                    grids[number] = _Grid(line, block, lines, blocks, start)
+                segments = [segment for piece in self.holdings[number] for segment in self.segments(number, piece)]
+                if segments:
+                    line, block = (
+                        min(segment.line for segment in segments),
+                        min(segment.blocks.start for segment in segments),
+                    )
+                    lines = max(segment.line + segment.lines for segment in segments) - line
+                    blocks = max(segment.blocks.stop for segment in segments) - block
+                    grids[number] = _MatrixBlocks(line, block, lines, blocks, start)
                     start += lines * blocks
             sizes[tensor] = start
         return grids, sizes
 
-    def grid(self, number: int) -> _Grid:
+    def grid(self, number: int) -> _MatrixBlocks:
         """Return the grid of a matrix that this rank stores some of."""
         return self._here[0][number]
 
@@ -112,8 +115,8 @@ class Blocks:
         """Return how many scales a tensor has on this rank."""
         return self._here[1][tensor]
 
-    def runs(self, number: int, piece: Piece) -> tuple[LineSegment, ...]:
-        """Return the runs of a piece of a matrix."""
+    def segments(self, number: int, piece: Piece) -> tuple[LineSegment, ...]:
+        """Return the segments of a piece of a matrix."""
         return line_segments_of(self.plan.assignments[number].matrix, piece)
 
     def wide(self, name: str, tensor: Tensor, key: str, state: Mapping[str, Any]) -> Tensor:
@@ -188,9 +191,11 @@ class Momentum:
             view = self.loaded.as_strided(piece.shape, piece.storage_strides, start)
             return view.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         found = torch.empty(piece.shape, dtype=torch.float32, device=self.codes.device)
-        for run, place in self._runs(number, piece, found):
-            scales = self.blocks.grid(number).of(self.scales, run)
-            place.copy_(blockwise.decode(self._codes(run), scales, self.blocks.codes, first=run.first, size=BLOCK))
+        for segment, place in self._segments(number, piece, found):
+            scales = self.blocks.grid(number).of(self.scales, segment)
+            place.copy_(
+                blockwise.decode(self._codes(segment), scales, self.blocks.codes, first=segment.first, size=BLOCK)
+            )
         return found
 
     def measure(self, number: int, piece: Piece, values: Tensor, into: Tensor) -> None:
@@ -198,9 +203,9 @@ class Momentum:
 
         As int32: the bits of a number that is not negative are in the order of the numbers, with NaN above all.
         """
-        for run, place in self._runs(number, piece, values):
-            told = blockwise.largest(place, first=run.first, size=BLOCK).view(torch.int32)
-            mine = self.blocks.shared[number].of(into, run)
+        for segment, place in self._segments(number, piece, values):
+            told = blockwise.largest(place, first=segment.first, size=BLOCK).view(torch.int32)
+            mine = self.blocks.shared[number].of(into, segment)
             torch.maximum(mine, told, out=mine)
 
     def write(self, number: int, piece: Piece, values: Tensor, agreed: Tensor | None) -> None:
@@ -214,20 +219,24 @@ class Momentum:
         """
         shared = self.blocks.shared.get(number)
         self.encoded.add(number)
-        for run, place in self._runs(number, piece, values):
-            scales = self.blocks.grid(number).of(self.scales, run)
+        for segment, place in self._segments(number, piece, values):
+            scales = self.blocks.grid(number).of(self.scales, segment)
             if shared is None:
-                scales.copy_(blockwise.largest(place, first=run.first, size=BLOCK))
+                scales.copy_(blockwise.largest(place, first=segment.first, size=BLOCK))
             else:
                 assert agreed is not None
-                scales.copy_(shared.of(agreed, run).view(torch.float32))
-            self._codes(run).copy_(blockwise.encode(place, scales, self.blocks.codes, first=run.first, size=BLOCK))
+                scales.copy_(shared.of(agreed, segment).view(torch.float32))
+            self._codes(segment).copy_(
+                blockwise.encode(place, scales, self.blocks.codes, first=segment.first, size=BLOCK)
+            )
 
-    def _codes(self, run: LineSegment) -> Tensor:
-        return self.codes.as_strided((run.lines, run.width), run.strides, self.codes.storage_offset() + run.start)
+    def _codes(self, segment: LineSegment) -> Tensor:
+        return self.codes.as_strided(
+            (segment.lines, segment.width), segment.strides, self.codes.storage_offset() + segment.start
+        )
 
-    def _runs(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[LineSegment, Tensor]]:
-        """Yield the runs of a piece with their elements of a contiguous tensor of its shape, (lines, width)."""
-        for run in self.blocks.runs(number, piece):
-            start = values.storage_offset() + run.place
-            yield run, values.as_strided((run.lines, run.width), run.places, start)
+    def _segments(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[LineSegment, Tensor]]:
+        """Yield the segments of a piece with their elements of a contiguous tensor of its shape, (lines, width)."""
+        for segment in self.blocks.segments(number, piece):
+            start = values.storage_offset() + segment.place
+            yield segment, values.as_strided((segment.lines, segment.width), segment.places, start)

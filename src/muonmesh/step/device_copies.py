@@ -11,8 +11,8 @@ from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.comm.work import Ends
 from muonmesh.layout import Plan
 from muonmesh.step.offload import DeviceCopy, Offload
+from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.planning import Holdings
-from muonmesh.step.slots import Slot
 
 
 class DeviceCopies:
@@ -24,23 +24,25 @@ class DeviceCopies:
         offload: Moves it.
         plan: Who orthogonalises what.
         holdings: For each Matrix the pieces whose momentum is stored here.
-        slots: The parameters of the plan, as it numbers them.
+        entries: The parameters of the plan, as it numbers them.
     """
 
-    def __init__(self, offload: Offload, plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> None:
-        self._offload, self._plan, self._slots = offload, plan, slots
+    def __init__(
+        self, offload: Offload, plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None]
+    ) -> None:
+        self._offload, self._plan, self._entries = offload, plan, entries
         self._copies: dict[Tensor, DeviceCopy] = {}
         self._unread: dict[Tensor, set[int]] = {}  # assignments
         self._unwritten: dict[Tensor, int] = {}  # elements
         self._numbers: dict[Tensor, list[int]] = {}  # parameters
         rank = this_rank()
-        for parameter, slot in enumerate(slots):
-            if slot is not None and slot.storage.layout is not None:
-                stored = sum(math.prod(block.region.shape) for block in slot.storage.layout.blocks(rank))
-                self._unwritten[slot.tensor] = self._unwritten.get(slot.tensor, 0) + stored
-                self._numbers.setdefault(slot.tensor, []).append(parameter)
+        for parameter, entry in enumerate(entries):
+            if entry is not None and entry.storage.layout is not None:
+                stored = sum(math.prod(block.region.shape) for block in entry.storage.layout.blocks(rank))
+                self._unwritten[entry.tensor] = self._unwritten.get(entry.tensor, 0) + stored
+                self._numbers.setdefault(entry.tensor, []).append(parameter)
         for number, assignment in enumerate(plan.assignments):
-            held = slots[assignment.parameter]
+            held = entries[assignment.parameter]
             if held is not None and holdings[number]:
                 self._unread.setdefault(held.tensor, set()).add(number)
 
@@ -48,24 +50,24 @@ class DeviceCopies:
         """Return how many matrices of so many elements have their state on the device at once."""
         return max(1, self._offload.elements // numel)
 
-    def take(self, slots: Iterable[Slot]) -> None:
+    def take(self, entries: Iterable[ParameterStep]) -> None:
         """Begin to bring the state of parameters that have not been brought in this step, which has been created."""
-        wanted = {slot.tensor: slot for slot in slots if slot.tensor not in self._copies}
+        wanted = {entry.tensor: entry for entry in entries if entry.tensor not in self._copies}
         if wanted:
             self._offload.turn()
-        for tensor, slot in wanted.items():
-            shaped = [key for key, home in slot.state_layouts.items() if home.companion is None]
-            keys = [key for key in (*shaped, "master") if key in slot.state]
-            self._copies[tensor] = self._offload.bring({key: local_of(slot.state[key]) for key in keys})
+        for tensor, entry in wanted.items():
+            shaped = [key for key, home in entry.state_layouts.items() if home.companion is None]
+            keys = [key for key in (*shaped, "master") if key in entry.state]
+            self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
 
-    def values(self, slot: Slot) -> Mapping[str, Tensor]:
+    def values(self, entry: ParameterStep) -> Mapping[str, Tensor]:
         """Return what was brought of a parameter's state, by key; it may not have arrived."""
-        return self._copies[slot.tensor].values
+        return self._copies[entry.tensor].values
 
-    def arrive(self, slots: Iterable[Slot]) -> None:
+    def arrive(self, entries: Iterable[ParameterStep]) -> None:
         """Let what is computed from now on wait for the state of parameters that has been taken."""
-        for slot in slots:
-            self._offload.arrive(self._copies[slot.tensor])
+        for entry in entries:
+            self._offload.arrive(self._copies[entry.tensor])
 
     def have_read(self, assignments: Iterable[int]) -> Iterator[int]:
         """Give the momentum back of what nobody reads any more: the gradients of these matrices have been folded in.
@@ -74,25 +76,25 @@ class DeviceCopies:
             Parameters whose momentum is gone from the device.
         """
         for number in assignments:
-            slot = self._slots[self._plan.assignments[number].parameter]
-            if slot is None or slot.tensor not in self._unread:
+            entry = self._entries[self._plan.assignments[number].parameter]
+            if entry is None or entry.tensor not in self._unread:
                 continue
-            unread = self._unread[slot.tensor]
+            unread = self._unread[entry.tensor]
             unread.discard(number)
             if not unread:
-                self._offload.give_back(self._copies[slot.tensor], _momentum(slot))
-                yield from self._numbers[slot.tensor]
+                self._offload.give_back(self._copies[entry.tensor], _momentum(entry))
+                yield from self._numbers[entry.tensor]
 
     def have_written(self, ends: Ends) -> Iterator[int]:
         """Give the rest back of what nobody writes any more; yields the parameters whose state is gone."""
         for leg, _ in ends:
-            slot = self._slots[leg.parameter]
-            assert slot is not None
-            self._unwritten[slot.tensor] -= leg.piece.numel
-            if self._unwritten[slot.tensor] == 0:
-                copy = self._copies[slot.tensor]
-                self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(slot)])
-                yield from self._numbers[slot.tensor]
+            entry = self._entries[leg.parameter]
+            assert entry is not None
+            self._unwritten[entry.tensor] -= leg.piece.numel
+            if self._unwritten[entry.tensor] == 0:
+                copy = self._copies[entry.tensor]
+                self._offload.give_back(copy, [key for key in copy.values if key not in _momentum(entry)])
+                yield from self._numbers[entry.tensor]
 
     def finish(self) -> None:
         """Give back what is left."""
@@ -101,5 +103,5 @@ class DeviceCopies:
         self._offload.end()
 
 
-def _momentum(slot: Slot) -> list[str]:
-    return [key for key, home in slot.state_layouts.items() if home.kept_as == "momentum"]
+def _momentum(entry: ParameterStep) -> list[str]:
+    return [key for key, home in entry.state_layouts.items() if home.kept_as == "momentum"]

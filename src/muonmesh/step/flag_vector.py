@@ -140,31 +140,31 @@ class FlagVector:
         """How many bytes "placed" there are."""
         return sum(count for _, _, count in self.axes)
 
-    def counted(self, slots: Sequence[HasGradient | None]) -> tuple[list[int], list[int]]:
+    def counted(self, entries: Sequence[HasGradient | None]) -> tuple[list[int], list[int]]:
         """Return this rank's "present" and "missing", one after the other, and its "placed"."""
         present, missing = [0] * len(self.replicated), [0] * len(self.replicated)
-        for places, slot in zip(self.mine, slots, strict=True):
-            if slot is not None:
-                found = missing if slot.gradient is None else present
+        for places, entry in zip(self.mine, entries, strict=True):
+            if entry is not None:
+                found = missing if entry.gradient is None else present
                 for place in places:
                     found[place] = 1
         placed = [0] * self.width
         for number, first, count in self.axes:
-            slot = slots[number]
-            if slot is not None and slot.gradient is not None:
-                over = partial_axes(slot.gradient)
+            entry = entries[number]
+            if entry is not None and entry.gradient is not None:
+                over = partial_axes(entry.gradient)
                 over = (0,) * (count - len(over)) + over  # replicas outside a DTensor's mesh stand in front
                 placed[first : first + count] = [1 + op for op in over]
         return present + missing, placed
 
     def vector(
-        self, nonzero: Tensor, slots: Sequence[HasGradient | None], settings: Tensor, tail: dict[str, bool | Tensor]
+        self, nonzero: Tensor, entries: Sequence[HasGradient | None], settings: Tensor, tail: dict[str, bool | Tensor]
     ) -> Tensor:
         """Return this rank's flags, uint8 on the device of ``nonzero``.
 
         Args:
             nonzero: uint8, for each Matrix whether this rank has a non-zero gradient in it.
-            slots: The parameters with their gradients, as the plan numbers them.
+            entries: The parameters with their gradients, as the plan numbers them.
             settings: uint8, `DIGEST` bytes for each shared set; those of sets that this rank is not in do not count.
             tail: Those flags of `TAIL` that may be set; tensors on the device are not waited for.
         """
@@ -175,7 +175,7 @@ class FlagVector:
         if settings.device.type == "cpu":
             mine = settings.tolist()
             said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in (mine, inverse(mine))]
-        counted, placed = self.counted(slots)
+        counted, placed = self.counted(entries)
         lacking = [255 - byte if byte else 0 for byte in placed]
         host = [0] * self.matrices + counted + placed + said[0] + lacking + said[1] + known
         if device.type == "cpu":

@@ -12,17 +12,17 @@ from muonmesh.layout import Piece, Plan
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.kernels.zeros import mark_nonzero
+from muonmesh.step.parameter_steps import ParameterStep, view_in_storage
 from muonmesh.step.planning import Holdings
-from muonmesh.step.slots import Slot, view_in_storage
 
 _PROBE = 64
 """Elements looked at first when asking whether a gradient is exactly zero; nearly always enough."""
 
 
-def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]) -> list[int]:
+def nonzero_on_host(plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None]) -> list[int]:
     """Return for each Matrix whether this rank's gradient has a non-zero (or NaN) element in it."""
     found = [0] * len(plan.assignments)
-    gradients = [None if slot is None or slot.gradient is None else local_of(slot.gradient) for slot in slots]
+    gradients = [None if entry is None or entry.gradient is None else local_of(entry.gradient) for entry in entries]
     probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
         gradient = gradients[assignment.parameter]
@@ -40,14 +40,16 @@ def nonzero_on_host(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None]
     return found
 
 
-def nonzero_on_device(plan: Plan, holdings: Holdings, slots: Sequence[Slot | None], device: torch.device) -> Tensor:
+def nonzero_on_device(
+    plan: Plan, holdings: Holdings, entries: Sequence[ParameterStep | None], device: torch.device
+) -> Tensor:
     """Return the same as a uint8 tensor, without waiting for the device."""
     numbers, views = list[int](), list[Tensor]()
     for number, (assignment, parts) in enumerate(zip(plan.assignments, holdings, strict=True)):
-        slot = slots[assignment.parameter]
-        if slot is None or slot.gradient is None:
+        entry = entries[assignment.parameter]
+        if entry is None or entry.gradient is None:
             continue
-        gradient = local_of(slot.gradient)
+        gradient = local_of(entry.gradient)
         for piece in parts:
             numbers.append(number)
             views.append(view_in_storage(gradient, piece))

@@ -19,9 +19,9 @@ from muonmesh.step.flag_vector import DIGEST, ReducedFlags
 from muonmesh.step.flags import Flags
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.nonzero import nonzero_on_device, nonzero_on_host
+from muonmesh.step.parameter_steps import Collected, ParameterStep
 from muonmesh.step.planning import Planned
 from muonmesh.step.settings_digest import SettingsDigest
-from muonmesh.step.slots import Collected, Slot
 
 
 def changed_groups() -> PlanError:
@@ -94,22 +94,22 @@ def preflight(
             that share a parameter have different settings for it.
     """
     plan, device, muon = planned.plan, planned.device, collected.muon
-    slots = [*muon, *collected.elementwise]
+    entries = [*muon, *collected.elementwise]
     flag_vector = planned.flag_vector
     at_rest, error = settings.at_rest, settings.error or collected.error or error
     waits = waits or at_rest
     if not waits:
-        for slot in slots:
-            if slot is None or type(slot.gradient) is Tensor:
+        for entry in entries:
+            if entry is None or type(entry.gradient) is Tensor:
                 continue
-            if any(axes := partial_axes(slot.gradient)):
-                slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
+            if any(axes := partial_axes(entry.gradient)):
+                entry.gradient = reduced(entry.tensor, entry.gradient, axes).contiguous()
         nonzero = nonzero_on_device(plan, planned.gradient_holdings, muon, device)
     else:
         # A partial gradient is not summed yet: its matrix counts as not zero if any rank has a summand that is not.
         nonzero = torch.tensor(nonzero_on_host(plan, planned.gradient_holdings, muon), dtype=torch.uint8, device=device)
     gradients = [
-        local_of(slot.gradient) for slot in collected.elementwise if slot is not None and slot.gradient is not None
+        local_of(entry.gradient) for entry in collected.elementwise if entry is not None and entry.gradient is not None
     ]
     failed: bool | Tensor = error is not None
     wrong = settings.wrong_on_device()
@@ -122,14 +122,14 @@ def preflight(
         "error": failed,
         "stays": True,
     }
-    flags = exchange.reduce_flags(flag_vector.vector(nonzero, slots, terms.digests(), tail))
+    flags = exchange.reduce_flags(flag_vector.vector(nonzero, entries, terms.digests(), tail))
     answers = ReducedFlags(flag_vector, flags)
     overflowed = answers.somebody("overflow")
     if not waits:
         stop = answers.stops() | answers.somebody("replan") | answers.somebody("skip") | overflowed
         active = (answers.of("nonzero") != 0) & ~stop
         # All that the host can know now; what other shards have is in ``active``, on the device.
-        present = [slot is not None and slot.gradient is not None for slot in muon]
+        present = [entry is not None and entry.gradient is not None for entry in muon]
         # Alone, without an error, a clip or a GradScaler that may skip, there is nobody to stop the step.
         only_zeros = len(plan.ranks) == 1 and failed is False and skip is None and overflow is None
         agreed = Flags(active, present, overflowed, stop=stop, only_zeros=only_zeros)
@@ -142,9 +142,9 @@ def preflight(
     if any(told["replan"]):
         return Flags(nonzeros, [False] * len(muon), overflowed, replan=True), None
     for number, first, count in flag_vector.axes:  # of which some rank may have a partial gradient
-        slot, axes = slots[number], tuple(max(0, op - 1) for op in told["placed"][first : first + count])
-        if slot is not None and any(axes):
-            slot.gradient = reduced(slot.tensor, slot.gradient, axes).contiguous()
+        entry, axes = entries[number], tuple(max(0, op - 1) for op in told["placed"][first : first + count])
+        if entry is not None and any(axes):
+            entry.gradient = reduced(entry.tensor, entry.gradient, axes).contiguous()
     seen = told["present"]
     present = [any(seen[first : first + count]) for first, count in flag_vector.presence[: len(muon)]]
     only_creates_state = at_rest and not any(told["moves"]) and not any(nonzeros)
@@ -170,7 +170,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
         PlanError: another rank found an error; or not all ranks have changed, and the others do not wait.
     """
     flag_vector = planned.flag_vector
-    nobody: list[Slot | None] = [None] * len(flag_vector.presence)
+    nobody: list[ParameterStep | None] = [None] * len(flag_vector.presence)
     nonzero = torch.zeros(flag_vector.matrices, dtype=torch.uint8, device=planned.device)
     digests = torch.zeros(DIGEST * len(flag_vector.shared), dtype=torch.uint8, device="cpu")
     vector = flag_vector.vector(nonzero, nobody, digests, {"replan": error is None, "error": error is not None})

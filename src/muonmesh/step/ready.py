@@ -19,15 +19,15 @@ from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flags import Flags
 from muonmesh.step.offload import Offload
+from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.planning import Holdings, Orthogonalizers
-from muonmesh.step.slots import Slot, create_state
 
 
 class ReadyParameter(NamedTuple):
-    """A `Slot` whose tensors are local and contiguous, as pieces index them.
+    """A `ParameterStep` whose tensors are local and contiguous, as pieces index them.
 
     Attributes:
-        slot: The slot.
+        entry: The parameter step.
         rule: The rule of its group.
         weights: The parameter, or a copy of one that is not contiguous, which `ReadyParameters.finish` writes back.
         momenta: What the rule keeps as "momentum", by key; gradients are folded into it in place, or into what its
@@ -39,7 +39,7 @@ class ReadyParameter(NamedTuple):
         master: The master copy of the weights, written in place and then rounded to them; None if there is none.
     """
 
-    slot: Slot
+    entry: ParameterStep
     rule: Rule
     weights: Tensor
     momenta: Mapping[str, Tensor | Momentum] | None
@@ -62,7 +62,7 @@ class ReadyParameters:
         plan: Who orthogonalises what.
         holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
         orthogonalizers: How matrices are orthogonalised (`Planned.orthogonalizers`).
-        slots: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
+        entries: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
         rules: For each param group the snapshot of its rule.
         flags: What all ranks agreed on.
         precision: The optimizer's dtypes.
@@ -80,7 +80,7 @@ class ReadyParameters:
         plan: Plan,
         holdings: Holdings,
         orthogonalizers: Orthogonalizers,
-        slots: Sequence[Slot | None],
+        entries: Sequence[ParameterStep | None],
         rules: Sequence[Rule | None],
         flags: Flags,
         precision: Precision,
@@ -89,11 +89,11 @@ class ReadyParameters:
         blocks: Blocks | None = None,
         offload: Offload | None = None,
     ) -> None:
-        self.plan, self.holdings, self.slots, self.rules = plan, holdings, slots, rules
+        self.plan, self.holdings, self.entries, self.rules = plan, holdings, entries, rules
         self._orthogonalizers = orthogonalizers
         self.flags, self.precision, self.device, self.blocks = flags, precision, device, blocks
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
-        self.copies = None if offload is None else DeviceCopies(offload, plan, holdings, slots)
+        self.copies = None if offload is None else DeviceCopies(offload, plan, holdings, entries)
         self._found: dict[int, ReadyParameter] = {}  # by parameter; filled before threads read it
         self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters
         self._scales: dict[tuple[int, int, int], float] = {}
@@ -104,15 +104,15 @@ class ReadyParameters:
         """Return a matrix by its number in the plan."""
         return self.plan.assignments[number].matrix
 
-    def slot(self, number: int) -> Slot | None:
+    def entry(self, number: int) -> ParameterStep | None:
         """Return the parameter that a matrix is part of; None if this rank stores nothing of it."""
-        return self.slots[self.plan.assignments[number].parameter]
+        return self.entries[self.plan.assignments[number].parameter]
 
     def group(self, number: int) -> int:
         """Return the number of the param group of a matrix of which this rank stores something."""
-        slot = self.slot(number)
-        assert slot is not None
-        return slot.group
+        entry = self.entry(number)
+        assert entry is not None
+        return entry.group
 
     def rule(self, number: int) -> Rule:
         """Return the rule of a matrix of which this rank stores something."""
@@ -127,9 +127,9 @@ class ReadyParameters:
     def scale(self, number: int) -> float:
         """Return the update scale of a whole matrix; there are few shapes and many pieces."""
         assignment = self.plan.assignments[number]
-        matrix, slot = assignment.matrix, self.slots[assignment.parameter]
-        assert slot is not None
-        key = slot.group, matrix.rows, matrix.cols
+        matrix, entry = assignment.matrix, self.entries[assignment.parameter]
+        assert entry is not None
+        key = entry.group, matrix.rows, matrix.cols
         found = self._scales.get(key)
         if found is None:
             found = self._scales[key] = self.rule(number).scale(matrix.rows, matrix.cols)
@@ -145,7 +145,7 @@ class ReadyParameters:
 
     def changes(self, leg: Leg) -> bool:
         """Whether a leg's elements may change: there is state, and the host does not know that the matrix stays."""
-        return self.nonzero[leg.assignment] is not False and self[leg.parameter].slot.created
+        return self.nonzero[leg.assignment] is not False and self[leg.parameter].entry.created
 
     def mask(self, number: int) -> Tensor | None:
         """Return whether a matrix is written, a 0-d bool tensor; None where the host knows that it is."""
@@ -161,69 +161,69 @@ class ReadyParameters:
         when this returns; `arrive` waits for it.
         """
         wanted = dict.fromkeys([self.plan.assignments[number].parameter for number in numbers])
-        fresh = {n: slot for n in wanted if (slot := self.slots[n]) is not None and n not in self._found}
-        for number, slot in fresh.items():
-            self.create(number, slot)
+        fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and n not in self._found}
+        for number, entry in fresh.items():
+            self.create(number, entry)
         if self.copies is not None:
             self.copies.take(fresh.values())
-        for number, slot in fresh.items():
-            self._found[number] = self._ready(slot)
+        for number, entry in fresh.items():
+            self._found[number] = self._ready(entry)
 
     def arrive(self, numbers: Sequence[int]) -> None:
         """`collect`, and let what is computed from now on wait for state that is on its way."""
         self.collect(numbers)
         if self.copies is not None:
-            self.copies.arrive(slot for slot in map(self.slot, numbers) if slot is not None)
+            self.copies.arrive(entry for entry in map(self.entry, numbers) if entry is not None)
 
-    def create(self, parameter: int, slot: Slot) -> None:
+    def create(self, parameter: int, entry: ParameterStep) -> None:
         """Create the state of a parameter that is missing, if it may have a gradient."""
-        if not slot.is_complete(self.precision) and (self.flags.present[parameter] or self._another_may_have(slot)):
-            create_state(slot, self.precision)
+        if not entry.is_complete(self.precision) and (self.flags.present[parameter] or self._another_may_have(entry)):
+            create_state(entry, self.precision)
 
-    def _ready(self, slot: Slot) -> ReadyParameter:
-        rule = self.rules[slot.group]
+    def _ready(self, entry: ParameterStep) -> ReadyParameter:
+        rule = self.rules[entry.group]
         assert rule is not None
-        here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(slot)
-        gradient, master = slot.gradient, here.get("master", slot.state.get("master"))
+        here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(entry)
+        gradient, master = entry.gradient, here.get("master", entry.state.get("master"))
         held: dict[str, dict[str, Tensor]] = {"momentum": {}, "weights": {}}
-        for key, home in slot.state_layouts.items():
-            if key in slot.state and home.kept_as in held:
-                held[home.kept_as][key] = here[key] if key in here else local_of(slot.state[key])
+        for key, home in entry.state_layouts.items():
+            if key in entry.state and home.kept_as in held:
+                held[home.kept_as][key] = here[key] if key in here else local_of(entry.state[key])
         momenta: Mapping[str, Tensor | Momentum] | None = None
-        if slot.created:
+        if entry.created:
             momenta = held["momentum"]
             if self.blocks is not None:
-                momenta = {key: self._momentum(slot, key, self.blocks) for key in momenta}
+                momenta = {key: self._momentum(entry, key, self.blocks) for key in momenta}
             if gradient is None:  # missing on this shard only: counts as zero
-                shape = local_shape(slot.momentum_storage)
+                shape = local_shape(entry.momentum_storage)
                 gradient = torch.zeros(shape, dtype=self.precision.state, device=self.device)
-            elif slot.momentum_storage is not slot.gradient_storage:
-                gradient = _restricted(gradient, slot.storage, slot.momentum_storage)
-        local = local_of(slot.tensor)
+            elif entry.momentum_storage is not entry.gradient_storage:
+                gradient = _restricted(gradient, entry.storage, entry.momentum_storage)
+        local = local_of(entry.tensor)
         weights = local if local.is_contiguous() else local.contiguous()
         own = None if master is None else local_of(master)
-        return ReadyParameter(slot, rule, weights, momenta, held["weights"], gradient, own)
+        return ReadyParameter(entry, rule, weights, momenta, held["weights"], gradient, own)
 
-    def _momentum(self, slot: Slot, key: str, blocks: Blocks) -> Momentum:
+    def _momentum(self, entry: ParameterStep, key: str, blocks: Blocks) -> Momentum:
         """Return what is kept in int8 under a key; what was loaded in another dtype is encoded in this step."""
-        place = slot.tensor, key
+        place = entry.tensor, key
         if place not in self._coded:
-            local = local_of(slot.state[key])
-            found = Momentum.of(blocks, slot.name, slot.tensor, key, local, slot.state)
+            local = local_of(entry.state[key])
+            found = Momentum.of(blocks, entry.name, entry.tensor, key, local, entry.state)
             if found.codes is not local:
-                slot.state[key] = slot.state_layouts[key].storage.wrap(found.codes)
+                entry.state[key] = entry.state_layouts[key].storage.wrap(found.codes)
             self._coded[place] = found
         return self._coded[place]
 
-    def _another_may_have(self, slot: Slot) -> bool:
+    def _another_may_have(self, entry: ParameterStep) -> bool:
         """Whether the gradient of another shard may make the whole matrix move, for all that this rank knows.
 
         Where the host waits, ``flags.present`` says whether any rank has a gradient. Where it does not wait, that says
         only whether this rank has one. So a shard has its state from the first step on, and its writes are masked on
         the device. Replicas all have a gradient, or none of them has.
         """
-        layout = slot.storage.layout
-        return self.flags.stop is not None and layout is not None and slot.storage.copies < len(layout.ranks)
+        layout = entry.storage.layout
+        return self.flags.stop is not None and layout is not None and entry.storage.copies < len(layout.ranks)
 
     # ---------------------------------------------------------------- when they are not needed any more
 
@@ -248,14 +248,14 @@ class ReadyParameters:
         checkpoints look for it on every rank.
         """
         for ready in self._found.values():
-            local = local_of(ready.slot.tensor)
+            local = local_of(ready.entry.tensor)
             if ready.weights is not local:
                 local.copy_(ready.weights)
-        for parameter, slot in enumerate(self.slots):
-            if slot is None or parameter in self._found or not self.flags.present[parameter]:
+        for parameter, entry in enumerate(self.entries):
+            if entry is None or parameter in self._found or not self.flags.present[parameter]:
                 continue
-            if not slot.is_complete(self.precision):
-                create_state(slot, self.precision)
+            if not entry.is_complete(self.precision):
+                create_state(entry, self.precision)
         if self.copies is not None:
             self.copies.finish()
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from muonmesh.comm.work import Ends
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.rules import parts
-from muonmesh.numerics.rules.together import Updated
-from muonmesh.step.kept import KeptState
+from muonmesh.numerics.rules.on_device import Updated
+from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
-from muonmesh.step.slots import view_in_storage
+from muonmesh.step.stored_companions import StoredCompanions
 
 
 class RuleSums:
@@ -20,14 +20,14 @@ class RuleSums:
 
     Args:
         ready: The parameters of the step.
-        kept: What rules keep of the matrices that this rank owns.
+        companions: What rules keep by row, column or matrix of the matrices that this rank owns.
 
     Attributes:
         unsuited: By assignment, whether a matrix does not suit its rule, 0-d bool.
     """
 
-    def __init__(self, ready: ReadyParameters, kept: KeptState) -> None:
-        self._ready, self._kept = ready, kept
+    def __init__(self, ready: ReadyParameters, companions: StoredCompanions) -> None:
+        self._ready, self._companions = ready, companions
         self.unsuited: dict[int, Tensor] = {}
         # By assignment: its sums, and what its rule keeps of the matrix as one number.
         self._found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = {}
@@ -46,7 +46,7 @@ class RuleSums:
         rounded = None if ready.master is None else view_in_storage(ready.weights, piece)
         beside = {key: view_in_storage(kept, piece) for key, kept in ready.beside.items()}
         weights, scale = view_in_storage(ready.written, piece), self._ready.scale(leg.assignment)
-        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, ready.slot.storage.copies)
+        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, ready.entry.storage.copies)
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
@@ -64,7 +64,7 @@ class RuleSums:
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write what is kept of a matrix as one number, if this rank owns it."""
-        kept = self._kept.owned.get(assignment, {})
+        kept = self._companions.owned.get(assignment, {})
         for key, number in zip(self._ready.plan.told(assignment), into.unbind(), strict=True):
             if key in kept:
                 number.copy_(kept[key].view(()))
@@ -73,9 +73,9 @@ class RuleSums:
         """Take the sums over a matrix and what is kept of it, for what writes it; keep what the rule makes of them."""
         keys, found = self._ready.plan.told(assignment), sums.unbind()
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
-        if self._ready.slot(assignment) is None:
+        if self._ready.entry(assignment) is None:
             return
-        rule, kept = self._ready.rule(assignment), self._kept.owned.get(assignment, {})
+        rule, kept = self._ready.rule(assignment), self._companions.owned.get(assignment, {})
         if all(key in kept for key in keys):
             rule.keep({key: kept[key].view(()) for key in keys}, found)
         unsuited, flag = rule.unsuited(found), self._ready.nonzero[assignment]

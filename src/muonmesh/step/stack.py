@@ -49,15 +49,19 @@ class Stack:
             None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are.
         """
         group, found = ready.group(batch[0].assignment), Stack([local.assignment for local in batch])
-        for run in _runs(ready.plan, batch):
-            parameter = ready[run.parameter]
-            if run.stored == "in pieces" or parameter.slot.group != group or not found._add(run, parameter, apart):
+        for adjacent in _adjacent(ready.plan, batch):
+            parameter = ready[adjacent.parameter]
+            if (
+                adjacent.stored == "in pieces"
+                or parameter.entry.group != group
+                or not found._add(adjacent, parameter, apart)
+            ):
                 return None
         columns = found.columns.values()
         full = {len(some) for some in columns} == {len(found.columns["weights", ""])}
         return found if full and all(len({tensor.dtype for tensor in some}) == 1 for some in columns) else None
 
-    def _add(self, run: _Run, parameter: ReadyParameter, apart: bool) -> bool:
+    def _add(self, adjacent: _AdjacentMatrices, parameter: ReadyParameter, apart: bool) -> bool:
         """Add matrices that lie one after the other in a parameter; False if they lack something."""
         gradient, momenta, weights, master = parameter.gradient, parameter.momenta, parameter.weights, parameter.master
         if gradient is None or momenta is None:
@@ -73,8 +77,8 @@ class Stack:
             held["beside", key] = beside
         for name, storage in held.items():
             # The common case, of a parameter that is one matrix, needs no other view of it.
-            whole = storage.shape == run.shape
-            self.columns.setdefault(name, []).extend((storage,) if whole else run.of(storage, apart=apart))
+            whole = storage.shape == adjacent.shape
+            self.columns.setdefault(name, []).extend((storage,) if whole else adjacent.of(storage, apart=apart))
         return True
 
     def fold(self, rule: Rule, into: Tensor) -> None:
@@ -105,7 +109,7 @@ class Stack:
 
 
 @dataclass(slots=True)
-class _Run:
+class _AdjacentMatrices:
     """Matrices of a batch that lie one after the other in the storage of a parameter.
 
     Attributes:
@@ -129,19 +133,19 @@ class _Run:
         return some.unbind() if apart else (some,)
 
 
-def _runs(plan: Plan, batch: Sequence[Local]) -> list[_Run]:
-    found: list[_Run] = []
+def _adjacent(plan: Plan, batch: Sequence[Local]) -> list[_AdjacentMatrices]:
+    found: list[_AdjacentMatrices] = []
     rows, cols = plan.assignments[batch[0].assignment].matrix.shape
     for local in batch:
-        parameter, run = plan.assignments[local.assignment].parameter, found[-1] if found else None
+        parameter, adjacent = plan.assignments[local.assignment].parameter, found[-1] if found else None
         if (
-            run is not None
-            and run.parameter == parameter
-            and run.stored == local.stored
-            and local.start == run.start + run.count * rows * cols
+            adjacent is not None
+            and adjacent.parameter == parameter
+            and adjacent.stored == local.stored
+            and local.start == adjacent.start + adjacent.count * rows * cols
         ):
-            run.count += 1
+            adjacent.count += 1
         else:
             shape = (cols, rows) if local.stored == "transposed" else (rows, cols)
-            found.append(_Run(parameter, local.stored, shape, local.start, 1))
+            found.append(_AdjacentMatrices(parameter, local.stored, shape, local.start, 1))
     return found

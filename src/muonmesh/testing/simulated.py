@@ -56,7 +56,7 @@ class RaceError(RuntimeError):
 class _Part(NamedTuple):
     """A view of a block: what a fake tensor is really."""
 
-    block: _Block
+    block: _Allocation
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -93,7 +93,7 @@ class _Access(NamedTuple):
     life: int
 
 
-class _Block:
+class _Allocation:
     """Memory that outlives the tensors in it, and who has touched it; ``life`` counts how often it was handed out."""
 
     def __init__(self, kind: str, storage: Any, stream: Stream | None = None) -> None:
@@ -131,9 +131,9 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._timeline = Timeline(seed, eager=eager, devices=devices)
         self._raises = raises
         self._fake = FakeTensorMode()
-        self._blocks: dict[int, _Block] = {}  # by the storage of a fake tensor, or of pinned memory
-        self._free: list[_Block] = []
-        self._leaving: list[tuple[_Block, list[Event]]] = []
+        self._blocks: dict[int, _Allocation] = {}  # by the storage of a fake tensor, or of pinned memory
+        self._free: list[_Allocation] = []
+        self._leaving: list[tuple[_Allocation, list[Event]]] = []
         self._of_groups: dict[str, Stream] = {}
         self._inside = ExitStack()
 
@@ -199,10 +199,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
         if block is None:
-            block = self._taken(tensor) if isinstance(tensor, FakeTensor) else _Block("pageable memory", storage)
+            block = self._taken(tensor) if isinstance(tensor, FakeTensor) else _Allocation("pageable memory", storage)
         return _Part(block, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
-    def _taken(self, tensor: Tensor) -> _Block:
+    def _taken(self, tensor: Tensor) -> _Allocation:
         """Give memory to a new fake tensor: what its stream has freed, or else new, where nobody has written."""
         storage = tensor.untyped_storage()
         stream, size = self._timeline.current_stream(tensor.device), storage.nbytes()
@@ -213,12 +213,12 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.life += 1
         else:
             room = torch.full((-(-size // _ROOM) * _ROOM,), 255, dtype=torch.uint8, device="cpu")  # NaN
-            block = _Block("device memory", room.untyped_storage(), stream)
+            block = _Allocation("device memory", room.untyped_storage(), stream)
         self._blocks[storage._cdata] = block
         weakref.finalize(storage, self._freed, storage._cdata, block)
         return block
 
-    def _freed(self, key: int, block: _Block) -> None:
+    def _freed(self, key: int, block: _Allocation) -> None:
         self._blocks.pop(key, None)
         events = [stream.record_event() for stream in block.recorded]
         block.recorded = set()
@@ -233,7 +233,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pin(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        self._blocks[storage._cdata] = _Block("pinned memory", storage)  # which the host may not get again before
+        self._blocks[storage._cdata] = _Allocation("pinned memory", storage)  # which the host may not get again before
         return tensor
 
     def _is_pinned(self, tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.integrations.deepspeed.shards import Shard
+from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
 from muonmesh.layout import FlatShards
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation, Row
@@ -24,7 +24,7 @@ class Call:
     Attributes:
         title: The name of the call in tables and messages.
         muon: The optimizer that plans the call and steps.
-        shards: The parameters that the call steps.
+        parameters: The parameters that the call steps.
         layouts: For each of these parameters by name, where its elements lie in the flat tensors of all ranks. Empty at
             stage 0, where every rank holds whole parameters.
         process_group: The ranks that share these parameters.
@@ -32,7 +32,7 @@ class Call:
 
     title: str
     muon: Muon
-    shards: tuple[Shard, ...]
+    parameters: tuple[EngineParameter, ...]
     layouts: Mapping[str, FlatShards]
     process_group: dist.ProcessGroup
 
@@ -57,16 +57,16 @@ class Call:
         told = self.muon.explain()
         if not self.layouts:
             return told
-        reasons = {shard.name: shard.reason for shard in self.shards}
+        reasons = {known.name: known.reason for known in self.parameters}
         if self.algorithm == "muon":
             return replace(told, rows=tuple(replace(row, reason=reasons[row.parameter]) for row in told.rows))
         rate = float(self.muon.param_groups[0]["lr"])
-        return replace(told, rows=tuple(_row(shard, rate) for shard in self.shards))
+        return replace(told, rows=tuple(_row(known, rate) for known in self.parameters))
 
 
-def _row(shard: Shard, rate: float) -> Row:
-    shape: Any = "×".join(map(str, shard.shape))
-    return Row(shard.name, "adamw", shard.reason, shape, "", {}, 0, 0, rate, math.nan)
+def _row(known: EngineParameter, rate: float) -> Row:
+    shape: Any = "×".join(map(str, known.shape))
+    return Row(known.name, "adamw", known.reason, shape, "", {}, 0, 0, rate, math.nan)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from muonmesh.clip import Limits
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
-from muonmesh.groups.fused import global_shape
+from muonmesh.groups.fused_projections import global_shape
 from muonmesh.integrations.deepspeed.calls import Call
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
+from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter, engine_parameter
 from muonmesh.integrations.deepspeed.mending import mend
 from muonmesh.integrations.deepspeed.optimizer import EngineMuon
 from muonmesh.integrations.deepspeed.records import Flat, prove, read_flats
-from muonmesh.integrations.deepspeed.shards import Shard, shard_of
 from muonmesh.layout import FlatParameter, FlatShards, Replicate
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule
@@ -132,7 +132,7 @@ class Assembly:
         self._model = model
         self._template = template
         self._shared = shared
-        self._shards: dict[int, Shard] = {}
+        self._parameters: dict[int, EngineParameter] = {}
         self._labels: list[str] = []
         self._optimizer: EngineMuon | None = None
 
@@ -188,9 +188,11 @@ class Assembly:
                 if experts not in made:
                     made[experts] = self._group(group, experts)
                 shape = tuple(meta.shape)
-                shard = shard_of(parameter, name, shape, spec, reason, experts=experts, tensor_parallel=tensor_parallel)
-                self._shards[id(parameter)] = shard
-                for key, value in (("params", parameter), ("parameters", shard.name), ("matrices", spec)):
+                known = engine_parameter(
+                    parameter, name, shape, spec, reason, experts=experts, tensor_parallel=tensor_parallel
+                )
+                self._parameters[id(parameter)] = known
+                for key, value in (("params", parameter), ("parameters", known.name), ("matrices", spec)):
                     made[experts][key].append(value)
             groups += made.values()
             self._labels += [group["name"] if experts is None else f"{group['name']} {experts}" for experts in made]
@@ -215,7 +217,7 @@ class Assembly:
             flats = read_flats(engine)
         except LayoutError as found:
             flats, error = [], found
-        layouts = prove(flats, self._shards, error)
+        layouts = prove(flats, self._parameters, error)
         calls = [self._flat(number, *each, groups) for number, each in enumerate(zip(flats, layouts, strict=True))]
         self._optimizer.bind(calls, limits, engine)
         mend(engine, self._optimizer)
@@ -225,7 +227,7 @@ class Assembly:
 
         Parameters that tensor parallelism cuts are declared as the shards that they are.
         """
-        shards = {shard.name: shard for shard in self._shards.values()}
+        parameters = {known.name: known for known in self._parameters.values()}
         sets: dict[str | None, list[dict[str, Any]]] = {}
         for label, group in zip(self._labels, groups, strict=True):
             inner = {**_settings(group), "name": label, "param_names": group["parameters"], "params": group["params"]}
@@ -235,47 +237,47 @@ class Assembly:
             dense = engine.seq_data_parallel_group
             process_group = dense if experts is None else engine.expert_data_parallel_group[experts]
             names = [name for group in some for name in group["param_names"]]
-            found = {name: _declared(shards[name], process_group) for name in names}
+            found = {name: _declared(parameters[name], process_group) for name in names}
             layouts = {name: declared for name, declared in found.items() if declared is not None}
-            if any(shards[name].tensor_parallel > 1 for name in names):
+            if any(parameters[name].tensor_parallel > 1 for name in names):
                 process_group = dist.group.WORLD  # what it does not cut is the same on all ranks
             muon = Muon(some, process_group=process_group, layouts=layouts, **self._shared)
             title = "all groups" if experts is None else f"experts {experts}"
-            yield Call(title, muon, tuple(shards[name] for name in names), {}, process_group)
+            yield Call(title, muon, tuple(parameters[name] for name in names), {}, process_group)
 
     def _flat(
         self, number: int, flat: Flat, layouts: Mapping[str, FlatShards], groups: Sequence[Mapping[str, Any]]
     ) -> Call:
         """Return the call of one flat tensor, which holds Muon's parameters or AdamW's."""
         group, label = groups[flat.group], self._labels[flat.group]
-        shards = tuple(self._shards[id(parameter)] for parameter, _ in flat.held)
-        title = f"{label} ({len(shards)} parameters, flat tensor {number})"
+        parameters = tuple(self._parameters[id(parameter)] for parameter, _ in flat.held)
+        title = f"{label} ({len(parameters)} parameters, flat tensor {number})"
         inner = [{**_settings(group), "params": [flat.tensor], "param_names": [title]}]
         process_group = _able(flat.process_group, flat.tensor.device)
         if not is_matrix_rule(group["algorithm"]):  # elementwise, so every rank steps what it holds on its own
             muon = Muon(inner, process_group="local", **self._shared)
         else:
-            contents = [FlatParameter(shard.name, layouts[shard.name], shard.matrices) for shard in shards]
+            contents = [FlatParameter(known.name, layouts[known.name], known.matrices) for known in parameters]
             muon = Muon(inner, layouts={title: contents}, process_group=process_group, **self._shared)
-        return Call(title, muon, shards, layouts, process_group)
+        return Call(title, muon, parameters, layouts, process_group)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "parameters", "matrices", "moe")}
 
 
-def _declared(shard: Shard, data: dist.ProcessGroup) -> tuple[DeviceMesh, list[Any], tuple[int, ...]] | None:
+def _declared(known: EngineParameter, data: dist.ProcessGroup) -> tuple[DeviceMesh, list[Any], tuple[int, ...]] | None:
     """Return where tensor parallelism has put a parameter, in DTensor's vocabulary; None if it has not cut it."""
-    if isinstance(shard.placement, Replicate):
+    if isinstance(known.placement, Replicate):
         return None
-    within = shard.within(tuple(dist.get_process_group_ranks(data)))
+    within = known.within(tuple(dist.get_process_group_ranks(data)))
     peers = deepspeed_groups.get_tensor_model_parallel_group()
     grid = torch.tensor(within.ranks, dtype=torch.int64, device="cpu").view(within.mesh)
     device = get_accelerator().device_name()
     mesh = DeviceMesh.from_group([data, peers], device, grid, mesh_dim_names=("data", "tensor"))
-    dim, pieces = shard.placement.dim, getattr(shard.placement, "split_factor", None)
+    dim, pieces = known.placement.dim, getattr(known.placement, "split_factor", None)
     cut = tensor.Shard(dim) if pieces is None else _StridedShard(dim, split_factor=pieces)
-    return mesh, [tensor.Replicate(), cut], shard.shape
+    return mesh, [tensor.Replicate(), cut], known.shape
 
 
 def _able(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.groups import OWN_KEYS
+from muonmesh.checkpoint.group_settings import OWN_KEYS
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.deepspeed.calls import Call, Calls
+from muonmesh.integrations.deepspeed.checkpoint import engine_records, expert_names, frozen_whole, publish
 from muonmesh.integrations.deepspeed.clipping import Clipping
-from muonmesh.integrations.deepspeed.saved import engine_records, expert_names, frozen_whole, publish
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import step_count
-from muonmesh.step.slots import RUNNING
+from muonmesh.step.parameter_steps import RUNNING
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys of a group that say what it is; no checkpoint may change them."""

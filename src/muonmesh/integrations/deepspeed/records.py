@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.integrations.deepspeed.shards import Shard
+from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
 from muonmesh.layout import FlatShards, Interval
 
 _READ = "0.19.8"
@@ -100,78 +100,82 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
         yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(held))
 
 
-def prove(flats: Sequence[Flat], shards: dict[int, Shard], error: Exception | None) -> list[dict[str, FlatShards]]:
+def prove(
+    flats: Sequence[Flat], parameters: dict[int, EngineParameter], error: Exception | None
+) -> list[dict[str, FlatShards]]:
     """Return the layout of each parameter in each flat tensor, by name, after both proofs; all ranks of the world do.
 
     Args:
         flats: As this rank reads them.
-        shards: For each parameter, by identity, its name and what ZeRO cuts up.
+        parameters: For each parameter, by identity, its name and what ZeRO cuts up.
         error: What this rank found wrong before; it takes part all the same, so that every rank raises.
 
     Raises:
         LayoutError: on every rank, if any finds that the records do not describe its flat tensors.
     """
-    error = error or _unequal(flats, shards)
-    told = tell_all(_told(flats, shards) if error is None else None, error, kind=LayoutError)
+    error = error or _unequal(flats, parameters)
+    told = tell_all(_told(flats, parameters) if error is None else None, error, kind=LayoutError)
     layouts: list[dict[str, FlatShards]] = []
     try:
-        layouts = [_place(number, flat, shards, told) for number, flat in enumerate(flats)]
+        layouts = [_place(number, flat, parameters, told) for number, flat in enumerate(flats)]
     except LayoutError as found:
         error = found
     tell_all(None, error, kind=LayoutError)  # before the ranks gather parameters together
     try:
         for flat in flats:
-            _compare(flat, shards)
+            _compare(flat, parameters)
     except LayoutError as found:
         error = found
     tell_all(None, error, kind=LayoutError)
     return layouts
 
 
-def _unequal(flats: Sequence[Flat], shards: dict[int, Shard]) -> LayoutError | None:
+def _unequal(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> LayoutError | None:
     """Return what is wrong unless the flat tensors hold the parameters of the groups and no others."""
     held = {id(parameter) for flat in flats for parameter, _ in flat.held}
-    if held == shards.keys():
+    if held == parameters.keys():
         return None
-    missing = sorted(shard.name for key, shard in shards.items() if key not in held)
-    found = f"{len(held - shards.keys())} parameters in its flat tensors that it was not given, and not {missing}"
+    missing = sorted(known.name for key, known in parameters.items() if key not in held)
+    found = f"{len(held - parameters.keys())} parameters in its flat tensors that it was not given, and not {missing}"
     return LayoutError(explain_error("DeepSpeed", found, "those of the groups, each once", _DIFFERENT))
 
 
-def _told(flats: Sequence[Flat], shards: dict[int, Shard]) -> list[tuple[int, dict[str, Interval]]]:
+def _told(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> list[tuple[int, dict[str, Interval]]]:
     """Return what other ranks must know of this rank's flat tensors."""
     return [
-        (flat.tensor.numel(), {shards[id(parameter)].name: interval for parameter, interval in flat.held})
+        (flat.tensor.numel(), {parameters[id(parameter)].name: interval for parameter, interval in flat.held})
         for flat in flats
     ]
 
 
-def _place(number: int, flat: Flat, shards: dict[int, Shard], everyone: Sequence[Any]) -> dict[str, FlatShards]:
+def _place(
+    number: int, flat: Flat, parameters: dict[int, EngineParameter], everyone: Sequence[Any]
+) -> dict[str, FlatShards]:
     ranks = tuple(dist.get_process_group_ranks(flat.process_group))
     layouts = {}
     for parameter, _ in flat.held:
-        shard = shards[id(parameter)]
-        within = shard.within(ranks)
+        known = parameters[id(parameter)]
+        within = known.within(ranks)
         intervals, sizes = [], []
         for rank in within.ranks:
             size, held_there = everyone[rank][number] if number < len(everyone[rank]) else (0, {})
-            if shard.name not in held_there:
+            if known.name not in held_there:
                 found = f"no record of it in flat tensor {number} of rank {rank}"
-                raise LayoutError(explain_error(shard.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
-            intervals.append((held_there[shard.name],))
+                raise LayoutError(explain_error(known.name, found, f"one, as on rank {dist.get_rank()}", _DIFFERENT))
+            intervals.append((held_there[known.name],))
             sizes.append(size)
-        replicas = shard.replicas(within)
+        replicas = known.replicas(within)
         try:
-            layouts[shard.name] = FlatShards(within, tuple(intervals), tuple(sizes), replicas)
-            layouts[shard.name].prove_cover()
+            layouts[known.name] = FlatShards(within, tuple(intervals), tuple(sizes), replicas)
+            layouts[known.name].prove_cover()
         except LayoutError as error:
             raise LayoutError(
-                explain_error(shard.name, str(error), "each element held exactly once", _DIFFERENT)
+                explain_error(known.name, str(error), "each element held exactly once", _DIFFERENT)
             ) from None
     return layouts
 
 
-def _compare(flat: Flat, shards: dict[int, Shard]) -> None:
+def _compare(flat: Flat, parameters: dict[int, EngineParameter]) -> None:
     """Compare the values in a flat tensor with the parameters that should lie there.
 
     Stage 3 gathers one parameter at a time, so the ranks of the process group call it together.
@@ -182,7 +186,7 @@ def _compare(flat: Flat, shards: dict[int, Shard]) -> None:
         found = flat.tensor.detach()[start : start + length]
         needed = whole.reshape(-1)[first : first + length].to(found.device, found.dtype)
         if not torch.equal(found.nan_to_num(), needed.nan_to_num()):
-            wrong = wrong or shards[id(parameter)].name
+            wrong = wrong or parameters[id(parameter)].name
     if wrong is not None:
         others = "other values in its flat fp32 tensor than in the module"
         same = "the same: the records do not say where it lies"

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from muonmesh.groups.classifiers import register
 from muonmesh.integrations.megatron.declared import declared_layouts
-from muonmesh.integrations.megatron.gradients import MainGrad
+from muonmesh.integrations.megatron.main_grad import MainGrad
 from muonmesh.integrations.megatron.roles import megatron_role
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from muonmesh.groups.heads import HeadPart
 from muonmesh.integrations.megatron.axes import Axes
 from muonmesh.integrations.megatron.declared import stamped_placement
 from muonmesh.integrations.megatron.experts import expert_of
-from muonmesh.integrations.megatron.gradients import FlatMainGrad, Shard
-from muonmesh.integrations.megatron.groups import Found, find_groups
 from muonmesh.integrations.megatron.layouts import declared, ranges_of, within
+from muonmesh.integrations.megatron.main_grad import FlatMainGrad, ParameterInterval
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
-from muonmesh.integrations.megatron.pieces import Cut, Piece, cut_of, pieces_of
+from muonmesh.integrations.megatron.param_groups import Found, find_groups
 from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
+from muonmesh.integrations.megatron.saved_boxes import Cut, SavedBox, cut_of, saved_boxes_of
 from muonmesh.layout import Replicate
 from muonmesh.optimizer import Muon
 
@@ -93,8 +93,8 @@ def get_megatron_optimizer(
             per_head=per_head,
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
-        pieces = {key: value for model in found.models for key, value in pieces_of(model).items()}
-        holdings, layouts, shards = _held(found, axes, pieces, ranges)
+        boxes = {key: value for model in found.models for key, value in saved_boxes_of(model).items()}
+        holdings, layouts, intervals = _held(found, axes, boxes, ranges)
         limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, _threshold(config), True, 2.0)
         limits.check()
         optimizer = Muon(
@@ -104,7 +104,7 @@ def get_megatron_optimizer(
             adamw_eps=config.adam_eps,
             master_dtype=torch.float32 if config.bf16 or config.fp16 else None,
             layouts=layouts,
-            gradients=FlatMainGrad(shards),
+            gradients=FlatMainGrad(intervals),
             **shared,
         )
         made = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, limits)
@@ -127,12 +127,12 @@ def _threshold(config: Any) -> float:
 
 
 def _held(
-    found: Found, axes: Axes, pieces: Mapping[int, list[Piece]], ranges: Mapping[Any, list[tuple[int, int]]] | None
-) -> tuple[list[Holding], dict[str, Declared], dict[Tensor, Shard]]:
+    found: Found, axes: Axes, boxes: Mapping[int, list[SavedBox]], ranges: Mapping[Any, list[tuple[int, int]]] | None
+) -> tuple[list[Holding], dict[str, Declared], dict[Tensor, ParameterInterval]]:
     """Put what is stepped in place of the parameters in the groups, and say where it lives."""
     holdings: list[Holding] = []
     layouts: dict[str, Declared] = {}
-    shards: dict[Tensor, Shard] = {}
+    intervals: dict[Tensor, ParameterInterval] = {}
     meshes: dict[tuple[bool, str], Any] = {}
     for group in found.groups:
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
@@ -140,7 +140,7 @@ def _held(
             key = expert, parameter.device.type
             if key not in meshes:
                 meshes[key] = axes.mesh(expert=expert, device=parameter.device.type)
-            mesh, mine = meshes[key], pieces.get(id(parameter))
+            mesh, mine = meshes[key], boxes.get(id(parameter))
             low, high, shape = 0, parameter.numel(), tuple(parameter.shape)
             if name in found.experts:
                 assert mine is not None
@@ -154,20 +154,20 @@ def _held(
                 tensor = parameter.data.view(-1)[low + begin : low + end]
                 if kept is None and cut.placement is not None:
                     tensor = tensor.view(shape)
-                shards[tensor] = Shard(parameter, low + begin, low + end)
+                intervals[tensor] = ParameterInterval(parameter, low + begin, low + end)
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
-            saved = pieces[id(parameter)][0].key if copy else name
-            resizes = any(piece.resizes for piece in pieces.get(id(parameter), ()))
+            saved = boxes[id(parameter)][0].key if copy else name
+            resizes = any(box.resizes for box in boxes.get(id(parameter), ()))
             holdings.append(Holding(name, saved, copy, parameter, tensor, name not in found.experts, resizes))
-    return holdings, layouts, shards
+    return holdings, layouts, intervals
 
 
-def _cut(name: str, parameter: Tensor, local: tuple[int, ...], pieces: Sequence[Piece] | None, mesh: Any) -> Cut:
+def _cut(name: str, parameter: Tensor, local: tuple[int, ...], boxes: Sequence[SavedBox] | None, mesh: Any) -> Cut:
     """Return how a parameter is cut, as checkpoints have it; of one that none holds, as its attributes say."""
     rank, ranks = mesh.get_local_rank(1), mesh.size(1)
-    if pieces is not None:
-        return cut_of(name, local, pieces, rank, ranks)
+    if boxes is not None:
+        return cut_of(name, local, boxes, rank, ranks)
     if ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
         raise LayoutError(
             explain_error(

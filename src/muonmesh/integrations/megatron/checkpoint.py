@@ -13,10 +13,10 @@ from torch import Tensor
 from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.integrations.megatron.groups import EXPERTS
+from muonmesh.integrations.megatron.param_groups import EXPERTS
 from muonmesh.optimizer import Muon
 from muonmesh.step.members import Member
-from muonmesh.step.slots import RUNNING
+from muonmesh.step.parameter_steps import RUNNING
 
 _PREFIX = "optimizer.state"
 _OWN = ("params", "param_names", "matrices", "reasons")

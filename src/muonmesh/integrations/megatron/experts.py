@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from muonmesh.groups.fused import class_names
+from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.sites import Role, Site
-from muonmesh.integrations.megatron.pieces import Piece
 from muonmesh.integrations.megatron.roles import HALVES
+from muonmesh.integrations.megatron.saved_boxes import SavedBox
 
 
 def is_grouped(module: nn.Module) -> bool:
@@ -47,19 +47,19 @@ def expert_names(site: Site, name: str, expert_rank: int) -> list[str]:
     return [f"{before}.{expert_rank * count + i}.{key}" for i in range(count)]
 
 
-def expert_of(place: int, pieces: Sequence[Piece]) -> tuple[int, int, tuple[int, int], list[Piece]]:
-    """Return the elements low to high of a weight that are one expert, its shape (in, out), and its pieces.
+def expert_of(place: int, boxes: Sequence[SavedBox]) -> tuple[int, int, tuple[int, int], list[SavedBox]]:
+    """Return the elements low to high of a weight that are one expert, its shape (in, out), and its boxes.
 
     Args:
         place: Of the expert among those of this rank.
-        pieces: Of the weight, as Megatron's checkpoints have it: boxes of (experts, out, in), which follow each other
+        boxes: Of the weight, as Megatron's checkpoints have it: boxes of (experts, out, in), which follow each other
             along the last dim of the memory.
     """
-    rows, cols = pieces[0].shape[2], sum(piece.shape[1] for piece in pieces)
+    rows, cols = boxes[0].shape[2], sum(box.shape[1] for box in boxes)
     found, start = [], 0
-    for piece in pieces:
-        whole, offset, shape = ((sizes[2], sizes[1]) for sizes in (piece.whole, piece.offset, piece.shape))
-        found.append(Piece(piece.key, whole, offset, shape, start, (cols, 1)))
-        start += piece.shape[1]
+    for box in boxes:
+        whole, offset, shape = ((sizes[2], sizes[1]) for sizes in (box.whole, box.offset, box.shape))
+        found.append(SavedBox(box.key, whole, offset, shape, start, (cols, 1)))
+        start += box.shape[1]
     size = rows * cols
     return place * size, (place + 1) * size, (rows, cols), found

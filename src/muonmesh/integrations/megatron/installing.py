@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core import optimizer as megatrons
 
+from muonmesh.integrations.arguments import check_settings
 from muonmesh.integrations.megatron.build import get_megatron_optimizer
-from muonmesh.integrations.settings import check_settings
 
 _MEGATRONS = tuple(inspect.signature(megatrons.get_megatron_optimizer).parameters)
 

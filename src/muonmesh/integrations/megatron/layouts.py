@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.storage import Declared
-from muonmesh.integrations.megatron.pieces import Cut
+from muonmesh.integrations.megatron.saved_boxes import Cut
 from muonmesh.layout import FlatShards, Interval, MeshLayout, Placement, Replicate, StridedShard
 
 Ranges = Sequence[tuple[int, int]]
@@ -33,13 +33,13 @@ def declared(cut: Cut, mesh: DeviceMesh, ranges: Ranges | None) -> Declared:
     grid = mesh.mesh.tolist()
     ranks = tuple(rank for row in grid for rank in row)
     if cut.placement is None:
-        within, runs = MeshLayout.replicated(cut.shape, ranks), cut.runs
+        within, intervals = MeshLayout.replicated(cut.shape, ranks), cut.intervals
     else:
         within = MeshLayout(cut.shape, tuple(mesh.mesh.shape), ranks, (Replicate(), cut.placement))
-        runs = ((Interval(0, prod(within.local_shape(ranks[0])), 0),),) * len(grid[0])
-    size = sum(interval.length for interval in runs[0])
+        intervals = ((Interval(0, prod(within.local_shape(ranks[0])), 0),),) * len(grid[0])
+    size = sum(interval.length for interval in intervals[0])
     kept = [(0, size)] * len(grid) if ranges is None else ranges
-    cuts = [tuple(run.part(*some) for run in each) for some in kept for each in runs]
+    cuts = [tuple(interval.part(*some) for interval in each) for some in kept for each in intervals]
     sizes = tuple(sum(interval.length for interval in some) for some in cuts)
     if ranges is None:
         replicas = tuple(tuple(row) for row in grid)

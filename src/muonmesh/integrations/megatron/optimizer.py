@@ -21,7 +21,7 @@ from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
-from muonmesh.integrations.megatron.stages import failed_elsewhere, raise_together
+from muonmesh.integrations.megatron.pipeline import failed_elsewhere, raise_together
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -38,7 +38,7 @@ class Holding(NamedTuple):
         parameter: Megatron's.
         tensor: What is stepped: the parameter, or what this rank keeps of it as a view of its memory.
         only: Whether this is all that is stepped of the parameter here; False for an expert of a GroupedMLP.
-        resizes: Whether a checkpoint may hold it with other many rows, as `Piece` has it.
+        resizes: Whether a checkpoint may hold it with other many rows, as `SavedBox` has it.
     """
 
     name: str

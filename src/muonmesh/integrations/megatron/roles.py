@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.fused import class_names
+from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.sites import Kind, Role, Site
 
 _WEIGHT = re.compile(r"weight\d*")

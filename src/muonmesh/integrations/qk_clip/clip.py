@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import Shard
 from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
 from muonmesh.errors import explain_error
-from muonmesh.groups.logits import Attention, Rows, attentions
+from muonmesh.groups.logits import Attention, LogitRows, attentions
 from muonmesh.integrations.qk_clip.attention import watch
-from muonmesh.integrations.qk_clip.logits import largest_logits
+from muonmesh.integrations.qk_clip.max_logits import largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 
@@ -144,7 +144,7 @@ class QKClip:
         if optimizer is not None:
             clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=largest.device)
         gamma = torch.where(clipped, self.threshold / largest.double(), 1.0)
-        factors: dict[str, list[tuple[Rows, Tensor]]] = {}
+        factors: dict[str, list[tuple[LogitRows, Tensor]]] = {}
         for attention in self._attentions:
             own = gamma[self._starts[id(attention.module)] :]
             for rows in attention.rows:
@@ -171,7 +171,7 @@ class QKClip:
         return found
 
 
-def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[Rows, Tensor]]) -> None:
+def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:
     """Multiply rows, or columns, of a parameter by numbers, in what this rank stores of it.
 
     Computed in fp32 or wider and rounded once, element by element, so every sharding gives the same bits; a factor of 1

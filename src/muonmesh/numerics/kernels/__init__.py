@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.blocked import BLOCKED
 from muonmesh.numerics.kernels.compiled import ORDER_OF_SUMS, NoLibrary, compiled_products, library
 from muonmesh.numerics.kernels.dense import dense, widened
-from muonmesh.numerics.kernels.device import torch_products
 from muonmesh.numerics.kernels.table import Exact, Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_installed, is_interpreted, is_usable
 from muonmesh.numerics.kernels.triton import triton_products

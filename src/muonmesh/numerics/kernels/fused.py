@@ -13,9 +13,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.rows import Rows, on_device
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
+from muonmesh.numerics.kernels.triton_launch import Launch
 
 _Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
 _Piece: TypeAlias = tuple[int, int, Tensor, Tensor, Tensor]

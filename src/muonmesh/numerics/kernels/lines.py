@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonmesh.numerics.kernels.launch import Launch
 from muonmesh.numerics.kernels.pieces import TYPES
 from muonmesh.numerics.kernels.portions import FIRST, LOOKED, MEASURED
+from muonmesh.numerics.kernels.triton_launch import Launch
 
 _BLOCK = 2048
 """Elements that a program works on at a time."""

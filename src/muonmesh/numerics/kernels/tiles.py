@@ -1,7 +1,7 @@
 """Products of batches of matrices on a GPU, by tiles, in Triton; whoever imports this file imports Triton."""
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonmesh.numerics.kernels.launch import Launch
+from muonmesh.numerics.kernels.triton_launch import Launch
 
 
 class Tile(NamedTuple):
@@ -40,6 +40,26 @@ _LARGE_FROM = 257
 """With fewer rows or columns, large tiles would be few, and many processors idle."""
 _GROUP = 8
 """Rows of tiles that are computed together, so that what they share is still in the cache."""
+
+
+@triton.jit
+def _tile_of(down, across, program, SYMMETRIC: tl.constexpr, GROUP: tl.constexpr):
+    """Return what a program computes: a row i and a column j of tiles, and the number of their matrix."""
+    if SYMMETRIC:  # the tiles (i, j) with i <= j, by columns: j·(j + 1)/2 lie before column j
+        tiles = down * (down + 1) // 2
+        number = program % tiles
+        j = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+        j = tl.where(j * (j + 1) // 2 > number, j - 1, j)  # the root is rounded
+        j = tl.where((j + 1) * (j + 2) // 2 <= number, j + 1, j)
+        i = number - j * (j + 1) // 2
+    else:  # a few rows of tiles at a time, by columns
+        tiles = down * across
+        number = program % tiles
+        first = number // (GROUP * across) * GROUP
+        height = tl.minimum(down - first, GROUP)
+        i = first + number % (GROUP * across) % height
+        j = number % (GROUP * across) // height
+    return i, j, (program // tiles).to(tl.int64)
 
 
 def _multiply(
@@ -89,24 +109,7 @@ def _multiply(
     All of it in fp32, rounded once. Each sum is added up by one program in one order, so a matrix has the same bits in
     every run and in every batch.
     """
-    down = tl.cdiv(rows, SIDE)
-    across = tl.cdiv(cols, SIDE)
-    program = tl.program_id(0)
-    if SYMMETRIC:  # the tiles (i, j) with i <= j, by columns: j·(j + 1)/2 lie before column j
-        tiles = down * (down + 1) // 2
-        number = program % tiles
-        j = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-        j = tl.where(j * (j + 1) // 2 > number, j - 1, j)  # the root is rounded
-        j = tl.where((j + 1) * (j + 2) // 2 <= number, j + 1, j)
-        i = number - j * (j + 1) // 2
-    else:  # a few rows of tiles at a time, by columns
-        tiles = down * across
-        number = program % tiles
-        first = number // (GROUP * across) * GROUP
-        height = tl.minimum(down - first, GROUP)
-        i = first + number % (GROUP * across) % height
-        j = number % (GROUP * across) // height
-    z = (program // tiles).to(tl.int64)
+    i, j, z = _tile_of(tl.cdiv(rows, SIDE), tl.cdiv(cols, SIDE), tl.program_id(0), SYMMETRIC, GROUP)
 
     # Where the tile begins is told in 64 bits, where an element lies in the tile in as few as will do: registers are
     # what limits the size of a tile.

@@ -12,7 +12,7 @@ import typer
 from rich.filesize import decimal
 
 if TYPE_CHECKING:
-    from muonmesh.cli.blueprint import Part
+    from muonmesh.cli.blueprint import ModelParameter
 
 WHAT = "What to plan"
 WHERE = "Where it would run"
@@ -99,7 +99,7 @@ def planned(
     to_owners: bool = False,
     rank: int | None = None,
     rates: Path | None = None,
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[ModelParameter] | None = None,
 ) -> dict[str, Any]:
     """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
 
@@ -113,7 +113,7 @@ def planned(
     from muonmesh.cli.blueprint import blueprint
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
     from muonmesh.cli.figures import figures_of, load_rates
-    from muonmesh.cli.settings import Settings
+    from muonmesh.cli.run_settings import Settings
     from muonmesh.errors import FileError
     from muonmesh.report.forecast import Weight, forecast
 

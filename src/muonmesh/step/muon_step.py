@@ -16,13 +16,13 @@ from muonmesh.layout import Piece
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
-from muonmesh.numerics.rules.together import Folded, Updated
+from muonmesh.numerics.rules.on_device import Folded, Updated
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.kept import KeptState
+from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
 from muonmesh.step.rule_sums import RuleSums
-from muonmesh.step.slots import view_in_storage
 from muonmesh.step.stack import SMALL, Stack
+from muonmesh.step.stored_companions import StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
@@ -38,7 +38,7 @@ class MuonStep:
     """The Muon half of one step on a CPU: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
 
     Everything is done piece by piece in the local storage, read as a contiguous array; a storage that is not
-    contiguous is worked on in a contiguous copy. On a device `MuonStepTogether` replaces the elementwise parts.
+    contiguous is worked on in a contiguous copy. On a device `MuonStepOnDevice` replaces the elementwise parts.
 
     Args:
         ready: The parameters of the step.
@@ -60,7 +60,7 @@ class MuonStep:
         self._ready = ready
         self.step_elementwise = step_elementwise
         self._update_squares = update_squares
-        self.companions = KeptState(ready)
+        self.companions = StoredCompanions(ready)
         self.summands = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
 

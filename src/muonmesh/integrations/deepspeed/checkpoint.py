@@ -1,4 +1,4 @@
-"""Saved: the parameters of an engine as `muonmesh.checkpoint` sees them, at every stage of ZeRO."""
+"""Checkpoint: the parameters of an engine as `muonmesh.checkpoint` sees them, at every stage of ZeRO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.record import Part, Record, count_part
 from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.calls import Call
-from muonmesh.integrations.deepspeed.shards import name_in_model
+from muonmesh.integrations.deepspeed.engine_parameters import name_in_model
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import rule_of, step_count
 

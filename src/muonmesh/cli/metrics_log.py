@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
-from muonmesh.cli.settings import Optimizer
+from muonmesh.cli.run_settings import Optimizer
 from muonmesh.errors import FileError
 from muonmesh.files import cannot_write, is_finite, is_whole, named, read_text, reason, write_text, writing
 

@@ -1,4 +1,4 @@
-"""Pieces: which boxes of the whole parameter a local shard consists of, as Megatron's own checkpoints have it.
+"""Saved boxes: which boxes of the whole parameter a local shard consists of, as Megatron's own checkpoints have it.
 
 Attributes of parameters lie: experts are stamped sharded though whole, convolutions sharded without a dim, unequal
 parts as if they were one. ``model.sharded_state_dict()`` is what checkpoints are resharded by, so it is right.
@@ -20,7 +20,7 @@ from muonmesh.layout import Interval, MeshLayout, Placement, Replicate, Shard, S
 from muonmesh.layout.region import row_major
 
 
-class Piece(NamedTuple):
+class SavedBox(NamedTuple):
     """A box of the whole parameter and where it lies in the local memory.
 
     Attributes:
@@ -48,27 +48,27 @@ class Cut(NamedTuple):
     Attributes:
         shape: Of the whole parameter.
         placement: Over the tensor-parallel ranks, or None where placements cannot say it.
-        runs: Then for each of these ranks intervals of the whole parameter, flattened, in its flattened memory.
+        intervals: Then for each of these ranks intervals of the whole parameter, flattened, in its flattened memory.
     """
 
     shape: tuple[int, ...]
     placement: Placement | None
-    runs: tuple[tuple[Interval, ...], ...] = ()
+    intervals: tuple[tuple[Interval, ...], ...] = ()
 
 
-def pieces_of(model: nn.Module) -> dict[int, list[Piece]]:
-    """Return the pieces of each parameter, by its identity; a parameter that no checkpoint holds is left out.
+def saved_boxes_of(model: nn.Module) -> dict[int, list[SavedBox]]:
+    """Return the boxes of each parameter, by its identity; a parameter that no checkpoint holds is left out.
 
     Axes that checkpoints put in front, of layers and experts, are no dims of the parameter.
     """
     model_state: Any = model
-    found: dict[int, list[Piece]] = {}
+    found: dict[int, list[SavedBox]] = {}
     # With the group that Megatron's own save adds: a stage with layers of multi-token prediction reads it.
     metadata = ensure_metadata_has_dp_cp_group(None)
     for entry in nested_values(model_state.sharded_state_dict(metadata=metadata)):
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, nn.Parameter):
             parts = [entry] if isinstance(entry, ShardedTensor) else list(_tensors(entry.build()))
-            found[id(entry.data)] = [_piece(part, entry.data) for part in parts]
+            found[id(entry.data)] = [_saved_box(part, entry.data) for part in parts]
     return found
 
 
@@ -84,30 +84,30 @@ def _tensors(built: Any) -> Iterator[Any]:
             yield from _tensors(value)
 
 
-def _piece(part: Any, parameter: Tensor) -> Piece:
+def _saved_box(part: Any, parameter: Tensor) -> SavedBox:
     front = part.prepend_axis_num
     start = part.data.storage_offset() - parameter.storage_offset()
     shape = tuple(part.local_shape)
     whole, offset = tuple(part.global_shape[front:]), tuple(part.global_offset[front:])
-    return Piece(part.key, whole, offset, shape, start, part.data.stride(), part.allow_shape_mismatch)
+    return SavedBox(part.key, whole, offset, shape, start, part.data.stride(), part.allow_shape_mismatch)
 
 
-def cut_of(name: str, local: tuple[int, ...], pieces: Sequence[Piece], rank: int, ranks: int) -> Cut:
-    """Return how a parameter is cut, proved on this rank against all of its pieces.
+def cut_of(name: str, local: tuple[int, ...], boxes: Sequence[SavedBox], rank: int, ranks: int) -> Cut:
+    """Return how a parameter is cut, proved on this rank against all of its boxes.
 
     Args:
         name: For messages.
         local: Shape of the shard.
-        pieces: Of this rank.
+        boxes: Of this rank.
         rank: Of this rank among those of tensor parallelism.
         ranks: How many they are.
 
     Raises:
-        LayoutError: no placement fits, and the pieces are no runs of whole rows.
+        LayoutError: no placement fits, and the boxes are no intervals of whole rows.
     """
-    shape, placed = _together(pieces)
+    shape, placed = _together(boxes)
     if ranks == 1 or shape == local:
-        if shape == local and all(_in_place(piece, shape) for piece in placed):
+        if shape == local and all(_in_place(box, shape) for box in placed):
             return Cut(shape, Replicate())
     else:
         for dim in range(len(local)):
@@ -116,40 +116,40 @@ def cut_of(name: str, local: tuple[int, ...], pieces: Sequence[Piece], rank: int
                 if _fits(placement, shape, local, placed, rank, ranks):
                     return Cut(shape, placement)
         row = math.prod(shape[1:])
-        if all(_whole_rows(piece, local, shape) for piece in placed):
-            return Cut(shape, None, tuple(_runs(placed, other - rank, row) for other in range(ranks)))
-    found = f"local shape {local} and pieces {[(p.key, p.whole, p.offset, p.shape) for p in pieces]}"
+        if all(_whole_rows(box, local, shape) for box in placed):
+            return Cut(shape, None, tuple(_intervals(placed, other - rank, row) for other in range(ranks)))
+    found = f"local shape {local} and boxes {[(p.key, p.whole, p.offset, p.shape) for p in boxes]}"
     needed = f"shards along one dim over {ranks} tensor-parallel ranks"
     raise LayoutError(explain_error(name, found, needed, "Report the module's class to muonmesh"))
 
 
-def _together(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], list[Piece]]:
-    """Return the shape of the parameter and its pieces in it; tensors of several keys follow each other by rows."""
+def _together(boxes: Sequence[SavedBox]) -> tuple[tuple[int, ...], list[SavedBox]]:
+    """Return the shape of the parameter and its boxes in it; tensors of several keys follow each other by rows."""
     first: dict[str, int] = {}
     rows = 0
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if piece.key not in first:
-            first[piece.key] = rows
-            rows += piece.whole[0] if piece.whole else 0
-    whole = pieces[0].whole
+    for box in sorted(boxes, key=lambda box: box.start):
+        if box.key not in first:
+            first[box.key] = rows
+            rows += box.whole[0] if box.whole else 0
+    whole = boxes[0].whole
     if len(first) == 1:
-        return whole, list(pieces)
-    moved = [p._replace(offset=(p.offset[0] + first[p.key], *p.offset[1:])) for p in pieces]
+        return whole, list(boxes)
+    moved = [p._replace(offset=(p.offset[0] + first[p.key], *p.offset[1:])) for p in boxes]
     return (rows, *whole[1:]), moved
 
 
-def _in_place(piece: Piece, shape: tuple[int, ...]) -> bool:
-    """Whether a piece lies in memory where it does in the whole."""
+def _in_place(box: SavedBox, shape: tuple[int, ...]) -> bool:
+    """Whether a box lies in memory where it does in the whole."""
     strides = row_major(shape)
-    same = all(a == b for a, b, size in zip(piece.strides, strides, piece.shape, strict=True) if size > 1)
-    return same and piece.start == sum(o * s for o, s in zip(piece.offset, strides, strict=True))
+    same = all(a == b for a, b, size in zip(box.strides, strides, box.shape, strict=True) if size > 1)
+    return same and box.start == sum(o * s for o, s in zip(box.offset, strides, strict=True))
 
 
 def _fits(
     placement: Shard | StridedShard,
     shape: tuple[int, ...],
     local: tuple[int, ...],
-    pieces: Sequence[Piece],
+    boxes: Sequence[SavedBox],
     rank: int,
     ranks: int,
 ) -> bool:
@@ -158,13 +158,13 @@ def _fits(
         return False
     layout = MeshLayout(shape, (ranks,), tuple(range(ranks)), (placement,))
     said = {(block.region.offset, block.region.shape, block.start) for block in layout.blocks(rank)}
-    return layout.local_shape(rank) == local and said == {(p.offset, p.shape, p.start) for p in pieces}
+    return layout.local_shape(rank) == local and said == {(p.offset, p.shape, p.start) for p in boxes}
 
 
-def _whole_rows(piece: Piece, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return piece.shape[1:] == local[1:] == shape[1:] and not any(piece.offset[1:])
+def _whole_rows(box: SavedBox, local: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return box.shape[1:] == local[1:] == shape[1:] and not any(box.offset[1:])
 
 
-def _runs(pieces: Sequence[Piece], away: int, row: int) -> tuple[Interval, ...]:
-    """Return the pieces of the rank that is so many places away, which are as long and follow or precede these."""
-    return tuple(Interval((p.offset[0] + away * p.shape[0]) * row, p.shape[0] * row, p.start) for p in pieces)
+def _intervals(boxes: Sequence[SavedBox], away: int, row: int) -> tuple[Interval, ...]:
+    """Return the boxes of the rank that is so many places away, which are as long and follow or precede these."""
+    return tuple(Interval((p.offset[0] + away * p.shape[0]) * row, p.shape[0] * row, p.start) for p in boxes)

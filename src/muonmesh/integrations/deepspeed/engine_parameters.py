@@ -1,4 +1,4 @@
-"""Shard: what ZeRO cuts up of one parameter, a whole one or this rank's part under tensor parallelism."""
+"""EngineParameter: what ZeRO cuts up of one parameter, a whole one or this rank's part under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.utils import groups as deepspeed_groups
 
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import MeshLayout, Placement, Replicate, StridedShard
-from muonmesh.layout import Shard as ShardOf
+from muonmesh.layout import MeshLayout, Placement, Replicate, Shard, StridedShard
 
 _EXPERTS = " (experts of rank"
 
@@ -22,7 +21,7 @@ def name_in_model(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Shard:
+class EngineParameter:
     """One parameter as the optimizer knows it.
 
     Attributes:
@@ -66,7 +65,7 @@ class Shard:
         return (within.ranks,)
 
 
-def shard_of(
+def engine_parameter(
     parameter: Any,
     name: str,
     shape: tuple[int, ...],
@@ -75,15 +74,15 @@ def shard_of(
     *,
     experts: str | None,
     tensor_parallel: int,
-) -> Shard:
+) -> EngineParameter:
     """Return a parameter as it is once the engine has configured its modules.
 
     Args:
         parameter: What DeepSpeed will train.
         name: Canonical name.
         shape: Global shape, as it was before.
-        matrices: See `Shard`.
-        reason: See `Shard`.
+        matrices: See `EngineParameter`.
+        reason: See `EngineParameter`.
         experts: Name of the ranks that share the experts it belongs to, or None.
         tensor_parallel: Number of ranks of tensor parallelism.
 
@@ -95,14 +94,14 @@ def shard_of(
         rank = deepspeed_groups._get_expert_parallel_rank(experts)
         name = f"{name}{_EXPERTS} {rank} of {size})" if size > 1 else name
     placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
-    shard = Shard(name, shape, matrices, reason, tensor_parallel, placement)
+    known = EngineParameter(name, shape, matrices, reason, tensor_parallel, placement)
     peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), (placement,))
     needed = peers.local_shape(dist.get_rank() % tensor_parallel)
     held = tuple(getattr(parameter, "ds_shape", parameter.shape))
     if held != needed:
         found = f"shape {held} in the engine"
         raise LayoutError(explain_error(name, found, f"{needed} of {shape}", "Leave its module as it is, or whole"))
-    return shard
+    return known
 
 
 def _placement(name: str, meta: dict[str, Any], shape: tuple[int, ...], size: int) -> Placement:
@@ -120,4 +119,4 @@ def _placement(name: str, meta: dict[str, Any], shape: tuple[int, ...], size: in
                 "Choose an autotp_size that divides its heads, or skip it in partition_config",
             )
         )
-    return ShardOf(dim) if len(widths) == 1 else StridedShard(dim, len(widths))
+    return Shard(dim) if len(widths) == 1 else StridedShard(dim, len(widths))

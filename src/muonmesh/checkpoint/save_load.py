@@ -1,4 +1,4 @@
-"""Saved: a model and its optimizer as a checkpoint that any layout reads, and back.
+"""Save and load: a model and its optimizer as a checkpoint that any layout reads, and back.
 
 `save` asks the optimizer for its Records, makes a Share of each tensor in them, and has `folder.write` write these.
 `load` has `folder.look` check the folder, works out by `fitting.fit` what goes where, reads into fresh memory, and only
@@ -19,7 +19,7 @@ from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.checkpoint.extra import extra_of, give_back
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.groups import check_saved, merged, settings_of
+from muonmesh.checkpoint.group_settings import check_saved, merged, settings_of
 from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of

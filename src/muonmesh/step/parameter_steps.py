@@ -1,4 +1,4 @@
-"""Slots: what a rank stores of each parameter in one step, with its gradient and its state."""
+"""ParameterStep: what a rank stores of each parameter in one step, with its gradient and its state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNT = "step"
 
 
 @dataclass(slots=True)
-class Slot:
+class ParameterStep:
     """One parameter in one step.
 
     Attributes:
@@ -70,7 +70,7 @@ class Slot:
 
 
 class Collected(NamedTuple):
-    """The slots of one step.
+    """What one step works on: all parameters, each as a `ParameterStep`.
 
     Attributes:
         muon: Of the Muon half, as the plan's parameters are numbered; None for one that only other ranks hold.
@@ -80,22 +80,22 @@ class Collected(NamedTuple):
         missing: The parameters without a gradient, by name.
     """
 
-    muon: list[Slot | None]
-    elementwise: list[Slot | None]
-    adamw: list[list[Slot]]
+    muon: list[ParameterStep | None]
+    elementwise: list[ParameterStep | None]
+    adamw: list[list[ParameterStep]]
     error: Exception | None
     missing: dict[str, Tensor]
 
     @property
     def some(self) -> bool:
         """Whether any parameter of this rank has a gradient."""
-        return any(slot.gradient is not None for slot in self.here)
+        return any(entry.gradient is not None for entry in self.here)
 
     @property
-    def here(self) -> Iterator[Slot]:
-        """The slots of this rank."""
-        yield from (slot for slot in self.muon if slot is not None)
-        yield from (slot for some in self.adamw for slot in some)
+    def here(self) -> Iterator[ParameterStep]:
+        """Those that this rank stores something of."""
+        yield from (entry for entry in self.muon if entry is not None)
+        yield from (entry for some in self.adamw for entry in some)
 
 
 def collect(
@@ -117,14 +117,14 @@ def collect(
         precision: Where state is kept.
     """
     error: Exception | None = None
-    slots: dict[int, Slot] = {}
+    entries: dict[int, ParameterStep] = {}
     missing: dict[str, Tensor] = {}
     matrices_of = planned.matrices_of
     by_muon = [is_matrix_rule(group["algorithm"]) for group in groups]
 
-    def slot_of(member: Member) -> Slot:
+    def entry_of(member: Member) -> ParameterStep:
         nonlocal error
-        if (known := slots.get(id(member))) is not None:
+        if (known := entries.get(id(member))) is not None:
             return known
         tensor, gradient = member.tensor, None
         try:
@@ -137,7 +137,7 @@ def collect(
             gradient = unscaled(gradient, loss_scale)
         if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
             gradient = gradient.contiguous()
-        slot = slots[id(member)] = Slot(
+        entry = entries[id(member)] = ParameterStep(
             member.name,
             tensor,
             state[tensor],
@@ -150,41 +150,41 @@ def collect(
             member.state_layouts,
         )
         try:
-            check_state(slot, precision, muon=by_muon[member.group])
+            check_state(entry, precision, muon=by_muon[member.group])
         except (LayoutError, StateError) as found:
             error = error or found
-        return slot
+        return entry
 
-    muon = [None if member is None else slot_of(member) for member in planned.muon]
-    elementwise = [None if member is None else slot_of(member) for member in planned.elementwise]
+    muon = [None if member is None else entry_of(member) for member in planned.muon]
+    elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
     adamw = []
     for members in planned.adamw:
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
-        adamw.append([slot_of(member) for member in tensors.values()])
+        adamw.append([entry_of(member) for member in tensors.values()])
     return Collected(muon, elementwise, adamw, error, missing)
 
 
-def create_state(slot: Slot, precision: Precision) -> None:
+def create_state(entry: ParameterStep, precision: Precision) -> None:
     """Create what the rule keeps, the running norms of `clip` and the master of a Muon parameter where missing."""
-    local = local_of(slot.tensor)
-    create_kept(slot, precision)
+    local = local_of(entry.tensor)
+    create_kept(entry, precision)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
-        if key not in slot.state:
-            slot.state[key] = torch.zeros(running_shape(slot.matrices), dtype=torch.float32, device=local.device)
-    create_master(slot, precision)
+        if key not in entry.state:
+            entry.state[key] = torch.zeros(running_shape(entry.matrices), dtype=torch.float32, device=local.device)
+    create_master(entry, precision)
 
 
-def create_kept(slot: Slot, precision: Precision) -> None:
+def create_kept(entry: ParameterStep, precision: Precision) -> None:
     """Create what the rule keeps where it is missing, as zeros."""
-    local = local_of(slot.tensor)
-    for key, home in slot.state_layouts.items():
-        if key not in slot.state:
-            shape = local.shape if home.storage is slot.storage else local_shape(home.storage)
+    local = local_of(entry.tensor)
+    for key, home in entry.state_layouts.items():
+        if key not in entry.state:
+            shape = local.shape if home.storage is entry.storage else local_shape(home.storage)
             if home.companion is None:
                 zeros = fresh_zeros(shape, home.kept_dtype(precision), local.device, precision)
             else:
                 zeros = torch.zeros(shape, dtype=home.kept_dtype(precision), device=local.device)
-            slot.state[key] = home.storage.wrap(zeros)
+            entry.state[key] = home.storage.wrap(zeros)
 
 
 def running_shape(matrices: int) -> tuple[int, ...]:
@@ -192,14 +192,14 @@ def running_shape(matrices: int) -> tuple[int, ...]:
     return () if matrices == 1 else (matrices,)
 
 
-def create_master(slot: Slot, precision: Precision) -> None:
+def create_master(entry: ParameterStep, precision: Precision) -> None:
     """Create the master of a parameter where it is missing and asked for."""
-    local = local_of(slot.tensor)
-    if precision.master is not None and precision.master != local.dtype and "master" not in slot.state:
-        slot.state["master"] = slot.storage.wrap(fresh_copy(local, precision.master, precision))
+    local = local_of(entry.tensor)
+    if precision.master is not None and precision.master != local.dtype and "master" not in entry.state:
+        entry.state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
-def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
+def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
     """Make sure that the state of a parameter is what a step may read as contiguous memory.
 
     Whoever wrote it, a checkpoint or the user: momentum and masters with other strides are made contiguous.
@@ -209,16 +209,16 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
         StateError: a tensor is no tensor, of another shape than this rank stores, or elsewhere; or the state is of the
             other algorithm.
     """
-    held, state, state_layouts = local_of(slot.tensor), slot.state, slot.state_layouts
+    held, state, state_layouts = local_of(entry.tensor), entry.state, entry.state_layouts
     if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
         found, write = "a parameter without memory, which FSDP or ZeRO has freed", "Reshard it first: module.reshard()"
-        raise LayoutError(explain_error(slot.name, found, "its elements to update", write))
+        raise LayoutError(explain_error(entry.name, found, "its elements to update", write))
     foreign = "exp_avg" if muon else "momentum_buffer"
     if foreign in state:
         algorithm, other = ("muon", "adamw") if muon else ("adamw", "muon")
         raise StateError(
             explain_error(
-                slot.name,
+                entry.name,
                 f"{foreign}, state of {other}, in a group of {algorithm}",
                 f"state of {algorithm}",
                 "Write del optimizer.state[parameter] to begin with fresh state, or set the group back",
@@ -230,14 +230,14 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
         if value is None or (home is None and key != "master"):
             continue
         if not isinstance(value, Tensor):
-            raise StateError(explain_error(slot.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
-        place = slot.storage if home is None else home.storage
-        local, same = local_of(value), place is slot.storage
+            raise StateError(explain_error(entry.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
+        place = entry.storage if home is None else home.storage
+        local, same = local_of(value), place is entry.storage
         needed = held.shape if same else local_shape(place)
         if local.shape != needed:
             raise StateError(
                 explain_error(
-                    slot.name,
+                    entry.name,
                     f"{key} of shape {tuple(local.shape)} on this rank",
                     f"{tuple(needed)}, the shape in which this rank stores it",
                     "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
@@ -248,7 +248,7 @@ def check_state(slot: Slot, precision: Precision, *, muon: bool) -> None:
         if local.device != device:
             found, where = f"{key} on {local.device}", f"it on {device}"
             where += ", with its parameter" if device == held.device else ", as state_device says"
-            raise StateError(explain_error(slot.name, found, where, "Move it back, or load the state again"))
+            raise StateError(explain_error(entry.name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
             state[key] = place.wrap(local.contiguous())
 

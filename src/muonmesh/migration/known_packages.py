@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod, sqrt
 
 from muonmesh.errors import explain_error
-from muonmesh.migration.memory import Memory
 from muonmesh.migration.package import Halves, Package, Settings
 from muonmesh.migration.polynomials import JORDAN, named, polar_express_102
+from muonmesh.migration.state_keys import StateKeys
 from muonmesh.numerics.scale import ScaleMode
 
 _OFF = (None, False)
@@ -122,7 +122,7 @@ PACKAGES: dict[str, Package] = {
             "num_heads": _OFF,
         },
         beside=frozenset({"distributed_mesh", "flatten", "use_triton", "step", "beta1", "beta2"}),
-        memory=Memory("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
+        state_keys=StateKeys("momentum", sums=True, factor="mu", first="momentum", second="variance", count="step_dev"),
     ),
     "deepspeed": Package(  # DeepSpeed 0.19: a group of the optimizer, or the configuration, which speaks of both halves
         {
@@ -221,6 +221,6 @@ PACKAGES: dict[str, Package] = {
             "differentiable": _OFF,
         },
         beside=_SWITCHES | {"betas", "eps", "use_muon", "fused_adam", "foreach_adam", "batch_size", "has_complex"},
-        memory=Memory(sums=True, beside=frozenset({"step", "lr_ratio"})),
+        state_keys=StateKeys(sums=True, beside=frozenset({"step", "lr_ratio"})),
     ),
 }

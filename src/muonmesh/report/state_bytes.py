@@ -1,4 +1,4 @@
-"""Memory: how many bytes of state a rank keeps of each parameter, told from the plan before there is any."""
+"""StateBytes: how many bytes of state a rank keeps of each parameter, told from the plan before there is any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muonmesh.step.planning import Planned
 _FP32 = 4
 
 
-class Memory(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes of state on one rank.
 
     Attributes:
@@ -27,13 +27,13 @@ class Memory(NamedTuple):
     host: int
 
 
-def memory_of(planned: Planned, precision: Precision) -> dict[str, Memory]:
+def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, StateBytes]:
     """Return what this rank keeps of each parameter once a step has been taken, by name.
 
     The padding and the neighbours of a flat buffer are left out. Scales of int8 blocks that several parameters of a
     flat buffer share are counted with the first of them.
     """
-    found = dict[str, Memory]()
+    found = dict[str, StateBytes]()
     coded = set[Tensor]()
     for member in planned.members:
         local = local_of(member.tensor)
@@ -49,7 +49,7 @@ def memory_of(planned: Planned, precision: Precision) -> dict[str, Memory]:
             if home.kept_dtype(precision) != home.saved_dtype(precision) and member.tensor not in coded:
                 coded.add(member.tensor)
                 few += _FP32 * planned.blocks.size(member.tensor)
-        found[member.name] = Memory(shaped + few, shaped if precision.leaves(local.device) else 0)
+        found[member.name] = StateBytes(shaped + few, shaped if precision.leaves(local.device) else 0)
     return found
 
 

@@ -1,4 +1,4 @@
-"""KeptState: what rules keep by row, column or matrix, stored beside the parameters and changed by the owners."""
+"""StoredCompanions: numbers that rules keep by row, column or matrix. Ranks store them; owners alone change them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
+from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
-from muonmesh.step.slots import view_in_storage
 
 
-class KeptState:
-    """`muonmesh.comm.work.CompanionState` of one step.
+class StoredCompanions:
+    """The companions (numbers by row, column or matrix) of one step: where `CompanionExchange` reads and writes them.
+
+    Implements `muonmesh.comm.work.CompanionState`.
 
     Args:
         ready: The parameters of the step.
@@ -32,11 +34,11 @@ class KeptState:
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what is kept of a matrix; zeros if there is no state here."""
-        slot = self._ready.slot(assignment)
-        assert slot is not None
-        self._ready.create(self._ready.plan.assignments[assignment].parameter, slot)  # and take no more than these
-        if slot.created:
-            into.copy_(view_in_storage(local_of(slot.state[key]), piece))
+        entry = self._ready.entry(assignment)
+        assert entry is not None
+        self._ready.create(self._ready.plan.assignments[assignment].parameter, entry)  # and take no more than these
+        if entry.created:
+            into.copy_(view_in_storage(local_of(entry.state[key]), piece))
         else:
             into.zero_()
 
@@ -50,22 +52,22 @@ class KeptState:
 
         What travels is left as it was by `write` where the matrix is left alone; what lives here, when this ends.
         """
-        matrix, flag, slot = (
+        matrix, flag, entry = (
             self._ready.matrix(assignment),
             self._ready.nonzero[assignment],
-            self._ready.slot(assignment),
+            self._ready.entry(assignment),
         )
-        assert slot is not None
+        assert entry is not None
         given, here = {}, dict[str, Tensor]()
-        for key, home in slot.state_layouts.items():
+        for key, home in entry.state_layouts.items():
             if home.companion is None:
                 continue
             size = (1, *size_of(home.kept_as, matrix.rows, matrix.cols))
             if not home.companion.at_owner:
                 given[key] = self.owned[assignment][key].view(size)
-            elif slot.created:
+            elif entry.created:
                 start = home.companion.starts[matrix.index]
-                view = slot.state[key][start : start + math.prod(size)].view(size)
+                view = entry.state[key][start : start + math.prod(size)].view(size)
                 # The bits of products depend on the address modulo 64 bytes, and that on what else this rank owns.
                 if flag is True and view.data_ptr() % 64 == 0:
                     given[key] = view
@@ -82,9 +84,9 @@ class KeptState:
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep the numbers that `Rule.whole` has changed, unless the matrix is left alone."""
-        flag, slot = self._ready.nonzero[assignment], self._ready.slot(assignment)
-        assert slot is not None
-        if flag is False or not slot.created:
+        flag, entry = self._ready.nonzero[assignment], self._ready.entry(assignment)
+        assert entry is not None
+        if flag is False or not entry.created:
             return
-        kept = view_in_storage(local_of(slot.state[key]), piece)
+        kept = view_in_storage(local_of(entry.state[key]), piece)
         kept.copy_(numbers if flag is True else torch.where(flag, numbers, kept))

@@ -1,4 +1,4 @@
-"""Memory: what another optimizer keeps of a parameter from one step to the next, and what that is with us."""
+"""StateKeys: under which keys another optimizer keeps its state of a parameter, and what that is in muonmesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muonmesh.files import is_finite
 from muonmesh.numerics.rules import step_count
 
 
-class Remembered(NamedTuple):
+class ParameterState(NamedTuple):
     """What is kept of one parameter, by our keys.
 
     Attributes:
@@ -28,8 +28,8 @@ class Remembered(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What one package keeps of a parameter.
+class StateKeys:
+    """The keys under which one package keeps the state of a parameter.
 
     A sum of gradients ``M ← μM + g`` is 1/(1 − μ) times the average ``m ← μm + (1 − μ)g`` of the same gradients, and
     so are the directions that are made of them with Nesterov, ``g + μM`` and ``(1 − μ)g + μm``. So a sum times 1 − μ is
@@ -53,7 +53,7 @@ class Memory:
     count: str = "step"
     beside: frozenset[str] = frozenset({"step"})
 
-    def read(self, name: str, group: Mapping[str, Any], entry: Mapping[str, Any]) -> Remembered:
+    def read(self, name: str, group: Mapping[str, Any], entry: Mapping[str, Any]) -> ParameterState:
         """Return what is kept of one parameter.
 
         Args:
@@ -79,7 +79,7 @@ class Memory:
             raise StateError(explain_error(name, found, f"{', '.join(needed)} and a count of steps alone", write))
         if not is_adamw:
             momentum = entry[self.momentum].detach()
-            return Remembered("muon", {"momentum_buffer": self._average(name, group, momentum)})
+            return ParameterState("muon", {"momentum_buffer": self._average(name, group, momentum)})
         count = _number(entry.get(self.count, group.get("step")))
         if count is None:
             found = "no count of AdamW's steps"
@@ -87,7 +87,7 @@ class Memory:
             raise StateError(explain_error(name, found, wanted, f'Write state["{self.count}"] = the number of steps'))
         step = step_count(count)
         state = {"step": step, "exp_avg": entry[self.first].detach(), "exp_avg_sq": entry[self.second].detach()}
-        return Remembered("adamw", state)
+        return ParameterState("adamw", state)
 
     def _average(self, name: str, group: Mapping[str, Any], momentum: Tensor) -> Tensor:
         if not self.sums:

@@ -12,12 +12,12 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups import register, split_params, unregister
-from muonmesh.groups.fused import WHOLE
+from muonmesh.groups.fused_projections import WHOLE
 from muonmesh.groups.heads import HeadPart
 from muonmesh.groups.sites import Site, sites, unwrapped
 from muonmesh.integrations.megatron.experts import expert_names, expert_role
-from muonmesh.integrations.megatron.names import whole_name
-from muonmesh.integrations.megatron.pieces import pieces_of
+from muonmesh.integrations.megatron.global_names import whole_name
+from muonmesh.integrations.megatron.saved_boxes import saved_boxes_of
 from muonmesh.names import names_matching
 
 _EACH = ("params", "param_names", "matrices", "reasons")
@@ -123,8 +123,8 @@ def _split(model: nn.Module, **settings: Any) -> Any:
 
 def _wholes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     """Return the whole shapes of those parameters that checkpoints hold as one tensor."""
-    pieces = pieces_of(model)
-    found = {parameter: pieces.get(id(parameter), []) for parameter in model.parameters()}
+    boxes = saved_boxes_of(model)
+    found = {parameter: boxes.get(id(parameter), []) for parameter in model.parameters()}
     return {
         parameter: some[0].whole
         for parameter, some in found.items()

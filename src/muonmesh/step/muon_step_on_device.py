@@ -13,9 +13,9 @@ from muonmesh.comm.work import Local
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.newton_schulz import room_for
-from muonmesh.numerics.rules import together
-from muonmesh.numerics.rules.together import Factors, Folded, Updated
-from muonmesh.step.muon import MuonStep, ends_of
+from muonmesh.numerics.rules import on_device
+from muonmesh.numerics.rules.on_device import Factors, Folded, Updated
+from muonmesh.step.muon_step import MuonStep, ends_of
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stack import Stack
 
@@ -28,7 +28,7 @@ _LARGE = 1 << 26
 """Elements of a matrix from which on its memory counts for more than the launches of a product by panels."""
 
 
-class MuonStepTogether(MuonStep):
+class MuonStepOnDevice(MuonStep):
     """`MuonStep` on a device: what is done element by element is done to all pieces of a bucket at once."""
 
     def __init__(self, ready: ReadyParameters, **kwargs: Any) -> None:
@@ -42,11 +42,11 @@ class MuonStepTogether(MuonStep):
 
     def _fold(self, pieces: Sequence[Folded]) -> None:
         for group, some in self._by_group(pieces).items():
-            together.fold(some, self._factors_of(group))
+            on_device.fold(some, self._factors_of(group))
 
     def _apply(self, pieces: Sequence[Updated]) -> None:
         for group, some in self._by_group(pieces).items():
-            squares = together.apply(some, self._factors_of(group), measured=self._update_squares is not None)
+            squares = on_device.apply(some, self._factors_of(group), measured=self._update_squares is not None)
             if self._update_squares is not None and squares is not None:
                 self._update_squares.add(group, squares)
 
@@ -130,19 +130,19 @@ class MuonStepTogether(MuonStep):
     def _fold_stack(self, stack: Stack, batch: Sequence[Local], into: Tensor) -> None:
         factors, columns = self._factors_of(self._ready.group(stack.matrices[0])), stack.columns
         gradients, momenta = columns["gradient", ""], columns["momenta", "momentum_buffer"]
-        together.fold_in_one(gradients, momenta, _as_stored(batch, into), stack.matrices, factors)
+        on_device.fold_in_one(gradients, momenta, _as_stored(batch, into), stack.matrices, factors)
 
     def _apply_stack(self, stack: Stack, batch: Sequence[Local], updates: Tensor) -> None:
         factors, written = self._factors_of(self._ready.group(stack.matrices[0])), stack.columns["weights", ""]
         rounded = stack.columns.get(("rounded", ""))
         weights, masters = (written, ()) if rounded is None else (rounded, written)
-        together.apply_in_one(weights, masters, _as_stored(batch, updates), stack.matrices, factors)
+        on_device.apply_in_one(weights, masters, _as_stored(batch, updates), stack.matrices, factors)
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
         if self._every_step is None:
             return None
-        return together.of_each(assignments, self._every_step)[0][:, 0]
+        return on_device.of_each(assignments, self._every_step)[0][:, 0]
 
     def _factors_of(self, group: int) -> Factors:
         if group not in self._factors:
@@ -158,24 +158,24 @@ class MuonStepTogether(MuonStep):
         """The update scale of each matrix, fp64 (n,), in one copy; 0 for what this rank does not store."""
         found = []
         for number, assignment in enumerate(self._ready.plan.assignments):
-            slot = self._ready.slots[assignment.parameter]
-            rule = None if slot is None else self._ready.rules[slot.group]
-            found.append(0.0 if slot is None or rule is None else self._ready.scale(number))
+            entry = self._ready.entries[assignment.parameter]
+            rule = None if entry is None else self._ready.rules[entry.group]
+            found.append(0.0 if entry is None or rule is None else self._ready.scale(number))
         return upload(found, dtype=torch.float64, device=self._ready.device)
 
     @cached_property
     def _every_step(self) -> Tensor | None:
         """What the result of each matrix is multiplied by before it travels, (n,), fp32 or wider; None: by nothing.
 
-        By its step where that is all that its weights need of it (`together.Factors.arrives`), else by 1.
+        By its step where that is all that its weights need of it (`on_device.Factors.arrives`), else by 1.
         """
-        slots = [self._ready.slots[assignment.parameter] for assignment in self._ready.plan.assignments]
-        groups = sorted({slot.group for slot in slots if slot is not None})
+        entries = [self._ready.entries[assignment.parameter] for assignment in self._ready.plan.assignments]
+        groups = sorted({entry.group for entry in entries if entry is not None})
         if not any(self._factors_of(group).arrives for group in groups):
             return None
         steps = [self._factors_of(group).step for group in groups]
         if len(groups) > 1:
-            rows = [0 if slot is None else groups.index(slot.group) for slot in slots]
+            rows = [0 if entry is None else groups.index(entry.group) for entry in entries]
             steps = [torch.stack(steps).gather(0, upload([rows], dtype=torch.int64, device=self._ready.device))[0]]
         return steps[0].to(torch.promote_types(self._ready.precision.compute, torch.float32))
 

@@ -81,7 +81,7 @@ class MainGrad(GradientSource):
         return getattr(parameter, "grad_norm_group", None)
 
 
-class Shard(NamedTuple):
+class ParameterInterval(NamedTuple):
     """What this rank keeps of a parameter of Megatron's: its elements from low to high, flattened."""
 
     parameter: Tensor
@@ -93,22 +93,22 @@ class FlatMainGrad(GradientSource):
     """Gradients of intervals of flattened parameters: the same intervals of ``main_grad``, of which they are views.
 
     Args:
-        shards: For each tensor that is stepped what it is of which parameter; others are parameters themselves.
+        intervals: For each tensor that is stepped what it is of which parameter; others are parameters themselves.
     """
 
     norms_apart = NORMS_APART
 
-    def __init__(self, shards: dict[Tensor, Shard]) -> None:
-        self._shards = shards
+    def __init__(self, intervals: dict[Tensor, ParameterInterval]) -> None:
+        self._intervals = intervals
         self._whole = MainGrad()
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the interval of ``main_grad``, in the shape of what is stepped."""
-        shard = self._shards.get(parameter)
-        if shard is None:
+        interval = self._intervals.get(parameter)
+        if interval is None:
             return self._whole.gradient(parameter)
-        whole = self._whole.gradient(shard.parameter)
-        return None if whole is None else whole.view(-1)[shard.low : shard.high].view(parameter.shape)
+        whole = self._whole.gradient(interval.parameter)
+        return None if whole is None else whole.view(-1)[interval.low : interval.high].view(parameter.shape)
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Copy a gradient into the interval; None leaves it to Megatron's ``zero_grad_buffer``."""
@@ -127,5 +127,5 @@ class FlatMainGrad(GradientSource):
         return self._whole.norm_apart(self._parameter(parameter))
 
     def _parameter(self, tensor: Tensor) -> Tensor:
-        shard = self._shards.get(tensor)
-        return tensor if shard is None else shard.parameter
+        interval = self._intervals.get(tensor)
+        return tensor if interval is None else interval.parameter
