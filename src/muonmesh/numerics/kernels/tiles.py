@@ -1,7 +1,7 @@
 """Products of batches of matrices on a GPU, by tiles, in Triton; whoever imports this file imports Triton."""
 
 # Triton gives the arguments of a kernel their types when it compiles, from what the kernel is called with.
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
