@@ -1,4 +1,4 @@
-"""Archive: a file of `torch.save`, read without running it and only if it is as it was written."""
+"""Archive: reads a file of `torch.save` without running code from it, and only if the file is undamaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert: what another optimizer keeps of the parameters, as state that ours loads."""
+"""Convert: turns the state of another optimizer into a state dict that `muonmesh.Muon` loads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Sources: TypeAlias = Source | Sequence[Source]
 
 
 class SourceState(NamedTuple):
-    """The state of one optimizer, as it has or saved it: whose it is, if that is known, its groups and its state."""
+    """The state of one other optimizer: its package, if that is known, its groups and its state by parameter."""
 
     package: PackageName | None
     groups: Sequence[Mapping[str, Any]]
@@ -40,7 +40,7 @@ class SourceState(NamedTuple):
 
 
 class Recipient(NamedTuple):
-    """A parameter of ours that is given state: its name, what steps it, and where the state that it keeps lives."""
+    """A parameter of `muonmesh.Muon` that receives state: its name, its algorithm and the storage of its state."""
 
     name: str
     parameter: Tensor

@@ -1,4 +1,4 @@
-"""Entries: the tensors in a checkpoint's files, each looked at before any of them is loaded."""
+"""Entries: checks each tensor in a checkpoint's files before any of them is loaded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class _Piece(io.RawIOBase):
-    """A part of a file as a file; torch's own view of one cannot be sought from its end, as an archive is."""
+    """A part of a file that can be read as a file. Unlike torch's own class, it can seek from its end."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length

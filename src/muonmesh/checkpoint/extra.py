@@ -1,4 +1,4 @@
-"""Extra: what modules keep besides parameters and buffers, which torch asks for by `get_extra_state`."""
+"""Extra: saves and loads the extra state of modules, which torch asks for by `get_extra_state`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit: what of a checkpoint goes where in a model and an optimizer, worked out before anything is read."""
+"""Fit: works out where each tensor of a checkpoint goes in a model and an optimizer, before any of them is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = 8  # of what is wrong, in one message
 
 @dataclass
 class Fit:
-    """What is read, and what then is written where.
+    """The tensors that `load` reads from a checkpoint, and where it then writes each of them.
 
     Attributes:
         shares: Fresh memory by the name of what is read into it.

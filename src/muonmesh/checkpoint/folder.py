@@ -1,6 +1,6 @@
-"""Folder: named tensors and settings as a folder that is whole or not there, and back. Nothing in it can execute.
+"""Folder: writes named tensors and settings into a folder, whole or not at all, and reads them without running code.
 
-What is in it::
+The folder holds::
 
     __0_0.distcp ...   the tensors, in the files of `torch.distributed.checkpoint`, one a rank
     .metadata          where each piece of each tensor is; torch pickles it, and it is read without running it
@@ -102,7 +102,7 @@ def write(
 
 
 class Contents:
-    """A checkpoint that `look` has looked at: its files are what the manifest says. None of its tensors is loaded yet.
+    """A checkpoint whose files `look` has compared with the manifest. None of its tensors is loaded yet.
 
     Attributes:
         path: Where it is.

@@ -1,4 +1,4 @@
-"""Form: what a value that another program has made must look like, looked at as a whole before any of it is used."""
+"""Form: checks the whole structure of a value that another program has made, before any part of it is used."""
 
 from __future__ import annotations
 

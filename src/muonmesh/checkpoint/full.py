@@ -1,4 +1,4 @@
-"""Full: whole tensors that rank 0 alone has, looked at before torch hands any of them out."""
+"""Full: loads whole tensors that rank 0 alone has, and checks them before torch sends any to the other ranks."""
 
 from __future__ import annotations
 

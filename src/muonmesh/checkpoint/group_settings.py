@@ -1,4 +1,4 @@
-"""Groups: the settings of param groups as plain data, found again by the names of the parameters."""
+"""Group settings: saves the settings of param groups as JSON, and finds them again by the names of the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifest: the sizes and hashes of a checkpoint's files, so that one that has changed since is noticed."""
+"""Manifest: records the sizes and hashes of a checkpoint's files, and finds files that have changed since."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Metadata: what a checkpoint says it holds, read without running anything that it says.
+"""Metadata: reads which tensors a checkpoint holds, without running code from the checkpoint.
 
-`torch.distributed.checkpoint` pickles it, and a pickle is a program. Here its classes become records without behaviour,
-whatever else it names is refused, and torch's own objects are then built from the records field by field.
+`torch.distributed.checkpoint` pickles its metadata, and a pickle is a program. Here the pickled classes become objects
+without behaviour, and all other names are refused. torch's own objects are then built from these, field by field.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RECORDS = {
 
 
 class _PickledObject:
-    """What stands for an object of one of torch's classes: how it was called, and the state it was given."""
+    """Stands for a pickled object of one of torch's classes: the arguments of its constructor, and its state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -81,7 +81,7 @@ class _Operations(dict[int, Any]):
 
 # Python's own unpickler, not C's: seven bytes make that one take 64 GB, for an index where something is to be kept.
 class _Unpickler(pickle._Unpickler):
-    """Makes records; the classes are this object's own, so nothing that is pickled can reach another checkpoint's."""
+    """Unpickles into `_PickledObject`. Its classes are this object's own, so checkpoints cannot affect each other."""
 
     dispatch = _Operations({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPERATIONS})
 

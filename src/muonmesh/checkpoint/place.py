@@ -1,6 +1,6 @@
-"""Place: where a checkpoint is, where it is written before that, and which of several are older.
+"""Place: the path of a checkpoint, the path where it is written first, and the order of several checkpoints.
 
-A checkpoint is written beside its place and renamed. Names and numbers in names decide everything; clocks nothing.
+A checkpoint is written beside its place and then renamed. Names and the numbers in them decide; clocks never do.
 For a checkpoint ``NAME`` there may be, beside it, as hidden folders::
 
     .NAME.writing   what is being written, or what a save that was cut off left behind
@@ -45,9 +45,9 @@ def found_at(path: Path) -> Path:
 
 
 class FolderLock:
-    """An empty folder to write a checkpoint into, which this process alone holds until `release`.
+    """A lock on the empty folder into which this process writes a checkpoint; held until `release`.
 
-    The system takes the lock back when the process is gone, however it went, so nothing has to be removed by hand.
+    The operating system frees the lock when the process ends, so nobody has to remove a file by hand.
 
     Raises:
         FileError: another process holds it, or something is at the place that is no checkpoint.

@@ -1,7 +1,7 @@
-"""Ranks: work that every rank does, and that fails on all ranks if it fails on one.
+"""Ranks: runs work on every rank, and raises on all ranks if the work fails on one.
 
-`together` is for work on files, where every rank raises the same FileError; `agreed` is for what each rank works out of
-its own model and optimizer, and gives every rank the results of all.
+`together` is for work on files: every rank raises the same FileError. `agreed` is for what a rank works out from its
+own model and optimizer: every rank gets the results of all ranks.
 """
 
 from __future__ import annotations

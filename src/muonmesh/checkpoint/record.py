@@ -1,4 +1,4 @@
-"""Record: one parameter with its state, as a checkpoint sees it: whole tensors of which this rank stores some boxes."""
+"""Record: one parameter and its state as whole tensors, of each of which this rank stores some boxes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """One parameter.
+    """One parameter with its state, as a checkpoint saves and loads them.
 
     Attributes:
         name: Canonical name.
@@ -198,7 +198,7 @@ def fill(local: Tensor, layout: Layout | None, share: Share) -> None:
 
 @runtime_checkable
 class Recorded(Protocol):
-    """An optimizer, or what holds one, that checkpoints can be made of. None of this communicates, except `whole`."""
+    """An optimizer that can be saved, or an object that holds one. No method communicates, except `whole`."""
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""

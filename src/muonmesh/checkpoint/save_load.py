@@ -1,4 +1,4 @@
-"""Save and load: a model and its optimizer as a checkpoint that any layout reads, and back.
+"""Saves a model and its optimizer as a checkpoint that any layout can read, and loads it.
 
 `save` asks the optimizer for its Records, makes a Share of each tensor in them, and has `folder.write` write these.
 `load` has `folder.look` check the folder, works out by `fitting.fit` what goes where, reads into fresh memory, and only

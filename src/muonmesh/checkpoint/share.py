@@ -1,4 +1,4 @@
-"""Share: what one rank stores of a whole tensor, in the words of `torch.distributed.checkpoint`."""
+"""Share: the boxes of a whole tensor that one rank stores, in the form that `torch.distributed.checkpoint` takes."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def first_copy(layout: Layout | None) -> bool:
 
 
 class Share(Tensor):
-    """The boxes of one whole tensor that this rank stores, or wants.
+    """The boxes of one whole tensor that this rank stores, or wants to read.
 
-    Its shape and dtype are those of the whole. It has no memory of its own and nothing can be computed with it:
-    `torch.distributed.checkpoint` asks it for the boxes, as it asks a DTensor for its one, and writes them or reads
-    into them. So whatever cut the tensor when it was saved, it can be cut anyhow else when it is loaded.
+    A Share has the shape and dtype of the whole tensor, but no memory of its own, and nothing can be computed with it.
+    `torch.distributed.checkpoint` asks a Share for its boxes as it asks a DTensor for its shard, and writes them or
+    reads into them. So a tensor may be cut in another way when it is loaded than when it was saved.
     """
 
     boxes: Boxes

@@ -1,4 +1,4 @@
-"""State: what `Muon.state_dict` returns, and how it is loaded without torch's casts; what does not fit is refused."""
+"""State: makes what `Muon.state_dict` returns, loads it without torch's casts, and refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LEFT_OUT = (*_WORKED_OUT, "param_names")
 
 
 class Expected(NamedTuple):
-    """What the state of a parameter has to look like: where it lives, and for how many matrices of its tensor.
+    """What the state of a parameter must look like: its layout, and how many matrices its tensor holds.
 
     Attributes:
         storage: Where the parameter lives.
@@ -66,7 +66,7 @@ class Expected(NamedTuple):
 
 
 class SavedGroup(OrderedDict[str, Any]):
-    """A param group in a state dict: without lists of what can be worked out again, and with names for its parameters.
+    """A param group in a state dict: with the names of its parameters, and without what can be worked out again.
 
     torch's flattened form (``flatten_optimizer_state_dict``) repeats every entry of a group for each of its parameters
     once it has taken "params" out. The names go with them, or that form would grow with the square of their number.

@@ -1,8 +1,8 @@
-"""Zero: the optimizer state in a DeepSpeed checkpoint, put together from the files of all ranks.
+"""Zero: puts the optimizer state of a DeepSpeed checkpoint together from the files of all ranks.
 
-ZeRO keeps state in flat tensors. At stages 1 and 2 a rank has an interval of AdamW's moments, and of Muon's
-momentum those parameters whole that it holds some of, one after the other. At stage 3 it has an equal slice of every
-parameter, the last ones padded. Which parameter lies where stands in the checkpoint too.
+ZeRO keeps state in flat tensors. At stages 1 and 2 a rank has an interval of AdamW's moments. Of Muon's momentum it has
+every parameter whole of which it holds some elements, one after the other. At stage 3 a rank has an equal slice of
+every parameter, and the last slices are padded. The checkpoint says which parameter lies where.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CLASSES = (
 
 
 class _PickledObject:
-    """What stands for an object of one of DeepSpeed's classes, of which nothing runs: its arguments and fields."""
+    """Stands for a pickled object of one of DeepSpeed's classes: its arguments and fields. None of its code runs."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args

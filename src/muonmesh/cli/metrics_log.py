@@ -1,4 +1,4 @@
-"""Metrics: ``metrics.jsonl``, one JSON object a line, the only source of the report.
+"""MetricsLog: ``metrics.jsonl``, one JSON object a line, the only source of the report.
 
 A line has ``run`` ("muon" or "adamw"), ``step``, ``tokens`` and ``seconds`` (training time: evaluation and
 checkpoints are left out), and then either a step's ``loss``, ``lr`` and times, or a ``validation_loss``.

@@ -1,4 +1,4 @@
-"""Plan: ``muonmesh plan``: what a step would cost on a cluster that is not here, as a table and JSON."""
+"""The command ``muonmesh plan``: what a step would cost on a cluster that is not here, as a table and JSON."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 class View(NamedTuple):
-    """What one rank holds of the parameters of its connected set."""
+    """The parameters that one rank holds, as it tells them to the ranks of its connected set."""
 
     parameters: tuple[Parameter, ...]
     elementwise: tuple[Elementwise, ...]

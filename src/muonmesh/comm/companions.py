@@ -1,6 +1,6 @@
-"""CompanionExchange: brings what rules keep by row, column or matrix to the owners before a step, and back after it.
+"""CompanionExchange: brings the numbers that rules keep by row, column or matrix to the owners, and back after a step.
 
-It is small beside the matrices, one number for a row of thousands, so all of it travels at once.
+These numbers are few beside the elements of the matrices, so all of them travel at once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from muonmesh.layout.routes import Leg, Routes
 
 
 class CompanionExchange:
-    """Gathers what is kept of each matrix to its owner, and scatters it to all that store it.
+    """Gathers the numbers of each matrix to its owner, and scatters them to all ranks that store them.
 
     One ``all_to_all_single`` each way with unequal splits, unless nothing leaves its rank.
 
     Args:
-        carried: The plan by which it travels.
+        carried: The plan by which these numbers travel.
         wire: To the other ranks.
         rank: This one.
         peers: All ranks, in the order of their process group.

@@ -1,8 +1,8 @@
-"""Copies: parameters that several ranks hold alike though nothing says so, found by asking the ranks.
+"""Copies: parameters that several ranks hold alike although no placement says so.
 
-Tensor parallelism leaves norms, embeddings or a head plain, or sharded by FSDP2 alone: each rank of its axis then has a
-copy. A norm that counts each of them is wrong. So the ranks of a connected set tell each other once, when they compare
-plans, what they hold under which name, with which bits and which gradient.
+Tensor parallelism leaves norms, embeddings or a head plain, or sharded by FSDP2 alone. Each rank of the tensor-parallel
+axis then has a copy, and a gradient norm that counts every copy is wrong. So ranks that share parameters tell each
+other once, when they compare plans, what they hold: the name, the bits and the gradient of each such parameter.
 """
 
 from __future__ import annotations

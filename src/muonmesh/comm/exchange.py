@@ -1,4 +1,4 @@
-"""Exchange: runs a Plan."""
+"""Exchange: runs a Plan, which says which rank orthogonalises each matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients: what this rank has of them, laid out as the parameters are."""
+"""Gradients: finds the gradient of each parameter on this rank, laid out as the parameter is."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class GradientSource(Protocol):
 
 
 class ParameterGrad(GradientSource):
-    """What autograd leaves: ``parameter.grad``."""
+    """The gradients that autograd leaves in ``parameter.grad``."""
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return ``parameter.grad``."""

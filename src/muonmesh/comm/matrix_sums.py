@@ -1,8 +1,8 @@
-"""Matrix sums: what rules ask for over whole matrices, taken by the ranks that hold these, before they are written.
+"""Matrix sums: the sums over whole matrices that some rules need before they write weights.
 
-Every element counts once: where there are copies of a matrix, the elements of its owner's. The sums are exact
-(`muonmesh.numerics.exact`), so every layout gives the same bits. They take two small all-reduces for all matrices of a
-bucket: of the largest exponents, and of the integers.
+The ranks that hold a matrix add up its elements. Where several ranks hold copies, the copy of the owner counts. The
+sums are exact (`muonmesh.numerics.exact`), so every layout gives the same bits. They take two small all-reduces for
+each bucket: one of the largest exponents, and one of the integers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Meeting: where ranks wait for each other, and what a rank says that waited in vain.
+"""Meeting: ranks wait for each other, and a rank that waited in vain says which rank is missing.
 
-The ranks' store, by which they found each other, works when collectives do not: a rank that will not come can say so
-there, and the others can look who has come.
+The ranks found each other by a store, which still works when collectives do not. There a rank can write that it will
+not come, and the others can read which ranks have come.
 """
 
 from __future__ import annotations

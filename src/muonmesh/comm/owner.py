@@ -1,4 +1,4 @@
-"""The owner exchange: whole matrices travel to one owner each, and their updates back."""
+"""The owner exchange: each matrix travels to its owner, and its update travels back to all ranks that hold a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passage: what travels at once between a rank and its peers, as views of a wire buffer and of whole matrices."""
+"""Passage: the pieces that one collective moves between a rank and its peers, copied to and from the wire buffer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Copy:
 
 
 class Passage:
-    """What travels at once between this rank and its peers, in one direction.
+    """The pieces that one collective moves between this rank and its peers, in one direction.
 
     Args:
         name: "gather" or "scatter": which end is the sender.

@@ -1,9 +1,9 @@
-"""Schedule: what one rank does each step, worked out once from the plan and the rank.
+"""Schedule: what one rank does in each step, worked out once from the plan and the rank.
 
-Which leg is read into which memory, what is copied where, what is orthogonalised and what is written from where is the
-same at every step. So it is worked out when the first step begins and kept, and a step is a walk over lists of legs and
-views. What lies in the user's tensors has no views here, since their memory may change from step to step; the legs say
-where in it (`muonmesh.layout.Piece`).
+Every step reads the same pieces into the same memory, makes the same copies, orthogonalises the same matrices and
+writes the same pieces. So the first step works these lists out, and later steps walk over them. The user's tensors may
+move from step to step, so the schedule keeps no views of them. Its legs say where in a tensor a piece lies
+(`muonmesh.layout.Piece`).
 
 On a CPU the memory is kept too: by role, such as "the send buffer of a gather", twice, for buckets that take turns,
 each time as large as the largest of these buckets needs. With it the views are kept. On a device torch's allocator
@@ -150,7 +150,7 @@ COMPUTE = ("results",)
 
 
 class _Draft:
-    """A stage without memory."""
+    """One stage before memory is given to it: which legs it gathers, computes and scatters."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Stages: what one rank does for one bucket, in the three parts in which it happens: gather, compute, scatter."""
+"""Stages: what one rank does for one bucket of matrices: it gathers them, computes, and scatters the results."""
 
 from __future__ import annotations
 

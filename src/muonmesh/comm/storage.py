@@ -1,4 +1,4 @@
-"""Storage: what a tensor says about where it lives. Only here torch's placements become ours."""
+"""Storage: reads off a tensor which rank stores which part of it. Only here torch's placements become a `Layout`."""
 
 from __future__ import annotations
 

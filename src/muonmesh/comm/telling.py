@@ -1,4 +1,4 @@
-"""Telling: what ranks tell each other once, and how an error on one of them ends on all."""
+"""Telling: ranks exchange Python objects, and an error on one rank is raised on all of them."""
 
 from __future__ import annotations
 

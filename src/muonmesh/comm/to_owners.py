@@ -1,4 +1,4 @@
-"""ToOwners: gradients of replicas, added up where the momentum of their matrix is, while the backward pass runs."""
+"""ToOwners: adds up the gradients of replicas at the rank that owns the momentum, while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from muonmesh.layout.flat import Interval
 
 
 class _Sent(NamedTuple):
-    """A bucket on its way: what arrives, and what this rank adds of what it owns itself."""
+    """A bucket of gradients that is on its way: the tensors that arrive, and this rank's own summands."""
 
     bucket: int
     transfer: Transfer
@@ -35,7 +35,7 @@ class _Sent(NamedTuple):
 
 @dataclass
 class _Links:
-    """The ranks that hold the same, with the parameters whose gradients they add up.
+    """One set of replicas, with the parameters whose gradients they add up.
 
     Attributes:
         talk: Small reductions at the same point of every rank's program. Hosts wait for hosts there, for no device.

@@ -1,4 +1,4 @@
-"""Views: the elements that a piece names, in a matrix, and the memory that keeps its place from step to step."""
+"""Views: cuts the elements of a piece out of a matrix, and allocates memory that stays from step to step."""
 
 from __future__ import annotations
 

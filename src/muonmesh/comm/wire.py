@@ -1,8 +1,8 @@
-"""Wire: the collectives of a step that all ranks of a connected set take part in, counted, and named when one fails.
+"""Wire: runs the collectives of a step among the ranks that share parameters, counts them, and names one that fails.
 
-Three things are sent past it: the sum of a partial gradient, which DTensor sends over its own mesh (`gradients`); the
-norms of other pipeline stages (`muonmesh.clip.squares`); and what ranks tell each other once for each plan, or after an
-error (`agreement`, `meeting`).
+Three things are sent past the wire: the sum of a partial gradient, which DTensor sends over its own mesh (`gradients`);
+the norms of other pipeline stages (`muonmesh.clip.squares`); and what ranks tell each other once for each plan, or
+after an error (`agreement`, `meeting`).
 """
 
 from __future__ import annotations

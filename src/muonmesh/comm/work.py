@@ -1,4 +1,4 @@
-"""Work: what an exchange asks of the optimizer."""
+"""Work: the calls by which an exchange asks the optimizer to read, compute and write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ends = tuple[tuple[Leg, Tensor], ...]
 
 @dataclass(frozen=True)
 class Local:
-    """A Matrix that a rank holds whole, owns, and shares with nobody: nothing of it moves."""
+    """A Matrix that one rank holds whole, owns and shares with no other rank, so nothing of this matrix moves."""
 
     assignment: int
     read: tuple[Leg, ...]
@@ -45,7 +45,7 @@ class Local:
 
 
 class CompanionState(Protocol):
-    """What rules keep by row, column or matrix, as far as a rank stores it."""
+    """The numbers that rules keep by row, column or matrix: reads and writes those that this rank stores."""
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what is kept of a matrix ``into`` a tensor of the shape of the piece, any strides.
@@ -64,7 +64,7 @@ class CompanionState(Protocol):
 
 
 class Summands(Protocol):
-    """What a rank adds to the sums that rules take over whole matrices, and what it does with the sums."""
+    """The sums that rules take over whole matrices: gives what this rank adds to them, and takes the results."""
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that is taken over their matrix.
@@ -96,7 +96,7 @@ class Summands(Protocol):
 
 
 class Work(Protocol):
-    """What the exchange asks of the optimizer, of which it knows nothing else.
+    """The calls by which the exchange asks the optimizer to read, compute and write. It knows nothing else of it.
 
     A `Leg` names elements of one matrix: where they lie in the local storage of parameter number ``leg.parameter`` of
     the plan, read as a contiguous array, and where they lie in the assembled matrix.

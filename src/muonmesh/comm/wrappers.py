@@ -1,4 +1,4 @@
-"""Wrappers: what DistributedDataParallel says of who holds plain parameters alike, so that nobody has to repeat it."""
+"""Wrappers: finds the DistributedDataParallel that holds a parameter, which says which ranks are its replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table: the other packages that are known, each with its settings and their defaults."""
+"""Known packages: the other Muon packages, each with its settings and their defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: what another optimizer's settings are called with us, and how large they are."""
+"""Setting names: what the settings of another optimizer are called in muonmesh, and their values there."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ SCALE = "_scale"
 
 
 class _MatrixBlocks(NamedTuple):
-    """The blocks of one matrix that a rank has scales of: those of ``lines`` lines, ``blocks`` of each.
+    """The blocks of one matrix whose scales this rank stores: ``blocks`` blocks in each of ``lines`` lines.
 
     Attributes:
-        line, block: The first of them.
+        line, block: The first line, and the first block in it.
         start: Where their scales begin in the scales of the tensor.
     """
 
@@ -40,7 +40,7 @@ class _MatrixBlocks(NamedTuple):
     start: int
 
     def of(self, scales: Tensor, segment: LineSegment) -> Tensor:
-        """Return the scales of the blocks of a segment, a view."""
+        """Return a view of the scales that belong to the blocks of a segment."""
         grid = scales[self.start : self.start + self.lines * self.blocks].view(self.lines, self.blocks)
         line, block = segment.line - self.line, segment.blocks.start - self.block
         return grid[line : line + segment.lines, block : block + len(segment.blocks)]
@@ -48,7 +48,7 @@ class _MatrixBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which blocks the momentum of a plan has, and where their scales lie on this rank.
+    """The blocks of int8 momentum in a plan, and where their scales lie on this rank.
 
     Attributes:
         plan: Whose matrices.
@@ -140,7 +140,7 @@ class Blocks:
 
 @dataclass
 class Momentum:
-    """What is kept as "momentum" under one key of one tensor, on this rank.
+    """One int8 momentum tensor of one parameter on this rank: its codes and its scales.
 
     Attributes:
         blocks: Of the plan.

@@ -1,7 +1,7 @@
-"""Connection: the plan that fits the groups as they are now, and the exchange that all ranks of it share.
+"""Connection: makes the plan for the groups as they are now, and the exchange that all its ranks share.
 
-`plan` reads and plans, without communication. `connect` also meets the ranks that share parameters, when that has not
-been done for these very parameters. `outdated` says whether that must be done again.
+`plan` reads the groups and plans, without communication. `connect` also lets the ranks that share parameters compare
+their plans, once for these parameters. `outdated` says whether the ranks must do so again.
 """
 
 from __future__ import annotations

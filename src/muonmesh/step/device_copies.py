@@ -1,4 +1,4 @@
-"""DeviceCopies: state that lies on the host, on the device for as long as a step of Muon's half needs it."""
+"""DeviceCopies: copies of host state on the device, each kept while Muon's half of a step needs it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from muonmesh.step.planning import Holdings
 
 
 class DeviceCopies:
-    """Momentum is needed until all matrices of its tensor have been read, other state until all have been written.
+    """Brings the state of parameters to the device for one step, and gives it back as early as possible.
 
-    What comes and goes is the state of a tensor as this rank stores it: a stack of experts or a flat buffer at once.
+    Momentum is needed until all matrices of its tensor have been read. Other state is needed until all have been
+    written. The state of a whole tensor comes and goes at once, even of a stack of experts or a flat buffer.
 
     Args:
         offload: Moves it.

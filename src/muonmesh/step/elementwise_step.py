@@ -1,4 +1,4 @@
-"""Elementwise: the half of a step that needs no whole matrices, AdamW's, on what a rank stores."""
+"""The half of a step that needs no whole matrices, such as AdamW's: each rank updates the elements that it stores."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ DIGEST = 16
 
 
 class HasGradient(Protocol):
-    """A parameter in one step, with its gradient or None."""
+    """Anything that has the gradient of one parameter, or None; a `ParameterStep` does."""
 
     gradient: Tensor | None
 
 
 class Constants(NamedTuple):
-    """The parts of a `FlagVector` that stay the same, on a device.
+    """Numbers of a `FlagVector` that never change, kept as tensors on a device.
 
     Attributes:
         replicated: `FlagVector.replicated`, uint8.
@@ -50,7 +50,7 @@ class Constants(NamedTuple):
 
 @dataclass(frozen=True)
 class FlagVector:
-    """Where the flags stand in the vector of a connected set, which is reduced by maximum.
+    """Where each flag stands in the vector that the ranks which share parameters reduce by maximum.
 
     The vector holds, each as long on every rank: "nonzero", a flag for each Matrix; "present" and "missing", for each
     parameter whether a rank has its gradient or lacks it (one pair of flags for each shard where there are replicas);
@@ -212,7 +212,7 @@ def inverse(digests: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ReducedFlags:
-    """A `FlagVector` after its reduction: what any rank has said, on any device. Nothing here waits for it."""
+    """A `FlagVector` after its reduction: a flag is set if any rank has set it. Nothing here waits for the device."""
 
     flag_vector: FlagVector
     flags: Tensor

@@ -1,4 +1,4 @@
-"""IdleParameters: which parameters learn nothing while others train; the user is told once, by name."""
+"""IdleParameters: warns once, by name, of parameters that learn nothing while others train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = 100
 
 @dataclass
 class IdleParameters:
-    """How long the parameters of an optimizer have had no gradient.
+    """Counts for how many steps each parameter has had no gradient.
 
     Attributes:
         model: Whose parameters the groups were made of, if that is known.

@@ -1,4 +1,4 @@
-"""Late answers: what the device has still to tell, and what is said of it once the host has it."""
+"""LateAnswer: a tensor that the host reads later, so that the host need not wait for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muonmesh.numerics.kernels.memory import download
 
 @dataclass(frozen=True)
 class LateAnswer:
-    """A tensor on its way to a host that does not wait for it.
+    """A tensor on its way from the device to the host, and the call that handles its values when they have arrived.
 
     Attributes:
         value: The tensor, on the host.

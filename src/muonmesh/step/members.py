@@ -1,4 +1,4 @@
-"""Members: the parameters of all groups, each with where it and what is kept of it live."""
+"""Members: the parameters of all groups, each with the layout of the parameter and of its state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Holders = Literal["known", "open", "unknown"]
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter with what its group, number ``group``, says of it; several may share one flat tensor.
+    """One parameter with the settings of its group; several parameters may share one flat tensor.
 
     Attributes:
         name: Canonical name.

@@ -1,4 +1,4 @@
-"""Muon: its half of one step, what is done to the matrices between the exchange's moves."""
+"""MuonStep: Muon's half of one step: what happens to the matrices before, between and after the transfers."""
 
 from __future__ import annotations
 

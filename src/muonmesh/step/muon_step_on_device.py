@@ -1,4 +1,4 @@
-"""Muon's half of one step on a device: few launches for pieces of many matrices, and the host waits for nothing."""
+"""MuonStepOnDevice: Muon's half of one step on a device, with few kernel launches and no wait of the host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGE = 1 << 26
 
 
 class MuonStepOnDevice(MuonStep):
-    """`MuonStep` on a device: what is done element by element is done to all pieces of a bucket at once."""
+    """`MuonStep` on a device: each per-element operation takes all pieces of a bucket at once."""
 
     def __init__(self, ready: ReadyParameters, **kwargs: Any) -> None:
         """Take what `MuonStep` takes."""

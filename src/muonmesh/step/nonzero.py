@@ -1,4 +1,4 @@
-"""Nonzero: in which matrices this rank's gradients are not exactly zero, so that the others are left alone."""
+"""Nonzero: finds the matrices whose gradient is exactly zero on this rank. A step may leave them alone."""
 
 from __future__ import annotations
 

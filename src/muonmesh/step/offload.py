@@ -1,4 +1,4 @@
-"""Offload: state that lies on the host, and is on the device only while a bucket of the step needs it."""
+"""Offload: keeps state on the host, and brings it to the device only while a bucket of the step needs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fresh_copy(local: Tensor, dtype: torch.dtype, precision: Precision, *, wait:
 
 @dataclass
 class DeviceCopy:
-    """State of one parameter that is on the device for a while.
+    """The copies on the device of the state of one parameter.
 
     Attributes:
         hosts: Local tensors on the host, by key.

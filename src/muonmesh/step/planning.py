@@ -1,4 +1,4 @@
-"""Planning: from the parameters of all groups to a Plan, without communication."""
+"""Planning: makes a Plan from the parameters of all groups, without communication."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 
 @dataclass
 class Planned:
-    """What was read off the parameters, valid while their signature stays the same.
+    """The plan of an optimizer with all that was read off its parameters; valid while their signature stays the same.
 
-    It keeps the parameters alive, so that a new one cannot take an old one's identity.
+    This object keeps the parameters alive, so that a new one cannot take an old one's identity.
 
     Attributes:
         signature: See `signature_of`.

@@ -1,4 +1,4 @@
-"""Preflight: what all ranks agree on before any of them writes anything."""
+"""Preflight: all ranks agree whether and how to step, before any rank writes anything."""
 
 from __future__ import annotations
 

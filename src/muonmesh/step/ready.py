@@ -1,4 +1,4 @@
-"""ReadyParameters: what this rank stores of the parameters of a step, as the pieces of their matrices index it."""
+"""ReadyParameters: the local tensors of a step, contiguous, so that the pieces of matrices can index them."""
 
 from __future__ import annotations
 

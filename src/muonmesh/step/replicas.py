@@ -1,7 +1,7 @@
-"""Replicas: whether ranks that hold the same parameter hold the same numbers, looked at when that may have changed.
+"""Replicas: checks that ranks which hold the same parameter hold the same numbers.
 
-DDP sees to it that replicas begin alike. A loop without it does not, nor does a checkpoint that was loaded on one rank
-alone; and replicas that differ stay different for ever, without an error.
+DDP lets all replicas begin with the same numbers. A loop without DDP does not, nor does a checkpoint that one rank
+alone loaded. Replicas that differ would stay different without an error. So the check runs when they may have changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounding: a warning where low-precision weights without masters would swallow typical steps."""
+"""Rounding: warns where weights of low precision would lose typical steps to rounding, and no fp32 master is kept."""
 
 from __future__ import annotations
 

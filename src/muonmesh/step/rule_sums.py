@@ -1,4 +1,4 @@
-"""RuleSums: what this rank adds to the sums that rules take over whole matrices, and what the rules make of them."""
+"""RuleSums: gives what this rank adds to the sums over whole matrices, and hands the sums to the rules that asked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from muonmesh.step.stored_companions import StoredCompanions
 
 
 class RuleSums:
-    """`muonmesh.comm.work.Summands` of one step.
+    """The sums over whole matrices in one step, for the rules that ask for them.
+
+    Implements `muonmesh.comm.work.Summands`.
 
     Args:
         ready: The parameters of the step.

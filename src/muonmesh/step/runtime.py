@@ -1,4 +1,4 @@
-"""Runtime: the state of one optimizer at run time, beside torch's state and groups."""
+"""Runtime: all that an optimizer keeps between two steps besides torch's state and groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from muonmesh.step.update_squares import UpdateSquares
 
 
 class Clip(NamedTuple):
-    """What clipping left for the next step.
+    """The result of a clipping call, which the next step reads.
 
     Attributes:
         skip: 0-d bool tensor, whether that step changes nothing; None for no.

@@ -1,4 +1,4 @@
-"""SettingsDigest: what the ranks that share a parameter must have set alike, compared by digests at every step."""
+"""SettingsDigest: at every step, ranks that share a parameter compare a hash of its settings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MIX = 6364136223846793005
 
 
 class SettingsDigest:
-    """What this rank has set for its parameters in one step.
+    """A hash of the settings of this rank's parameters in one step.
 
-    Learning rate, momentum, scale and dtypes that differ between the ranks that hold a parameter would make replicas
-    drift apart, and a matrix be updated by several rules at once, without an error.
+    If learning rate, momentum, scale or dtype differed between the ranks that hold a parameter, replicas would drift
+    apart without an error, and several rules would update one matrix.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Stack: equal matrices of this rank alone, each in order in memory, to be worked on together."""
+"""Stack: matrices of one shape that this rank alone holds, worked on by one operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = 1 << 14
 
 @dataclass
 class Stack:
-    """Equal matrices of one group, each stored as it is assembled, or transposed, with all that is stored of them.
+    """Matrices of one shape and group with their state; each is stored as it is assembled, or transposed.
 
     A CPU copies small ones side by side, so that what is done element by element takes as many calls as for one. A
     device hands them to one kernel as they lie.

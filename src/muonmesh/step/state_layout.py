@@ -1,4 +1,4 @@
-"""StateLayout: where each thing lives that a rule keeps of a parameter, and in which dtype."""
+"""StateLayout: the layout and dtype of each tensor that a rule keeps in the state of a parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muonmesh.settings import Precision
 
 
 class StateLayout(NamedTuple):
-    """Where one thing lives that a rule keeps of a parameter.
+    """The layout of one tensor that a rule keeps in the state of a parameter.
 
     Attributes:
         kept_as: What it has one number for: an element, of momentum or weights; or a row, a column or a matrix.

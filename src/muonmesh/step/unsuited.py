@@ -1,4 +1,4 @@
-"""Unsuited: matrices to which their rule cannot do what it promises, told once by name."""
+"""Unsuited: warns once, by name, of matrices for which their rule cannot keep its promise."""
 
 from __future__ import annotations
 

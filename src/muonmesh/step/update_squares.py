@@ -1,4 +1,4 @@
-"""Update squares: how large the updates of one step were, by group, for `Muon.metrics`."""
+"""UpdateSquares: adds up the squares of the updates of one step by group, for `Muon.metrics`."""
 
 from __future__ import annotations
 

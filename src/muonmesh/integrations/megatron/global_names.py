@@ -1,4 +1,4 @@
-"""Names: what parameters are called in the whole model, from the numbers that Megatron gives layers and experts.
+"""Global names: what parameters are called in the whole model, from the numbers that Megatron gives layers and experts.
 
 A pipeline stage counts its layers from 0, and so does each chunk of a virtual pipeline; an expert-parallel rank counts
 its experts so. Under the names of the whole model a parameter is the same one however the model is cut up.

@@ -1,4 +1,4 @@
-"""Groups: the parameters of a stage by role, with what Megatron's schedulers and checkpoints read in a group."""
+"""Param groups: the parameters of a stage by role, with what Megatron's schedulers and checkpoints read in a group."""
 
 from __future__ import annotations
 

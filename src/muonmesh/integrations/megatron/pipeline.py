@@ -1,4 +1,4 @@
-"""Stages: what ranks tell each other that share no parameter, as those of two pipeline stages."""
+"""Pipeline: what ranks of different pipeline stages, which share no parameter, tell each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts a kernel of Triton's, or only compiles it."""
+"""Launch: starts one kernel of Triton's, or only compiles it."""
 
 from __future__ import annotations
 
