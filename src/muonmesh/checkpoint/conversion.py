@@ -130,7 +130,7 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
     groups = model.param_groups
     for member in members:
         algorithm = groups[member.group]["algorithm"]
-        state_layouts = {key: home.storage for key, home in member.state_layouts.items()}
+        state_layouts = {key: state_layout.storage for key, state_layout in member.state_layouts.items()}
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
             found = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
             needed = "a whole parameter or a DTensor"

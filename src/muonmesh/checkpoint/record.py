@@ -245,19 +245,19 @@ def records_of(
         shape = tuple(member.storage.shape)
         master = precision.master if precision.master not in (None, local.dtype) else None
         parts = []
-        for key, home in member.state_layouts.items():
-            same = home.storage is member.storage
+        for key, state_layout in member.state_layouts.items():
+            same = state_layout.storage is member.storage
             parts.append(
                 Part(
                     key,
                     key,
-                    tuple(home.storage.shape),
-                    home.storage.layout,
-                    home.storage,
-                    tuple(local.shape) if same else local_shape(home.storage),
-                    home.saved_dtype(precision),
-                    precision.kept_on(local.device) if home.companion is None else local.device,
-                    "element" if home.companion is None else home.companion.side,
+                    tuple(state_layout.storage.shape),
+                    state_layout.storage.layout,
+                    state_layout.storage,
+                    tuple(local.shape) if same else local_shape(state_layout.storage),
+                    state_layout.saved_dtype(precision),
+                    precision.kept_on(local.device) if state_layout.companion is None else local.device,
+                    "element" if state_layout.companion is None else state_layout.companion.side,
                 )
             )
         if is_matrix_rule(group["algorithm"]):

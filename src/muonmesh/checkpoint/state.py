@@ -233,15 +233,15 @@ def _pairs(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> list[
 
 
 def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, precision: Precision) -> Tensor:
-    device, home = parameter.device, expected.state_layouts.get(key)
+    device, state_layout = parameter.device, expected.state_layouts.get(key)
     if key == COUNT:
         return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
     if key in RUNNING:
         dtype = torch.float32
     else:
-        dtype = (precision.master or value.dtype) if home is None else home.saved_dtype(precision)
-    if precision.leaves(device) and key not in RUNNING and (home is None or home.companion is None):
-        storage = expected.storage if home is None else home.storage
+        dtype = (precision.master or value.dtype) if state_layout is None else state_layout.saved_dtype(precision)
+    if precision.leaves(device) and key not in RUNNING and (state_layout is None or state_layout.companion is None):
+        storage = expected.storage if state_layout is None else state_layout.storage
         local = local_of(value.detach())
         return storage.wrap(fresh_zeros(local.shape, dtype, device, precision).copy_(local))
     fresh = value.detach().to(device, dtype, copy=True)
@@ -339,10 +339,12 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
         if key not in (COUNT, *RUNNING):
-            home = expected.state_layouts.get(key)
-            storage = expected.storage if home is None else home.storage
+            state_layout = expected.state_layouts.get(key)
+            storage = expected.storage if state_layout is None else state_layout.storage
             # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
-            told_later = home is not None and home.companion is not None and home.companion.at_owner
+            told_later = (
+                state_layout is not None and state_layout.companion is not None and state_layout.companion.at_owner
+            )
             if not told_later and not _fits(value, storage, parameter):
                 raise StateError(
                     explain_error(

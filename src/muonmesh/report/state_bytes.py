@@ -43,10 +43,10 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, StateByt
         shaped, few = each * master.itemsize if master is not None else 0, 0
         # The count of steps, or the running norms.
         few += _FP32 * 2 * len(planned.matrices_of[member.tensor]) if member.tensor in planned.matrices_of else _FP32
-        for home in member.state_layouts.values():
-            size = _elements(member, home.storage) * home.kept_dtype(precision).itemsize
-            shaped, few = (shaped + size, few) if home.companion is None else (shaped, few + size)
-            if home.kept_dtype(precision) != home.saved_dtype(precision) and member.tensor not in coded:
+        for state_layout in member.state_layouts.values():
+            size = _elements(member, state_layout.storage) * state_layout.kept_dtype(precision).itemsize
+            shaped, few = (shaped + size, few) if state_layout.companion is None else (shaped, few + size)
+            if state_layout.kept_dtype(precision) != state_layout.saved_dtype(precision) and member.tensor not in coded:
                 coded.add(member.tensor)
                 few += _FP32 * planned.blocks.size(member.tensor)
         found[member.name] = StateBytes(shaped + few, shaped if precision.leaves(local.device) else 0)

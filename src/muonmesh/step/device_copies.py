@@ -57,7 +57,7 @@ class DeviceCopies:
         if wanted:
             self._offload.turn()
         for tensor, entry in wanted.items():
-            shaped = [key for key, home in entry.state_layouts.items() if home.companion is None]
+            shaped = [key for key, state_layout in entry.state_layouts.items() if state_layout.companion is None]
             keys = [key for key in (*shaped, "master") if key in entry.state]
             self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
 
@@ -105,4 +105,4 @@ class DeviceCopies:
 
 
 def _momentum(entry: ParameterStep) -> list[str]:
-    return [key for key, home in entry.state_layouts.items() if home.kept_as == "momentum"]
+    return [key for key, state_layout in entry.state_layouts.items() if state_layout.kept_as == "momentum"]

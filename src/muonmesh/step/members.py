@@ -252,9 +252,9 @@ def with_state_layouts(groups: Sequence[Mapping[str, Any]], members: Sequence[Me
         if is_matrix_rule(groups[member.group]["algorithm"]):
             sharing.setdefault(id(member.tensor), []).append(number)
         else:
-            home = StateLayout("weights", member.storage, dtype=member.tensor.dtype)
+            state_layout = StateLayout("weights", member.storage, dtype=member.tensor.dtype)
             keeps = rule_of(groups[member.group]).keeps()
-            found[number] = replace(member, state_layouts=dict.fromkeys(keeps, home))
+            found[number] = replace(member, state_layouts=dict.fromkeys(keeps, state_layout))
     for numbers in sharing.values():
         keeps = rule_of(groups[members[numbers[0]].group]).keeps()
         together = {n: Stored(m.name, m.spec, m.storage, m.momentum_storage) for n in numbers for m in (members[n],)}

@@ -177,14 +177,14 @@ def create_state(entry: ParameterStep, precision: Precision) -> None:
 def create_kept(entry: ParameterStep, precision: Precision) -> None:
     """Create what the rule keeps where it is missing, as zeros."""
     local = local_of(entry.tensor)
-    for key, home in entry.state_layouts.items():
+    for key, state_layout in entry.state_layouts.items():
         if key not in entry.state:
-            shape = local.shape if home.storage is entry.storage else local_shape(home.storage)
-            if home.companion is None:
-                zeros = fresh_zeros(shape, home.kept_dtype(precision), local.device, precision)
+            shape = local.shape if state_layout.storage is entry.storage else local_shape(state_layout.storage)
+            if state_layout.companion is None:
+                zeros = fresh_zeros(shape, state_layout.kept_dtype(precision), local.device, precision)
             else:
-                zeros = torch.zeros(shape, dtype=home.kept_dtype(precision), device=local.device)
-            entry.state[key] = home.storage.wrap(zeros)
+                zeros = torch.zeros(shape, dtype=state_layout.kept_dtype(precision), device=local.device)
+            entry.state[key] = state_layout.storage.wrap(zeros)
 
 
 def running_shape(matrices: int) -> tuple[int, ...]:
@@ -226,12 +226,12 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
         )
     value: object
     for key, value in state.items():
-        home = state_layouts.get(key)
-        if value is None or (home is None and key != "master"):
+        state_layout = state_layouts.get(key)
+        if value is None or (state_layout is None and key != "master"):
             continue
         if not isinstance(value, Tensor):
             raise StateError(explain_error(entry.name, f"{key} = {value!r}", "a tensor", "Load the state again"))
-        place = entry.storage if home is None else home.storage
+        place = entry.storage if state_layout is None else state_layout.storage
         local, same = local_of(value), place is entry.storage
         needed = held.shape if same else local_shape(place)
         if local.shape != needed:
@@ -243,7 +243,7 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
                     "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state",
                 )
             )
-        companion = home is not None and home.companion is not None
+        companion = state_layout is not None and state_layout.companion is not None
         device = held.device if companion or not precision.on_host else precision.kept_on(held.device)
         if local.device != device:
             found, where = f"{key} on {local.device}", f"it on {device}"

@@ -350,7 +350,9 @@ def _parameter(
     each = tuple(flops[matrix.shape] for matrix in matrices)
     if rule.changes_matrices():
         settings = f"{settings}, {group['algorithm']}"
-    companions = tuple(home.companion for home in member.state_layouts.values() if home.companion is not None)
+    companions = tuple(
+        state_layout.companion for state_layout in member.state_layouts.values() if state_layout.companion is not None
+    )
     return Parameter(
         member.name,
         member.momentum_storage.layout,

@@ -186,9 +186,9 @@ class ReadyParameters:
         here: Mapping[str, Tensor] = {} if self.copies is None else self.copies.values(entry)
         gradient, master = entry.gradient, here.get("master", entry.state.get("master"))
         held: dict[str, dict[str, Tensor]] = {"momentum": {}, "weights": {}}
-        for key, home in entry.state_layouts.items():
-            if key in entry.state and home.kept_as in held:
-                held[home.kept_as][key] = here[key] if key in here else local_of(entry.state[key])
+        for key, state_layout in entry.state_layouts.items():
+            if key in entry.state and state_layout.kept_as in held:
+                held[state_layout.kept_as][key] = here[key] if key in here else local_of(entry.state[key])
         momenta: Mapping[str, Tensor | Momentum] | None = None
         if entry.created:
             momenta = held["momentum"]

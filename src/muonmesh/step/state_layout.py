@@ -146,5 +146,9 @@ def kept_at_owners(
 
 
 def _at_owners(state_layouts: Mapping[str, StateLayout]) -> list[tuple[str, Companion]]:
-    found = [(key, home.companion) for key, home in state_layouts.items() if home.companion is not None]
+    found = [
+        (key, state_layout.companion)
+        for key, state_layout in state_layouts.items()
+        if state_layout.companion is not None
+    ]
     return [(key, companion) for key, companion in found if companion.at_owner]

@@ -59,14 +59,14 @@ class StoredCompanions:
         )
         assert entry is not None
         given, here = {}, dict[str, Tensor]()
-        for key, home in entry.state_layouts.items():
-            if home.companion is None:
+        for key, state_layout in entry.state_layouts.items():
+            if state_layout.companion is None:
                 continue
-            size = (1, *size_of(home.kept_as, matrix.rows, matrix.cols))
-            if not home.companion.at_owner:
+            size = (1, *size_of(state_layout.kept_as, matrix.rows, matrix.cols))
+            if not state_layout.companion.at_owner:
                 given[key] = self.owned[assignment][key].view(size)
             elif entry.created:
-                start = home.companion.starts[matrix.index]
+                start = state_layout.companion.starts[matrix.index]
                 view = entry.state[key][start : start + math.prod(size)].view(size)
                 # The bits of products depend on the address modulo 64 bytes, and that on what else this rank owns.
                 if flag is True and view.data_ptr() % 64 == 0:

@@ -72,8 +72,8 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int, resizes: bool) -> Iterator[ShardedTensor]:
     """Yield the boxes of a tensor that this rank stores; counts and norms are the same on all ranks that have them."""
     local = local_of(value)
-    home = member.state_layouts.get(key)
-    layout = home.storage.layout if home is not None else member.storage.layout
+    state_layout = member.state_layouts.get(key)
+    layout = state_layout.storage.layout if state_layout is not None else member.storage.layout
     assert layout is not None
     whole = f"{_PREFIX}.{key}.{saved}"
     if key == "step" or key in RUNNING:
@@ -132,8 +132,8 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
     for member in optimizer.members:
         for key, value in optimizer.state[member.tensor].items():
             local = local_of(value)
-            home = member.state_layouts.get(key)
-            layout = home.storage.layout if home is not None else member.storage.layout
+            state_layout = member.state_layouts.get(key)
+            layout = state_layout.storage.layout if state_layout is not None else member.storage.layout
             assert layout is not None
             parts = list(
                 loaded["state"].get(member.name, {}).get(key, {}).values()
