@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from muonmesh.testing import Race, RaceError, SimulatedDevice
 from muonmesh.testing.device import Stream
+from tests.device.removals import objections
 from tests.device.stepping import CASES, differing, simulated
 from tests.interpreter import interpreting
 
@@ -124,3 +125,19 @@ def test_a_race_is_told_with_both_lines() -> None:
 
     with pytest.raises(RaceError, match=r"zeros at .*test_simulated.*\n.*add_ at .*test_simulated"):
         add_on_another_stream()
+
+
+@pytest.mark.soak
+def test_what_is_taken_out_is_missed() -> None:
+    """All that docs/internals/simulated.md says is not missed here: overlap, a copy for ranks, and Triton's guard."""
+    unmissed = [(site.file, site.code) for site, objected in objections() if not objected]
+    assert sorted(file for file, _ in unmissed) == [
+        "numerics/kernels/triton_launch.py",
+        "step/offload.py",
+        "step/offload.py",
+        "step/replicas.py",
+    ]
+    assert {code for file, code in unmissed if file == "step/offload.py"} == {
+        "torch.cuda.stream(here)",
+        "torch.cuda.stream(back)",
+    }

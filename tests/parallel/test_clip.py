@@ -794,3 +794,24 @@ def test_all_stages_clip_again_where_one_plans_again(workers, policy: str) -> No
     """The first call scales stage 0 and stage 1 by 1/√48; per matrix the first ten steps scale nothing."""
     old = 1.0 if policy == "all" else 48.0
     assert workers(4).run(one_stage_plans_again, policy, timeout=60) == pytest.approx([(old + 24) ** 0.5] * 4, rel=1e-6)
+
+
+def another_policy_on_one_stage(first: str, second: str) -> None:
+    """Ranks 0 and 1 are one stage, 2 and 3 the other; the first two ask for one policy and the others for another."""
+    rank = dist.get_rank()
+    mesh = [mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))][rank // 2]
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+    weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+    optimizer = mm.Muon([(f"{rank // 2}.weight", weight)], lr=0.1)
+    try:
+        optimizer.clip_grad_norm_(1.0, policy=first if rank < 2 else second, process_group=dist.group.WORLD)
+    finally:
+        assert torch.equal(weight.grad.to_local(), torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(("first", "second"), [("per_matrix", "all"), ("all", "adamw_only")])
+def test_stages_with_other_arguments_end_in_an_error_on_all(workers, first: str, second: str) -> None:
+    outcomes = workers(4).run_expecting_errors(another_policy_on_one_stage, first, second)
+    assert [outcome.error for outcome in outcomes] == [mm.PlanError] * 4
+    assert all("policy" in outcome.message for outcome in outcomes)
+    assert all(outcome.seconds < 10 for outcome in outcomes)

@@ -96,10 +96,8 @@ class Blocks:
             for number in numbers:
                 segments = [segment for piece in self.holdings[number] for segment in self.segments(number, piece)]
                 if segments:
-                    line, block = (
-                        min(segment.line for segment in segments),
-                        min(segment.blocks.start for segment in segments),
-                    )
+                    line = min(segment.line for segment in segments)
+                    block = min(segment.blocks.start for segment in segments)
                     lines = max(segment.line + segment.lines for segment in segments) - line
                     blocks = max(segment.blocks.stop for segment in segments) - block
                     grids[number] = _MatrixBlocks(line, block, lines, blocks, start)

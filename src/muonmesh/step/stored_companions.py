@@ -52,11 +52,8 @@ class StoredCompanions:
 
         What travels is left as it was by `write` where the matrix is left alone; what lives here, when this ends.
         """
-        matrix, flag, entry = (
-            self._ready.matrix(assignment),
-            self._ready.nonzero[assignment],
-            self._ready.entry(assignment),
-        )
+        matrix, flag = self._ready.matrix(assignment), self._ready.nonzero[assignment]
+        entry = self._ready.entry(assignment)
         assert entry is not None
         given, here = {}, dict[str, Tensor]()
         for key, state_layout in entry.state_layouts.items():

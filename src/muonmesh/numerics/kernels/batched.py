@@ -11,22 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.dense import polynomial, product
 from muonmesh.numerics.kernels.table import Matmuls
 
 
 def gram(x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """scale·X Xᵀ."""
     return torch.mul(_exact_product(x, x.mT), scale, out=out)
-
-
-def polynomial(a: Tensor, b: float, c: float, out: Tensor) -> Tensor:
-    """b·A + c·A²."""
-    return torch.baddbmm(a, a, a, beta=b, alpha=c, out=out)
-
-
-def product(a: Tensor, b: Tensor, c: Tensor, factor: float, out: Tensor) -> Tensor:
-    """factor·C + A B."""
-    return torch.baddbmm(c, a, b, beta=factor, out=out)
 
 
 def apply(x: Tensor, b: Tensor, a: float | Tensor, s: float | Tensor, out: Tensor) -> Tensor:
