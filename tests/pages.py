@@ -12,10 +12,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def snippets(page: str) -> list[types.CodeType]:
-    """The Python of a page; errors name the page and its line."""
+    """The Python of a page but its whole scripts; errors name the page and its line."""
     text = (ROOT / page).read_text()
-    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    found = re.finditer(r"^```python\n(?!# \S+\.py\b)(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [compile("\n" * text.count("\n", 0, match.start(1)) + match[1], page, "exec") for match in found]
+
+
+def scripts(page: str) -> dict[str, str]:
+    """The scripts of a page, by the name of the file that the first line of each tells."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^```python\n# (\S+\.py)\b[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return {match[1]: match[2] for match in found}
 
 
 def run(page: str, *given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -26,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import muonmesh as mm
 from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
-from tests.pages import run, snippets
+from tests.pages import run, scripts, snippets
 from tests.workers import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +45,7 @@ ONE_PROCESS = (
     "docs/migrating.md",
     "docs/internals/simulated.md",
 )
+SCRIPTS = ("docs/get-started.md",)  # whole scripts, each of which names its file in its first line
 RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md")
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
@@ -109,7 +113,7 @@ def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None
 
 def test_every_page_with_snippets_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "```python" in path.read_text()}
-    assert pages == {*ONE_PROCESS, *RANKS, *HOSTS, *MEGATRON}
+    assert pages == {*ONE_PROCESS, *SCRIPTS, *RANKS, *HOSTS, *MEGATRON}
 
 
 class Net(nn.Module):
@@ -143,6 +147,33 @@ def test_readme() -> None:
     assert isinstance(next(written)["optimizer"], mm.Muon)
     assert float(next(written)["norms"]) > 0
     assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_scripts_run_as_they_stand(tmp_path: Path) -> None:
+    """On one process, on four ranks, and on one from what the four have saved; then the README's on two."""
+    for page in ("docs/get-started.md", "README.md"):
+        for name, script in scripts(page).items():
+            (tmp_path / name).write_text(script)
+
+    def output(*command: str) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    def last_loss(*command: str) -> float:
+        return float(re.findall(r"^\d+ (\S+)", output(*command), re.MULTILINE)[-1])
+
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    sharded = last_loss(*ranks, "4", "mesh.py")
+    assert max(last_loss("train.py"), sharded) < 3 < math.log(256), "they learn"
+    assert last_loss("resume.py") < sharded, "training goes on from what was saved"
+    shutil.rmtree(tmp_path / "checkpoint")
+    output(*ranks, "2", "fsdp.py")
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
 def test_the_page_about_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +448,7 @@ def test_the_page_about_a_new_framework(workers: Callable[[int], Pool], tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["layout", "house", *(pytest.param(name, marks=pytest.mark.soak) for name in ("timeline", "plan"))]
+    "name", ["layout", "house", "step", *(pytest.param(name, marks=pytest.mark.soak) for name in ("timeline", "plan"))]
 )
 def test_pictures_are_drawn_by_their_scripts(tmp_path: Path, name: str) -> None:
     script, picture = ROOT / "docs" / "images" / "draw" / f"{name}.py", tmp_path / f"{name}.png"
