@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from muonmesh.numerics.kernels import batched, beside, fused, toolchain, triton,
 from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.triton import triton_products
-from muonmesh.numerics.kernels.triton_launch import Launch
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.step import muon_step_on_device, nonzero
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
@@ -588,26 +586,6 @@ def test_each_kernel_is_one_launch_to_whoever_watches() -> None:
         assert launches.names.count("muonmesh.multiply.default") == 2
         assert {name.split(".")[0] for name in launches.names} == {"muonmesh", "aten"}
         assert not any("mm" in name for name in launches.names if name.startswith("aten"))
-
-
-def test_a_kernel_starts_on_the_device_of_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton itself takes the current one, which need not be theirs."""
-    current: list[torch.device] = []
-    started: list[torch.device] = []
-
-    @contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int]) -> Callable[[], None]:
-            return lambda: started.append(current[-1])
-
-    monkeypatch.setattr(torch.cuda, "device", on)
-    Launch(Kernel(), 1, (), {}).run(torch.device("cuda:1"))
-    assert started == [torch.device("cuda:1")]
 
 
 def test_the_fused_pair_says_where_it_can_be() -> None:

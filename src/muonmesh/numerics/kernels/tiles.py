@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -164,7 +167,7 @@ _NUMBERS = [name for name in inspect.signature(_multiply).parameters if name.isl
 # Triton compiles a kernel again for arguments that are 1 or multiples of 16, or for addresses that are. So there are
 # two: one for matrices of which all that holds, whose rows are copied 16 bytes at a time while the product before
 # them is computed, and one for all others, so that no odd size asks for a kernel of its own.
-_aligned = triton.jit(_multiply)
+_aligned = triton.jit(_multiply, do_not_specialize_on_alignment=["factor", "scale", "diagonal"])
 _any = triton.jit(_multiply, do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 
 
@@ -204,30 +207,69 @@ def multiplication(
             not wanted.
         stages: Loads under way at once; None: as many as the tile is made for.
     """
-    batch, rows, cols = out.shape
-    tensors = (out, a, b, *(t for t in (c, d) if t is not None))
-    aligned = all(_is_aligned(tensor) for tensor in tensors)
-    tile = tile_for(rows, cols, a.dtype, aligned=aligned)
-    down, across = (triton.cdiv(length, tile.side) for length in (rows, cols))
-    tiles = down * (down + 1) // 2 if symmetric else down * across
-    strides = [stride for t in (out, a, b, c, d) for stride in ((0, 0, 0) if t is None else _strides(t))]
-    within = [sum(tensor.stride()[1:]) for tensor in tensors]
-    (factor, factor_batch), (scale, scale_batch) = _number(factor, batch), _number(scale, batch)
+    aligned = not any(tensor.data_ptr() % 16 for tensor in (out, a, b, c, d) if tensor is not None)
+    kinds = tuple(None if tensor is None else (tensor.dtype, tensor.stride()) for tensor in (out, a, b, c, d))
+    shape = _shape_of(out.shape, a.shape[2], kinds, symmetric=symmetric, aligned=aligned, stages=stages)
+    (factor, factor_batch), (scale, scale_batch) = _number(factor, len(out)), _number(scale, len(out))
+    types = [number.dtype if isinstance(number, Tensor) else None for number in (factor, scale, diagonal)]
     arguments = (
         *(out, a, b, c, factor, scale, d, diagonal, alpha, float(delta)),
-        *(rows, cols, a.shape[2], *strides, factor_batch, scale_batch),
-        *(
-            symmetric,
-            c is not None,
-            d is not None,
-            diagonal is not None,
-            isinstance(factor, Tensor),
-            isinstance(scale, Tensor),
-        ),
-        *(tile.side, tile.depth, _GROUP, tl.int32 if max(within) < _FAR else tl.int64),
+        *(*shape.numbers, factor_batch, scale_batch, symmetric, c is not None, d is not None),
+        *(diagonal is not None, isinstance(factor, Tensor), isinstance(scale, Tensor), *shape.constants),
     )
-    options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}
-    return Launch(_aligned if aligned else _any, batch * tiles, arguments, options)
+    return Launch(shape.kernel, shape.programs, arguments, shape.options, (shape, *types, factor_batch, scale_batch))
+
+
+@dataclass(frozen=True, eq=False)  # each is made once, so it is equal to itself only
+class _Shape:
+    """What shapes, strides and dtypes of a product decide: all but its addresses and its numbers."""
+
+    kernel: Any
+    programs: int
+    numbers: tuple[int, ...]
+    """The arguments from ``rows`` to ``d_col``."""
+    constants: tuple[Any, ...]
+    """Those from ``SIDE`` on."""
+    options: Mapping[str, int]
+
+
+@cache
+def _shape_of(
+    shape: tuple[int, int, int],
+    terms: int,
+    kinds: tuple[tuple[torch.dtype, tuple[int, int, int]] | None, ...],
+    *,
+    symmetric: bool,
+    aligned: bool,
+    stages: int | None,
+) -> _Shape:
+    """Return it for a result of this shape.
+
+    Args:
+        shape: Of out: batch, rows, cols.
+        terms: Of each sum.
+        kinds: dtype and strides of out, A, B, C and D; None for one that is not there.
+        symmetric: As in `multiplication`.
+        aligned: Whether all of their addresses are multiples of 16.
+        stages: As in `multiplication`.
+    """
+    batch, rows, cols = shape
+    # The stride of a batch of one can be anything.
+    strides = [kind and ((0, *kind[1][1:]) if batch == 1 else kind[1]) for kind in kinds]
+    lengths = ((rows, cols), (rows, terms), (terms, cols), (rows, cols), (rows, cols))
+    given = [(length, of) for length, of in zip(lengths, strides, strict=True) if of is not None]
+    aligned = aligned and all(_is_aligned(length, of) for length, of in given)
+    assert kinds[1] is not None
+    tile = tile_for(rows, cols, kinds[1][0], aligned=aligned)
+    down, across = (triton.cdiv(length, tile.side) for length in (rows, cols))
+    far = max(row + col for _, (_, row, col) in given) >= _FAR
+    return _Shape(
+        _aligned if aligned else _any,
+        batch * (down * (down + 1) // 2 if symmetric else down * across),
+        (rows, cols, terms, *(stride for of in strides for stride in of or (0, 0, 0))),
+        (tile.side, tile.depth, _GROUP, tl.int64 if far else tl.int32),
+        {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages},
+    )
 
 
 def tile_for(rows: int, cols: int, dtype: torch.dtype, *, aligned: bool) -> Tile:
@@ -239,11 +281,6 @@ def tile_for(rows: int, cols: int, dtype: torch.dtype, *, aligned: bool) -> Tile
     return LARGE if min(rows, cols) >= _LARGE_FROM else SMALL
 
 
-def _strides(tensor: Tensor) -> tuple[int, int, int]:
-    batch, row, col = tensor.stride()
-    return (0 if len(tensor) == 1 else batch), row, col  # the stride of a batch of one can be anything
-
-
 def _number(number: float | Tensor, batch: int) -> tuple[float | Tensor, int]:
     """Return what the kernel is given for a number, and the stride from one matrix's to the next."""
     if not isinstance(number, Tensor):
@@ -251,7 +288,7 @@ def _number(number: float | Tensor, batch: int) -> tuple[float | Tensor, int]:
     return number, number.flatten().stride(0) if number.numel() == batch > 1 else 0
 
 
-def _is_aligned(tensor: Tensor) -> bool:
-    batch, row, col = _strides(tensor)
-    lengths = (*tensor.shape[1:], batch, row if col == 1 else col)
-    return 1 in (row, col) and not tensor.data_ptr() % 16 and not any(length % 16 for length in lengths)
+def _is_aligned(lengths: tuple[int, int], strides: tuple[int, int, int]) -> bool:
+    batch, row, col = strides
+    told = (*lengths, batch, row if col == 1 else col)
+    return 1 in (row, col) and not any(length % 16 for length in told)
