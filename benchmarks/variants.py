@@ -44,6 +44,7 @@ RULES: dict[str, dict[str, Any]] = {
     "adamuon": {"lr": 6e-3, "rule": "adamuon"},
     "muoneq": {"lr": 6e-3, "rule": "muoneq"},
     "muon_plus": {"lr": 6e-3, "rule": "muon_plus"},
+    "dynmuon": {"lr": 6e-3, "rule": "dynmuon"},
     "hyperball": {"lr": 6e-3, "rule": "hyperball", "muon": {"lr": 2e-2}},
     "cautious": {"lr": 6e-3, "decay_mode": "cautious"},
     "per head": {"lr": 6e-3, "per_head": True},

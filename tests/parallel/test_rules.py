@@ -622,6 +622,7 @@ PROVED: dict[str, dict[str, Any]] = {
     "hyperball": {},
     "muoneq": {},
     "muon_plus": {},
+    "dynmuon": {"dynmuon_power": 0.25},
     "scion_sign": {"scion_layer": "embedding"},
     "scion_row_norm": {"scale_mode": "unit_rms_norm"},
     "test-all-kinds": {},

@@ -15,6 +15,7 @@ import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, on_device, parts, register_rule, rule_of
+from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.step import muon_step, stack
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
@@ -78,6 +79,7 @@ NEW: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"algorithm": "hyperball", "extra_scale_factor": 2.0}, {"hyperball": True, "extra_scale_factor": 2.0}),
     *(({"algorithm": "muoneq", "muoneq_sides": sides}, {"muoneq": sides}) for sides in ("rows", "cols", "both")),
     *(({"algorithm": "muon_plus", "muon_plus_sides": sides}, {"muon_plus": sides}) for sides in ("row", "col_row")),
+    *(({"algorithm": "dynmuon", "dynmuon_power": power}, {"dynmuon": power}) for power in (0.25, -0.25, 0.0)),
     *(
         ({"algorithm": name, "scion_layer": layer, "scale_mode": "unit_rms_norm"}, {"scion": (kind, layer)})
         for name, kind in (("scion_sign", "sign"), ("scion_row_norm", "rows"))
@@ -141,8 +143,8 @@ MATRIX_RULES = [name for name in RULES if RULES[name].__module__.startswith("muo
 
 
 @pytest.mark.parametrize("rule", MATRIX_RULES)
-def test_no_rule_depends_on_the_scale_of_gradients(rule: str) -> None:
-    results = []
+def test_no_rule_depends_on_the_scale_of_gradients_unless_it_says_so(rule: str) -> None:
+    results, same = [], RULES[rule].scale_invariant
     for scale in (1.0, 2.0**-60, 2.0**60):
         weight = nn.Parameter(random(12, 20).float())
         optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1)
@@ -150,8 +152,54 @@ def test_no_rule_depends_on_the_scale_of_gradients(rule: str) -> None:
             weight.grad = random(12, 20, seed=step + 1).float() * scale
             optimizer.step()
         results.append(weight.detach())
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[0], results[1]) == same
+    assert torch.equal(results[0], results[2]) == same
+    assert same or rule == "dynmuon"
+    assert all(bool(result.isfinite().all()) for result in results)
+
+
+@pytest.mark.parametrize("power", [0.25, -0.25])
+def test_a_step_of_dynmuon_is_as_large_as_a_power_of_the_gradients_scale(power: float) -> None:
+    steps = []
+    for scale in (1.0, 2.0**-40, 2.0**40):
+        weight = nn.Parameter(torch.zeros(12, 20))
+        group = {"params": [weight], "algorithm": "dynmuon", "dynmuon_power": power}
+        optimizer = mm.Muon([group], lr=0.1, compute_dtype=torch.float32)
+        weight.grad = random(12, 20, seed=1).float() * scale
+        optimizer.step()
+        steps.append(weight.detach() * scale**-power)
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(steps[2], steps[0], rtol=1e-5, atol=0)
+
+
+def test_dynmuon_is_its_authors_function() -> None:
+    """`fast_spectral` of the record, in fp64, whose polar factor an SVD gives here; and p as its script sets it."""
+
+    def fast_spectral(g: Tensor, p: float) -> Tensor:
+        x = g.mT if g.shape[0] > g.shape[1] else g
+        scale = x.norm() + 1e-7
+        u, _, vh = torch.linalg.svd(x, full_matrices=False)
+        e = (x / scale) @ (x / scale).mT - torch.eye(x.shape[0], dtype=x.dtype)
+        c = torch.eye(x.shape[0], dtype=x.dtype) + 0.5 * p * e + 0.5 * 0.5 * p * (0.5 * p - 1) * e @ e
+        found = c @ u @ vh * scale**p
+        return found.mT if g.shape[0] > g.shape[1] else found
+
+    for shape in ((9, 14), (14, 9)):
+        expected, momentum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        weight = nn.Parameter(expected.clone())
+        group = {"params": [weight], "algorithm": "dynmuon", "ns_coefficients": "qdwh", "ns_steps": 8}
+        optimizer = mm.Muon([group], 0.1, weight_decay=0.0, scale_mode="original", compute_dtype=torch.float64)
+        for step in range(6):
+            optimizer.param_groups[0]["dynmuon_power"] = p = power_at(step / 60)
+            weight.grad = random(*shape, seed=step)
+            optimizer.step()
+            momentum = 0.95 * momentum + weight.grad
+            update = fast_spectral(0.95 * momentum + weight.grad, p) * max(1, shape[0] / shape[1]) ** 0.5
+            expected -= 0.1 * update
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-7)
+    assert power_at(0.04) == pytest.approx(0.0)
+    assert power_at(1.0) == pytest.approx(-0.25, abs=1e-9)
+    assert power_at(0.0) == pytest.approx(-0.25 + 0.5 / (1 + math.exp(-1)))
 
 
 def test_a_matrix_without_a_gradient_keeps_its_second_moments() -> None:
@@ -397,6 +445,7 @@ def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
         ("muoneq_sides", "row", "cols"),
         ("muon_plus_sides", "rows", "col_row"),
         ("scion_layer", "tied", "embedding"),
+        ("dynmuon_power", "0.25", "from -1 to 1"),
     ],
 )
 def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> None:

@@ -22,6 +22,7 @@ Algorithm: TypeAlias = Literal[
     "hyperball",
     "muoneq",
     "muon_plus",
+    "dynmuon",
     "scion_sign",
     "scion_row_norm",
 ]

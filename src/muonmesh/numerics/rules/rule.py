@@ -140,6 +140,8 @@ class Rule(Hyperparameters):
 
     Attributes:
         orthogonalizes: Whether directions are orthogonalised; if not, `whole` is given what `balance` returns.
+        sees_direction: Whether `whole` is given what was orthogonalised too: as ``state["direction"]``, shaped like its
+            update.
         unsuited_warning: What the optimizer warns of for a matrix that is `unsuited`, with {name} where its
             parameter's is.
         scale_mode: See `update_scale`.
@@ -155,6 +157,7 @@ class Rule(Hyperparameters):
         "method": "ns_method",
     }
     orthogonalizes: ClassVar[bool] = True
+    sees_direction: ClassVar[bool] = False
     unsuited_warning: ClassVar[str] = ""
 
     scale_mode: ScaleMode
