@@ -45,6 +45,7 @@ RULES: dict[str, dict[str, Any]] = {
     "muoneq": {"lr": 6e-3, "rule": "muoneq"},
     "muon_plus": {"lr": 6e-3, "rule": "muon_plus"},
     "dynmuon": {"lr": 6e-3, "rule": "dynmuon"},
+    "soap": {"lr": 6e-3, "rule": "soap"},
     "hyperball": {"lr": 6e-3, "rule": "hyperball", "muon": {"lr": 2e-2}},
     "cautious": {"lr": 6e-3, "decay_mode": "cautious"},
     "per head": {"lr": 6e-3, "per_head": True},

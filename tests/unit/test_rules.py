@@ -446,6 +446,8 @@ def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
         ("muon_plus_sides", "rows", "col_row"),
         ("scion_layer", "tied", "embedding"),
         ("dynmuon_power", "0.25", "from -1 to 1"),
+        ("soap_beta2", 1.0, "a number in"),
+        ("soap_every", 0, "at least 1"),
     ],
 )
 def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> None:

@@ -258,7 +258,7 @@ class MuonStep:
         rule = self._ready.rule(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
-                own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
+                own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
                 with self.companions.of(assignment) as kept:
                     parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
@@ -269,7 +269,7 @@ class MuonStep:
             out.copy_(batch)
         if rule.changes_matrices():
             for assignment, direction, matrix in zip(assignments, batch.unbind(), out.unbind(), strict=True):
-                own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
+                own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
                 seen = direction if own.sees_direction else None
                 with self.companions.of(assignment) as kept:
                     parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols, direction=seen)

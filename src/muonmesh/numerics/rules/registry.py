@@ -23,6 +23,7 @@ Algorithm: TypeAlias = Literal[
     "muoneq",
     "muon_plus",
     "dynmuon",
+    "soap",
     "scion_sign",
     "scion_row_norm",
 ]
