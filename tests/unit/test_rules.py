@@ -922,3 +922,88 @@ def test_an_elementwise_rule_keeps_masters_and_loads_what_it_saved() -> None:
     assert torch.equal(made[0].state[weight]["exp_avg"], made[1].state[twin]["exp_avg"])
     with pytest.raises(mm.StateError, match="found algorithm 'test-lion' in the state; needed 'adamw'"):
         mm.Muon([{"params": [twin], "algorithm": "adamw"}]).load_state_dict(made[1].state_dict())
+
+
+# ---------------------------------------------------------------- turns
+
+
+def layered(every: int, layers: int = 10) -> tuple[list[nn.Parameter], mm.Muon]:
+    """Two kinds of matrices in each layer."""
+    names = [f"model.layers.{layer}.{kind}.weight" for layer in range(layers) for kind in ("attn.q", "mlp.up")]
+    weights = [nn.Parameter(random(6, 6, seed=n).float()) for n in range(len(names))]
+    group = {"params": weights, "param_names": names, "algorithm": "soap", "soap_every": every}
+    return weights, mm.Muon([group], lr=0.01)
+
+
+def test_matrices_take_turns_so_that_no_step_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turns once in five steps, four of the twenty in each; all have two sides. The first step has another way."""
+    weights, optimizer = layered(5)
+    done: list[int] = []
+    qr = torch.linalg.qr
+
+    def counted(matrix: Tensor) -> Any:
+        done[-1] += len(matrix)
+        return qr(matrix)
+
+    monkeypatch.setattr(torch.linalg, "qr", counted)
+    for step in range(11):
+        for number, weight in enumerate(weights):
+            weight.grad = random(6, 6, seed=100 * step + number).float()
+        done.append(0)
+        before = [optimizer.state[weight]["row_basis"].clone() for weight in weights if step]
+        optimizer.step()
+        turned = [not torch.equal(a, optimizer.state[w]["row_basis"]) for a, w in zip(before, weights, strict=False)]
+        assert sum(turned) == done[-1] // 2
+    assert done == [0] + [8] * 10
+    assert optimizer.param_groups[0]["steps_taken"] == 11
+
+
+def test_the_count_of_steps_is_saved_and_loaded() -> None:
+    """A resumed optimizer takes the turns of the one that was saved; one that began at 0 would take others."""
+    (weights, first), (twins, second) = layered(3, layers=2), layered(3, layers=2)
+    for step in range(5):
+        if step == 2:
+            second.load_state_dict(first.state_dict())
+            for weight, twin in zip(weights, twins, strict=True):
+                twin.data.copy_(weight.data)
+            assert second.param_groups[0]["steps_taken"] == 2
+        for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
+            weight.grad = random(6, 6, seed=100 * step + number).float()
+            twin.grad = weight.grad.clone()
+        for optimizer in (first, second) if step >= 2 else (first,):
+            optimizer.step()
+    assert all(map(torch.equal, weights, twins))
+    assert all(
+        torch.equal(first.state[w]["row_basis"], second.state[t]["row_basis"])
+        for w, t in zip(weights, twins, strict=True)
+    )
+
+
+def test_a_matrix_whose_first_gradient_comes_later_begins_with_unit_bases() -> None:
+    (weights, optimizer), (other, _) = layered(5, layers=1), layered(5, layers=1)
+    for step in range(3):
+        weights[0].grad = random(6, 6, seed=step).float()
+        weights[1].grad = random(6, 6, seed=9 + step).float() * (step == 2)
+        optimizer.step()
+    basis = optimizer.state[weights[1]]["row_basis"].view(6, 6)
+    state = optimizer.state[weights[1]]
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(6))
+    assert not state["second_moment"].any()  # its first step has no scaling yet
+    assert torch.equal(state["unit"].log2(), state["unit"].log2().round())
+    assert bool((weights[1] != other[1]).all())
+
+
+def test_what_soap_costs_is_told_before_and_after_it_is_there() -> None:
+    """By the formulas: bytes of momentum, second moments, two Gram matrices and two bases, and the unit; FLOPs."""
+    weight = nn.Parameter(random(20, 12).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "soap", "soap_every": 4}])
+    muon = mm.Muon([nn.Parameter(random(20, 12).float())]).explain()
+    told = optimizer.explain()
+    numbers = 2 * 20 * 12 + 2 * 20 * 20 + 2 * 12 * 12 + 1
+    running = 2 * 4  # bytes of a matrix's running norm and its count
+    assert told.state_bytes == 4 * numbers + running
+    assert told.flops[0] - muon.flops[0] == 6 * 20 * 12 * 32 + 14 * (20**3 + 12**3) // 12
+    weight.grad = random(20, 12, seed=1).float()
+    optimizer.step()
+    assert optimizer.explain().state_bytes == told.state_bytes
+    assert sum(value.numel() for value in optimizer.state[weight].values()) == numbers + 2
