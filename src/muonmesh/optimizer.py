@@ -323,7 +323,7 @@ class Muon(torch.optim.Optimizer):
             runtime.late.pop(0).hear()
         settings = check_groups(groups)
         for group, rule in zip(groups, settings.rules, strict=True):
-            if isinstance(rule, Rule) and rule.takes_turns:
+            if isinstance(rule, Rule) and rule.takes_turns and not settings.at_rest:
                 group["steps_taken"] = rule.steps_taken + 1
         agreed = self._prepare(settings, clip)
         if agreed is None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
@@ -977,6 +978,20 @@ def test_the_count_of_steps_is_saved_and_loaded() -> None:
         torch.equal(first.state[w]["row_basis"], second.state[t]["row_basis"])
         for w, t in zip(weights, twins, strict=True)
     )
+
+
+def test_torchs_functions_for_state_leave_the_first_step_the_first() -> None:
+    """They take a step at learning rate 0 to have state made."""
+    (weights, plain), (twins, looked_at) = layered(3, layers=1), layered(3, layers=1)
+    model = nn.ParameterDict({str(number): twin for number, twin in enumerate(twins)})
+    get_optimizer_state_dict(model, looked_at)
+    for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
+        weight.grad = random(6, 6, seed=number).float()
+        twin.grad = weight.grad.clone()
+    plain.step()
+    looked_at.step()
+    for weight, twin in zip(weights, twins, strict=True):
+        assert torch.equal(plain.state[weight]["row_basis"], looked_at.state[twin]["row_basis"])
 
 
 def test_a_matrix_whose_first_gradient_comes_later_begins_with_unit_bases() -> None:

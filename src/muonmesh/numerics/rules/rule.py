@@ -151,7 +151,7 @@ class Rule(Hyperparameters):
         method: See `orthogonalize`, ``ns_method``.
         takes_turns: Whether matrices take turns at something costly, so that no step is much longer than others. Then
             the group counts its steps, in ``steps_taken``, and saves that with its settings.
-        steps_taken: Calls of `Muon.step` before this one, also such as changed nothing.
+        steps_taken: Calls of `Muon.step` before this one, also such as changed nothing, but those at learning rate 0.
         phase: A number of the matrix that `balance` and `whole` are given; see `turn`.
     """
 
