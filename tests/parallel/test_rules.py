@@ -915,3 +915,61 @@ def test_soap_goes_on_in_any_layout_at_the_same_turn(
     workers(ranks).run(save_kept, layout, path, "soap")
     for wrong in workers(later).run(load_kept, other, path, "soap"):
         assert wrong == []
+
+
+# ------------------------------------------------------------------ a rule in a file of its own
+
+
+def with_an_entry_point(folder: Path) -> None:
+    (folder / "shampoo.py").write_text((Path(__file__).parents[2] / "examples/shampoo.py").read_text())
+    metadata = folder / "shampoo-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shampoo\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[muonmesh.rules]\nshampoo = shampoo:Shampoo\n")
+
+
+def proved_shampoo(folder: str) -> str:
+    sys.path.insert(0, folder)
+    try:
+        prove_rule("shampoo", examples=FEW, seed=6, settings={"shampoo_every": 2})
+        return rules.RULES["shampoo"].__module__
+    finally:
+        sys.path.remove(folder)
+
+
+def test_shampoo_in_one_file_gives_the_same_bits_in_every_layout(workers, tmp_path: Path) -> None:
+    with_an_entry_point(tmp_path)
+    assert workers(3).run(proved_shampoo, str(tmp_path)) == ["shampoo"] * 3
+
+
+def test_shampoo_is_its_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of facebookresearch/optimizers, in fp64, the roots by an SVD; Adam's step until the first turn."""
+    with_an_entry_point(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.manual_seed(8)
+    start, every, beta2 = torch.randn(7, 7, dtype=torch.float64), 3, 0.95
+    weight = nn.Parameter(start.clone())
+    group = {"params": [weight], "param_names": ["proj"], "algorithm": "shampoo", "shampoo_every": every}
+    optimizer = mm.Muon([group], lr=0.01, weight_decay=0.2, momentum=0.9, **FP64)
+    expected, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    grams, roots = [torch.zeros(n, n, dtype=torch.float64) for n in start.shape], list[Tensor]()
+    shown = []
+    for step in range(8):
+        g = weight.grad = torch.randn(7, 7, dtype=torch.float64)
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * g, beta2 * v + (1 - beta2) * g * g
+        grams = [beta2 * old + (1 - beta2) * new for old, new in zip(grams, (g @ g.T, g.T @ g), strict=True)]
+        missing = 1 - beta2 ** (step + 1)
+        filtered = m / (1 - 0.9 ** (step + 1))
+        if (step + zlib.crc32(b"proj")) % every == 0:
+            svds = [torch.linalg.svd(gram / missing) for gram in grams]
+            roots = [(u * (s + 1e-12) ** -0.25) @ u.T for u, s, _ in svds]
+        adam = filtered / ((v / missing).sqrt() + 1e-10)
+        update = adam
+        if roots:
+            update = roots[0] @ filtered @ roots[1]
+            update = update * adam.norm() / update.norm()
+        shown.append(bool(roots))
+        expected = expected * (1 - 0.01 * 0.2) - 0.01 * update
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-9, atol=1e-9)
+    assert shown[0] != shown[-1]
