@@ -33,6 +33,7 @@ import muonmesh as mm
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows, prepare_corpus
 from muonmesh.cli.model import build_model
+from muonmesh.numerics.rules.dynmuon import power_at
 
 VOCAB, LENGTH, BATCH, HELD_OUT = 2048, 128, 8, 32
 WARMUP = 0.1  # of the steps; then to a tenth along a cosine
@@ -44,6 +45,9 @@ RULES: dict[str, dict[str, Any]] = {
     "adamuon": {"lr": 6e-3, "rule": "adamuon"},
     "muoneq": {"lr": 6e-3, "rule": "muoneq"},
     "muon_plus": {"lr": 6e-3, "rule": "muon_plus"},
+    "dynmuon": {"lr": 6e-3, "rule": "dynmuon"},
+    "soap": {"lr": 6e-3, "rule": "soap"},
+    "soap, every 10": {"lr": 6e-3, "rule": "soap", "muon": {"lr": 6e-3, "soap_every": 10}},
     "hyperball": {"lr": 6e-3, "rule": "hyperball", "muon": {"lr": 2e-2}},
     "cautious": {"lr": 6e-3, "decay_mode": "cautious"},
     "per head": {"lr": 6e-3, "per_head": True},
@@ -79,6 +83,8 @@ def train(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str
         factor = rate_at(step, steps)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
+            if group["algorithm"] == "dynmuon":
+                group["dynmuon_power"] = power_at(step / steps)
         batch = torch.from_numpy(windows.shuffled(range(step * BATCH, (step + 1) * BATCH)))
         loss(model, batch).backward()
         optimizer.clip_grad_norm_(1.0)

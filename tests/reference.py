@@ -82,6 +82,7 @@ def muon(
     hyperball: bool = False,
     muoneq: str | None = None,
     muon_plus: str | None = None,
+    dynmuon: float | None = None,
     scion: tuple[str, str] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One Muon step of one parameter. A matrix without a non-zero gradient keeps weights and momentum.
@@ -91,8 +92,9 @@ def muon(
     `adamuon` is {"beta2", "eps"} for AdaMuon (arXiv 2507.11005, algorithm 1), whose update has an RMS of 0.2 · lr.
     `hyperball` is MuonH (arXiv 2606.16899): W ← R·N(W − η·R·N(U)); a plain step where W is zero.
     `muoneq` is "rows", "cols" or "both" (arXiv 2603.28254, R, C and RC). `muon_plus` is "row" and "col" joined by "_"
-    (arXiv 2602.21545), scaled back to ‖O‖_F = √min(m, n). `scion` is ("sign" or "rows", "head" or "embedding") for the
-    other layers of Scion (arXiv 2502.07529), whose update has Scion's norm 1.
+    (arXiv 2602.21545), scaled back to ‖O‖_F = √min(m, n). `dynmuon` is p of U·Σᵖ·Vᵀ (arXiv 2605.17109), by the authors'
+    series of second order in Σ²/‖M‖² − 1 and of the momentum that sums gradients. `scion` is ("sign" or "rows", "head"
+    or "embedding") for the other layers of Scion (arXiv 2502.07529), whose update has Scion's norm 1.
     """
     spec = matrices if matrices is not None else {2: "whole", 3: "stack"}[p.ndim]
     p, m = p.clone(), state.get("momentum", torch.zeros_like(p)).clone()
@@ -117,6 +119,11 @@ def muon(
             rows, cols = direction.norm(dim=1, keepdim=True), direction.norm(dim=0, keepdim=True)
             direction = direction / (1.0 if muoneq == "cols" else rows) / (1.0 if muoneq == "rows" else cols)
         update = polar(direction if adamuon is None else direction.sign(), coefficients)
+        if dynmuon is not None:
+            u, s, _ = torch.linalg.svd(direction, full_matrices=False)
+            away, power = (s / s.norm()) ** 2 - 1, dynmuon / 2
+            series = 1 + power * away + power * (power - 1) / 2 * away**2
+            update = (u * series) @ u.T @ update * (s.norm() / (1 - momentum)) ** dynmuon
         if muon_plus is not None:
             for side in muon_plus.split("_"):
                 update = update / update.norm(dim=1 if side == "row" else 0, keepdim=True)

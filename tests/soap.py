@@ -1,7 +1,7 @@
-"""SOAP before Muon as its authors wrote it, in fp64: what `examples/soap_muon.py` is compared with.
+"""SOAP before Muon as its authors wrote it, in fp64: what the rule "soap" is compared with.
 
-KellerJordan/modded-nanogpt (MIT) at f411b3d3, records/track_3_optimization/results/20260504_contra_muon_mlp_soapish/
-train_gpt_contra_normuon_soapish_mlp.py, lines 221 to 268 and 334 to 350, with `.float()` left out.
+KellerJordan/modded-nanogpt (MIT) at f411b3d3, records/track_3_optimization/results/20260609_soap_f1_auxb2_clean/
+train_gpt_clean_SOTA.py, lines 355 to 400 and 433 to 472, with `.float()` left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def fresh(rows: int, cols: int) -> dict[str, Any]:
-    """Lines 317 to 325."""
+    """Lines 433 to 439."""
     return {
         "momentum": torch.zeros(rows, cols, dtype=torch.float64),
         "exp_avg_sq": torch.zeros(rows, cols, dtype=torch.float64),
@@ -26,7 +26,7 @@ def fresh(rows: int, cols: int) -> dict[str, Any]:
 
 
 def eigenbasis(mat: Tensor) -> Tensor:
-    """Lines 221 to 227."""
+    """Lines 355 to 361."""
     _, q = torch.linalg.eigh(mat + 1e-30 * torch.eye(mat.size(0), dtype=mat.dtype))
     return torch.flip(q, [1])
 
@@ -34,7 +34,7 @@ def eigenbasis(mat: Tensor) -> Tensor:
 def basis_qr(
     row_gg: Tensor, col_gg: Tensor, q_row: Tensor, q_col: Tensor, exp_avg_sq: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lines 230 to 242."""
+    """Lines 363 to 375."""
     row_eig = torch.diag(q_row.T @ row_gg @ q_row)
     row_sort = torch.argsort(row_eig, descending=True)
     q_row = q_row[:, row_sort]
@@ -50,13 +50,14 @@ def basis_qr(
 
 
 def precondition_momentum(update: Tensor, state: dict[str, Any], beta2: float = 0.9, eps: float = 1e-8) -> Tensor:
-    """Lines 245 to 254."""
+    """Lines 377 to 387."""
     if state["q_row"] is None:
         return update
     q_row, q_col = state["q_row"], state["q_col"]
     projected = q_row.T @ update @ q_col
     state["exp_avg_sq"].mul_(beta2).add_(projected.square(), alpha=1 - beta2)
-    precond = q_row @ (projected / state["exp_avg_sq"].sqrt().add(eps)) @ q_col.T
+    denom = state["exp_avg_sq"].clamp_min(eps * eps).pow(0.5)
+    precond = q_row @ (projected / denom) @ q_col.T
     precond.mul_(update.norm() / precond.norm().clamp_min(eps))
     return precond
 
@@ -64,7 +65,7 @@ def precondition_momentum(update: Tensor, state: dict[str, Any], beta2: float = 
 def update_preconditioner(
     grad: Tensor, state: dict[str, Any], shampoo_beta: float = 0.9, precondition_frequency: int = 10
 ) -> None:
-    """Lines 257 to 268."""
+    """Lines 389 to 400."""
     state["row_gg"].lerp_(grad @ grad.T, 1 - shampoo_beta)
     state["col_gg"].lerp_(grad.T @ grad, 1 - shampoo_beta)
     if state["q_row"] is None:
@@ -78,7 +79,7 @@ def update_preconditioner(
 
 
 def step(grad: Tensor, state: dict[str, Any], *, mu: float, precondition_frequency: int) -> Tensor:
-    """Lines 334 to 338 and 349 to 350: return what is orthogonalised."""
+    """Lines 441 to 472: return what is orthogonalised."""
     state["momentum"].lerp_(grad, 1 - mu)
     momentum_update = grad.lerp(state["momentum"], mu)
     momentum_update = precondition_momentum(momentum_update, state)

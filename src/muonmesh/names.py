@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable
 
 from muonmesh.errors import explain_error
@@ -23,6 +24,15 @@ def canonical_name(name: str) -> str:
     while parts and parts[0] == "module":
         del parts[0]
     return ".".join([*parts, key])
+
+
+def phase_of(name: str, index: int) -> int:
+    """Return a number of a parameter's matrix that depends on nothing else; those of one kind differ by their layers.
+
+    So if matrices of equal phases modulo k take turns, the layers of each kind are spread evenly over k turns.
+    """
+    kind, layers = re.sub("[0-9]+", "", name), re.findall("[0-9]+", name)
+    return zlib.crc32(kind.encode()) + sum(map(int, layers)) + index
 
 
 def names_matching(where: str, key: str, names: Iterable[str]) -> list[str]:

@@ -35,6 +35,7 @@ from muonmesh.comm.wire import Counts
 from muonmesh.errors import StateError, caller, explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.numerics.precision import plain_modes
+from muonmesh.numerics.rules import Rule
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
@@ -321,6 +322,9 @@ class Muon(torch.optim.Optimizer):
         while runtime.late:  # what the device has found out since the last step, for which the host did not wait
             runtime.late.pop(0).hear()
         settings = check_groups(groups)
+        for group, rule in zip(groups, settings.rules, strict=True):
+            if isinstance(rule, Rule) and rule.takes_turns and not settings.at_rest:
+                group["steps_taken"] = rule.steps_taken + 1
         agreed = self._prepare(settings, clip)
         if agreed is None:
             return

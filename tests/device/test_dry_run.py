@@ -239,6 +239,8 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
         (torch.bfloat16, {"master_dtype": torch.float32}),
         (torch.float32, {"rule": "normuon"}),
         (torch.float32, {"rule": "adamuon"}),
+        (torch.float32, {"rule": "soap"}),
+        (torch.float32, {"rule": "dynmuon"}),
         (torch.float32, {"decay_mode": "cautious"}),
         (torch.float32, {"shard_state": True}),
         (torch.float32, {"state_dtype": "int8"}),

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ RULES: dict[str, dict[str, Any]] = {
     "both": {"algorithm": "normuon", "decay_mode": "cautious", "weight_decay": 3.0},
     "hyperball": {"algorithm": "hyperball"},
     "adamuon": {"algorithm": "adamuon", "adamuon_beta2": 0.8, "decay_mode": "cautious", "weight_decay": 3.0},
+    "soap": {"algorithm": "soap", "soap_every": 2},
 }
 EXAMPLES = int(os.environ.get("FUZZ", "2000")) // 50
 """Generated layouts a rule in `make soak`; `make fuzz N=` sets it."""
@@ -61,7 +63,9 @@ def cases(*tried: tuple[Any, ...], of: Iterable[tuple[Any, ...]]) -> list[Any]:
 def ruled(groups: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
     """The same groups under a rule; AdamW's decay cautiously where it does."""
     settings = RULES[rule]
-    own = {key: value for key, value in settings.items() if not key.startswith(("algorithm", "normuon", "adamuon"))}
+    own = {
+        key: value for key, value in settings.items() if not key.startswith(("algorithm", "normuon", "adamuon", "soap"))
+    }
     return [{**group, **(own if group["algorithm"] == "adamw" else settings)} for group in groups]
 
 
@@ -622,6 +626,8 @@ PROVED: dict[str, dict[str, Any]] = {
     "hyperball": {},
     "muoneq": {},
     "muon_plus": {},
+    "dynmuon": {"dynmuon_power": 0.25},
+    "soap": {"soap_every": 2},
     "scion_sign": {"scion_layer": "embedding"},
     "scion_row_norm": {"scale_mode": "unit_rms_norm"},
     "test-all-kinds": {},
@@ -774,17 +780,17 @@ def test_prove_rule_shows_it(workers) -> None:
     assert workers(3).run(proved_kept) == [None] * 3
 
 
-def save_kept(layout: str, path: str) -> None:
-    model, optimizer = build(layout, "gram")
+def save_kept(layout: str, path: str, rule: str = "gram") -> None:
+    model, optimizer = build(layout, rule)
     advance(model, optimizer, 0, 2)
     mm.checkpoint.save(path, model, optimizer)
 
 
-def load_kept(layout: str, path: str) -> list[str]:
-    model, optimizer = build(layout, "gram")
+def load_kept(layout: str, path: str, rule: str = "gram") -> list[str]:
+    model, optimizer = build(layout, rule)
     mm.checkpoint.load(path, model, optimizer)
     advance(model, optimizer, 2, STEPS)
-    return differing(optimizer, "gram", FP32)
+    return differing(optimizer, rule, FP32)
 
 
 @pytest.mark.parametrize(
@@ -858,55 +864,112 @@ def test_who_keeps_something_of_a_matrix_stays_its_owner(workers) -> None:
     assert sorted(kept) == [[]] * 3 + [[2.0]] * 3
 
 
+# ------------------------------------------------------------------ SOAP-Muon, and rules that take turns
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_soap_is_what_its_authors_code_makes_of_it(every: int) -> None:
+    """Their functions in fp64, matrix by matrix, with an SVD in the place of Newton-Schulz; matrices take turns.
+
+    They are square: of others the first Gram matrices have null spaces, whose bases are rounding alone.
+    """
+    torch.manual_seed(6)
+    start = torch.randn(14, 7, dtype=torch.float64)
+    weight = nn.Parameter(start.clone())
+    group = {"params": [weight], "param_names": ["layers.4.w"], "algorithm": "soap", "matrices": [("rows", 7, 7)]}
+    rate = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "scale_mode": "none", "soap_every": every}
+    optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "qdwh", "ns_steps": 8}], **FP64)
+    expected, kept = start.clone(), [theirs.fresh(7, 7) for _ in range(2)]
+    turns = [zlib.crc32(b"layers..w") + 4 + number for number in range(2)]
+    for step in range(7):
+        weight.grad = torch.randn(14, 7, dtype=torch.float64)
+        optimizer.step()
+        for number, rows in enumerate((slice(0, 7), slice(7, 14))):
+            kept[number]["soap_step"] = step + turns[number] if step else 0  # 0 is never a turn
+            update = theirs.step(weight.grad[rows], kept[number], mu=0.9, precondition_frequency=every)
+            u, values, vh = torch.linalg.svd(update, full_matrices=False)
+            assert values[0] < 1e4 * values[-1]  # what Newton-Schulz reaches
+            expected[rows] -= 0.1 * u @ vh
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-10, atol=1e-10)
+    state = optimizer.state[weight]
+    for key, of_theirs in {"row_basis": "q_row", "col_basis": "q_col"}.items():
+        bases = torch.stack([one[of_theirs] for one in kept])
+        torch.testing.assert_close(state[key].view(2, 7, 7), bases, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(4, "ddp"), (2, "fsdp"), (4, "shard-last")])
+def test_bit_for_bit_under_soap(workers, ranks: int, layout: str) -> None:
+    check(workers(ranks).run(in_a_module, layout, "soap", FP32))
+
+
+def test_bit_for_bit_under_soap_on_a_mesh_and_in_flat_buffers(workers) -> None:
+    check(workers(4).run(on_mesh, "fsdp over colwise", "dtensor", "soap", FP32))
+    check(workers(4).run(flat, 2, 1, "soap", FP32))
+
+
+@pytest.mark.parametrize(("ranks", "layout", "later", "other"), [(3, "fsdp", 2, "ddp"), (2, "shard-last", 3, "fsdp")])
+def test_soap_goes_on_in_any_layout_at_the_same_turn(
+    workers, tmp_path: Path, ranks: int, layout: str, later: int, other: str
+) -> None:
+    path = str(tmp_path / "saved")
+    workers(ranks).run(save_kept, layout, path, "soap")
+    for wrong in workers(later).run(load_kept, other, path, "soap"):
+        assert wrong == []
+
+
 # ------------------------------------------------------------------ a rule in a file of its own
 
 
-def proved_soap_muon(folder: str) -> str:
+def with_an_entry_point(folder: Path) -> None:
+    (folder / "shampoo.py").write_text((Path(__file__).parents[2] / "examples/shampoo.py").read_text())
+    metadata = folder / "shampoo-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shampoo\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[muonmesh.rules]\nshampoo = shampoo:Shampoo\n")
+
+
+def proved_shampoo(folder: str) -> str:
     sys.path.insert(0, folder)
     try:
-        prove_rule("soap-muon", examples=FEW, seed=6)
-        prove_rule("soap-muon", examples=FEW, seed=7, settings={"soap_every": 2, "nesterov": False})
-        return rules.RULES["soap-muon"].__module__
+        prove_rule("shampoo", examples=FEW, seed=6, settings={"shampoo_every": 2})
+        return rules.RULES["shampoo"].__module__
     finally:
         sys.path.remove(folder)
 
 
-def with_an_entry_point(folder: Path) -> None:
-    (folder / "soap_muon.py").write_text((Path(__file__).parents[2] / "examples/soap_muon.py").read_text())
-    metadata = folder / "soap_muon-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: soap-muon\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[muonmesh.rules]\nsoap-muon = soap_muon:SoapMuon\n")
-
-
-def test_soap_muon_in_one_file_gives_the_same_bits_in_every_layout(workers, tmp_path: Path) -> None:
+def test_shampoo_in_one_file_gives_the_same_bits_in_every_layout(workers, tmp_path: Path) -> None:
     with_an_entry_point(tmp_path)
-    assert workers(3).run(proved_soap_muon, str(tmp_path)) == ["soap_muon"] * 3
+    assert workers(3).run(proved_shampoo, str(tmp_path)) == ["shampoo"] * 3
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_soap_muon_is_what_its_authors_code_makes_of_it(
-    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their functions in fp64, matrix by matrix, with an SVD in the place of Newton-Schulz."""
+def test_shampoo_is_its_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of facebookresearch/optimizers, in fp64, the roots by an SVD; Adam's step until the first turn."""
     with_an_entry_point(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    torch.manual_seed(6)
-    start = torch.randn(14, 7, dtype=torch.float64)
+    torch.manual_seed(8)
+    start, every, beta2 = torch.randn(7, 7, dtype=torch.float64), 3, 0.95
     weight = nn.Parameter(start.clone())
-    group = {"params": [weight], "algorithm": "soap-muon", "matrices": [("rows", 7, 7)], "soap_every": every}
-    rate = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "scale_mode": "none"}
-    optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "qdwh", "ns_steps": 8}], **FP64)
-    expected, kept = start.clone(), [theirs.fresh(7, 7) for _ in range(2)]
-    for _ in range(5):
-        weight.grad = torch.randn(14, 7, dtype=torch.float64)
+    group = {"params": [weight], "param_names": ["proj"], "algorithm": "shampoo", "shampoo_every": every}
+    optimizer = mm.Muon([group], lr=0.01, weight_decay=0.2, momentum=0.9, **FP64)
+    expected, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    grams, roots = [torch.zeros(n, n, dtype=torch.float64) for n in start.shape], list[Tensor]()
+    shown = []
+    for step in range(8):
+        g = weight.grad = torch.randn(7, 7, dtype=torch.float64)
         optimizer.step()
-        for number, rows in enumerate((slice(0, 7), slice(7, 14))):
-            update = theirs.step(weight.grad[rows], kept[number], mu=0.9, precondition_frequency=every)
-            u, values, vh = torch.linalg.svd(update)
-            assert values[0] < 1e4 * values[-1]  # what Newton-Schulz reaches
-            expected[rows] -= 0.1 * u @ vh
-    torch.testing.assert_close(weight.detach(), expected, rtol=1e-10, atol=1e-10)
-    for key, theirs_key in {"second_moment": "exp_avg_sq", "row_basis": "q_row", "col_basis": "q_col"}.items():
-        found = optimizer.state[weight][key].view(2, 7, 7)
-        torch.testing.assert_close(found, torch.stack([one[theirs_key] for one in kept]), rtol=1e-9, atol=1e-10)
+        m, v = 0.9 * m + 0.1 * g, beta2 * v + (1 - beta2) * g * g
+        grams = [beta2 * old + (1 - beta2) * new for old, new in zip(grams, (g @ g.T, g.T @ g), strict=True)]
+        missing = 1 - beta2 ** (step + 1)
+        filtered = m / (1 - 0.9 ** (step + 1))
+        if (step + zlib.crc32(b"proj")) % every == 0:
+            svds = [torch.linalg.svd(gram / missing) for gram in grams]
+            roots = [(u * (s + 1e-12) ** -0.25) @ u.T for u, s, _ in svds]
+        adam = filtered / ((v / missing).sqrt() + 1e-10)
+        update = adam
+        if roots:
+            update = roots[0] @ filtered @ roots[1]
+            update = update * adam.norm() / update.norm()
+        shown.append(bool(roots))
+        expected = expected * (1 - 0.01 * 0.2) - 0.01 * update
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-9, atol=1e-9)
+    assert shown[0] != shown[-1]

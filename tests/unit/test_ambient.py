@@ -22,7 +22,18 @@ pytestmark = pytest.mark.own_ambient
 SOURCES = Path(mm.__file__).parent
 # Torch's functions that make tensors of the default dtype and where the default device says.
 FACTORIES = {function.__name__ for function in _device_constructors()}
-RULES = ["muon", "normuon", "adamuon", "muoneq", "muon_plus", "hyperball", "scion_row_norm", "scion_sign"]
+RULES = [
+    "muon",
+    "normuon",
+    "adamuon",
+    "muoneq",
+    "muon_plus",
+    "dynmuon",
+    "soap",
+    "hyperball",
+    "scion_row_norm",
+    "scion_sign",
+]
 
 
 def test_every_tensor_is_made_with_its_dtype_and_device() -> None:

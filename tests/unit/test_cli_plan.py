@@ -66,7 +66,21 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     assert re.search(r"Rank \d+, modelled for the rates given: .* ms a step", result.stdout)
 
 
+def test_a_rule_has_its_own_flops_and_memory(tmp_path: Path) -> None:
+    found = {}
+    for rule in ("muon", "soap"):
+        result = command("--model", "nano", "--mesh", "fsdp=4", "--rule", rule, "--json", tmp_path / rule)
+        assert result.exit_code == 0, result.stderr
+        found[rule] = json.loads((tmp_path / rule).read_text())
+        assert f"with {rule}" in result.stdout
+    assert found["soap"]["rule"] == "soap"
+    assert sum(found["soap"]["flops_by_rank"]) > 2 * sum(found["muon"]["flops_by_rank"])
+    assert found["soap"]["counted"]["bytes of momentum"] > 4 * found["muon"]["counted"]["bytes of momentum"]
+    assert found["soap"]["counted"]["bytes sent"] <= 1.5 * found["muon"]["counted"]["bytes sent"]
+
+
 WRONG = {
+    "--model nano --mesh fsdp=2 --rule nothing": r"rule: found 'nothing'; needed one of muon, normuon",
     "--model nano --mesh fsdp": r"--mesh fsdp: found 'fsdp'; needed a whole number of at least 1. Write: --mesh",
     "--model nano --mesh hsdp=8": r"found 'hsdp=8'; needed replicas x shards, two whole numbers",
     "--model nano --mesh pp=2,fsdp=2": r"found 'pp=2'; .*give the ranks of one stage",

@@ -269,13 +269,17 @@ def test_the_page_about_rules() -> None:
 def test_the_page_about_variants() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, tie_word_embeddings=False))
-    for names in run("docs/variants.md", {"model": model}, {}):
+    rules, powers = [], []
+    for names in run("docs/variants.md", {"model": model}, {}, {}):
         optimizer = names["optimizer"]
         model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
         optimizer.step()
+        rules.append({name: g["algorithm"] for g in optimizer.param_groups for name in g["param_names"]})
+        powers.append([g["dynmuon_power"] for g in optimizer.param_groups if "dynmuon_power" in g])
     assert [tuple(some.shape) for some in names["clip"].largest.values()] == [(4,)]
-    rules = {name: g["algorithm"] for g in optimizer.param_groups for name in g["param_names"]}
-    assert (rules["lm_head.weight"], rules["model.layers.0.mlp.up_proj.weight"]) == ("scion_sign", "normuon")
+    assert (rules[0]["lm_head.weight"], rules[0]["model.layers.0.mlp.up_proj.weight"]) == ("scion_sign", "normuon")
+    assert rules[1]["model.layers.0.mlp.up_proj.weight"] == "dynmuon"
+    assert powers[1] == [names["power_at"](1 / 1000)]
 
 
 def test_the_page_about_groups() -> None:

@@ -55,6 +55,33 @@ def test_a_forecast_is_near_a_dry_run(mesh: dict[str, int], placements: tuple[Sh
     assert found.seconds == pytest.approx(run.seconds, rel=0.25)
 
 
+@pytest.mark.parametrize("rule", ["soap", "normuon", "adamuon", "scion_sign"])
+def test_a_forecast_of_a_rule_is_what_the_real_step_does(rule: str) -> None:
+    """Three ranks' state, traffic and FLOPs by rank, on fake tensors."""
+    shapes = [(96, 64), (64, 64), (64, 200)] * 2
+    model = nn.Module()
+    for number, shape in enumerate(shapes):
+        model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
+    told: list[mm.Explanation] = []
+
+    def step(optimizer: mm.Muon) -> None:
+        optimizer.step()
+        told.append(optimizer.explain())
+
+    made = lambda model: mm.Muon([{"params": list(model.named_parameters()), "algorithm": rule}])  # noqa: E731
+    placed = {"world": 4, "mesh": {"shard": 4}, "placements": lambda name, parameter: (Shard(0),)}
+    run = dry_run(model, made, steps=1, step=step, **placed)
+    place = [layout.MeshLayout(shape, (4,), (0, 1, 2, 3), (layout.Shard(0),)) for shape in shapes]
+    weights = [Weight(f"weight{number}", where, "whole") for number, where in enumerate(place)]
+    found = forecast(weights, rank=0, rule=rule)
+    assert found.plan.loads == told[-1].flops
+    assert (found.bytes_sent, found.collectives) == (run.bytes_sent, run.collectives)
+    assert found.bytes_received == told[-1].bytes_received
+    assert found.memory.momentum + 8 * len(shapes) == told[-1].state_bytes  # and the running norms
+    with pytest.raises(ValueError, match="rule: found 'adamw'; needed one of muon, normuon"):
+        forecast(weights, rule="adamw")
+
+
 def test_the_busiest_rank_is_told_of_unless_another_is_asked_for() -> None:
     whole = layout.MeshLayout.replicated((64, 64), (0, 1))
     weights = [Weight(f"weight{number}", whole, "whole") for number in range(3)]

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.exact import total_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, on_device, parts, register_rule, rule_of
+from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
 from muonmesh.step import muon_step, stack
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
@@ -78,6 +80,7 @@ NEW: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"algorithm": "hyperball", "extra_scale_factor": 2.0}, {"hyperball": True, "extra_scale_factor": 2.0}),
     *(({"algorithm": "muoneq", "muoneq_sides": sides}, {"muoneq": sides}) for sides in ("rows", "cols", "both")),
     *(({"algorithm": "muon_plus", "muon_plus_sides": sides}, {"muon_plus": sides}) for sides in ("row", "col_row")),
+    *(({"algorithm": "dynmuon", "dynmuon_power": power}, {"dynmuon": power}) for power in (0.25, -0.25, 0.0)),
     *(
         ({"algorithm": name, "scion_layer": layer, "scale_mode": "unit_rms_norm"}, {"scion": (kind, layer)})
         for name, kind in (("scion_sign", "sign"), ("scion_row_norm", "rows"))
@@ -141,8 +144,8 @@ MATRIX_RULES = [name for name in RULES if RULES[name].__module__.startswith("muo
 
 
 @pytest.mark.parametrize("rule", MATRIX_RULES)
-def test_no_rule_depends_on_the_scale_of_gradients(rule: str) -> None:
-    results = []
+def test_no_rule_depends_on_the_scale_of_gradients_unless_it_says_so(rule: str) -> None:
+    results, same = [], RULES[rule].scale_invariant
     for scale in (1.0, 2.0**-60, 2.0**60):
         weight = nn.Parameter(random(12, 20).float())
         optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1)
@@ -150,8 +153,54 @@ def test_no_rule_depends_on_the_scale_of_gradients(rule: str) -> None:
             weight.grad = random(12, 20, seed=step + 1).float() * scale
             optimizer.step()
         results.append(weight.detach())
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[0], results[1]) == same
+    assert torch.equal(results[0], results[2]) == same
+    assert same or rule == "dynmuon"
+    assert all(bool(result.isfinite().all()) for result in results)
+
+
+@pytest.mark.parametrize("power", [0.25, -0.25])
+def test_a_step_of_dynmuon_is_as_large_as_a_power_of_the_gradients_scale(power: float) -> None:
+    steps = []
+    for scale in (1.0, 2.0**-40, 2.0**40):
+        weight = nn.Parameter(torch.zeros(12, 20))
+        group = {"params": [weight], "algorithm": "dynmuon", "dynmuon_power": power}
+        optimizer = mm.Muon([group], lr=0.1, compute_dtype=torch.float32)
+        weight.grad = random(12, 20, seed=1).float() * scale
+        optimizer.step()
+        steps.append(weight.detach() * scale**-power)
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(steps[2], steps[0], rtol=1e-5, atol=0)
+
+
+def test_dynmuon_is_its_authors_function() -> None:
+    """`fast_spectral` of the record, in fp64, whose polar factor an SVD gives here; and p as its script sets it."""
+
+    def fast_spectral(g: Tensor, p: float) -> Tensor:
+        x = g.mT if g.shape[0] > g.shape[1] else g
+        scale = x.norm() + 1e-7
+        u, _, vh = torch.linalg.svd(x, full_matrices=False)
+        e = (x / scale) @ (x / scale).mT - torch.eye(x.shape[0], dtype=x.dtype)
+        c = torch.eye(x.shape[0], dtype=x.dtype) + 0.5 * p * e + 0.5 * 0.5 * p * (0.5 * p - 1) * e @ e
+        found = c @ u @ vh * scale**p
+        return found.mT if g.shape[0] > g.shape[1] else found
+
+    for shape in ((9, 14), (14, 9)):
+        expected, momentum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        weight = nn.Parameter(expected.clone())
+        group = {"params": [weight], "algorithm": "dynmuon", "ns_coefficients": "qdwh", "ns_steps": 8}
+        optimizer = mm.Muon([group], 0.1, weight_decay=0.0, scale_mode="original", compute_dtype=torch.float64)
+        for step in range(6):
+            optimizer.param_groups[0]["dynmuon_power"] = p = power_at(step / 60)
+            weight.grad = random(*shape, seed=step)
+            optimizer.step()
+            momentum = 0.95 * momentum + weight.grad
+            update = fast_spectral(0.95 * momentum + weight.grad, p) * max(1, shape[0] / shape[1]) ** 0.5
+            expected -= 0.1 * update
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-7)
+    assert power_at(0.04) == pytest.approx(0.0)
+    assert power_at(1.0) == pytest.approx(-0.25, abs=1e-9)
+    assert power_at(0.0) == pytest.approx(-0.25 + 0.5 / (1 + math.exp(-1)))
 
 
 def test_a_matrix_without_a_gradient_keeps_its_second_moments() -> None:
@@ -397,6 +446,9 @@ def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
         ("muoneq_sides", "row", "cols"),
         ("muon_plus_sides", "rows", "col_row"),
         ("scion_layer", "tied", "embedding"),
+        ("dynmuon_power", "0.25", "from -1 to 1"),
+        ("soap_beta2", 1.0, "a number in"),
+        ("soap_every", 0, "at least 1"),
     ],
 )
 def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> None:
@@ -871,3 +923,102 @@ def test_an_elementwise_rule_keeps_masters_and_loads_what_it_saved() -> None:
     assert torch.equal(made[0].state[weight]["exp_avg"], made[1].state[twin]["exp_avg"])
     with pytest.raises(mm.StateError, match="found algorithm 'test-lion' in the state; needed 'adamw'"):
         mm.Muon([{"params": [twin], "algorithm": "adamw"}]).load_state_dict(made[1].state_dict())
+
+
+# ---------------------------------------------------------------- turns
+
+
+def layered(every: int, layers: int = 10) -> tuple[list[nn.Parameter], mm.Muon]:
+    """Two kinds of matrices in each layer."""
+    names = [f"model.layers.{layer}.{kind}.weight" for layer in range(layers) for kind in ("attn.q", "mlp.up")]
+    weights = [nn.Parameter(random(6, 6, seed=n).float()) for n in range(len(names))]
+    group = {"params": weights, "param_names": names, "algorithm": "soap", "soap_every": every}
+    return weights, mm.Muon([group], lr=0.01)
+
+
+def test_matrices_take_turns_so_that_no_step_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turns once in five steps, four of the twenty in each; all have two sides. The first step has another way."""
+    weights, optimizer = layered(5)
+    done: list[int] = []
+    qr = torch.linalg.qr
+
+    def counted(matrix: Tensor) -> Any:
+        done[-1] += len(matrix)
+        return qr(matrix)
+
+    monkeypatch.setattr(torch.linalg, "qr", counted)
+    for step in range(11):
+        for number, weight in enumerate(weights):
+            weight.grad = random(6, 6, seed=100 * step + number).float()
+        done.append(0)
+        before = [optimizer.state[weight]["row_basis"].clone() for weight in weights if step]
+        optimizer.step()
+        turned = [not torch.equal(a, optimizer.state[w]["row_basis"]) for a, w in zip(before, weights, strict=False)]
+        assert sum(turned) == done[-1] // 2
+    assert done == [0] + [8] * 10
+    assert optimizer.param_groups[0]["steps_taken"] == 11
+
+
+def test_the_count_of_steps_is_saved_and_loaded() -> None:
+    """A resumed optimizer takes the turns of the one that was saved; one that began at 0 would take others."""
+    (weights, first), (twins, second) = layered(3, layers=2), layered(3, layers=2)
+    for step in range(5):
+        if step == 2:
+            second.load_state_dict(first.state_dict())
+            for weight, twin in zip(weights, twins, strict=True):
+                twin.data.copy_(weight.data)
+            assert second.param_groups[0]["steps_taken"] == 2
+        for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
+            weight.grad = random(6, 6, seed=100 * step + number).float()
+            twin.grad = weight.grad.clone()
+        for optimizer in (first, second) if step >= 2 else (first,):
+            optimizer.step()
+    assert all(map(torch.equal, weights, twins))
+    assert all(
+        torch.equal(first.state[w]["row_basis"], second.state[t]["row_basis"])
+        for w, t in zip(weights, twins, strict=True)
+    )
+
+
+def test_torchs_functions_for_state_leave_the_first_step_the_first() -> None:
+    """They take a step at learning rate 0 to have state made."""
+    (weights, plain), (twins, looked_at) = layered(3, layers=1), layered(3, layers=1)
+    model = nn.ParameterDict({str(number): twin for number, twin in enumerate(twins)})
+    get_optimizer_state_dict(model, looked_at)
+    for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
+        weight.grad = random(6, 6, seed=number).float()
+        twin.grad = weight.grad.clone()
+    plain.step()
+    looked_at.step()
+    for weight, twin in zip(weights, twins, strict=True):
+        assert torch.equal(plain.state[weight]["row_basis"], looked_at.state[twin]["row_basis"])
+
+
+def test_a_matrix_whose_first_gradient_comes_later_begins_with_unit_bases() -> None:
+    (weights, optimizer), (other, _) = layered(5, layers=1), layered(5, layers=1)
+    for step in range(3):
+        weights[0].grad = random(6, 6, seed=step).float()
+        weights[1].grad = random(6, 6, seed=9 + step).float() * (step == 2)
+        optimizer.step()
+    basis = optimizer.state[weights[1]]["row_basis"].view(6, 6)
+    state = optimizer.state[weights[1]]
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(6))
+    assert not state["second_moment"].any()  # its first step has no scaling yet
+    assert torch.equal(state["unit"].log2(), state["unit"].log2().round())
+    assert bool((weights[1] != other[1]).all())
+
+
+def test_what_soap_costs_is_told_before_and_after_it_is_there() -> None:
+    """By the formulas: bytes of momentum, second moments, two Gram matrices and two bases, and the unit; FLOPs."""
+    weight = nn.Parameter(random(20, 12).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "soap", "soap_every": 4}])
+    muon = mm.Muon([nn.Parameter(random(20, 12).float())]).explain()
+    told = optimizer.explain()
+    numbers = 2 * 20 * 12 + 2 * 20 * 20 + 2 * 12 * 12 + 1
+    running = 2 * 4  # bytes of a matrix's running norm and its count
+    assert told.state_bytes == 4 * numbers + running
+    assert told.flops[0] - muon.flops[0] == 6 * 20 * 12 * 32 + 14 * (20**3 + 12**3) // 12
+    weight.grad = random(20, 12, seed=1).float()
+    optimizer.step()
+    assert optimizer.explain().state_bytes == told.state_bytes
+    assert sum(value.numel() for value in optimizer.state[weight].values()) == numbers + 2

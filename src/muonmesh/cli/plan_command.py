@@ -55,6 +55,9 @@ def plan(
             rich_help_panel=WHAT,
         ),
     ] = False,
+    rule: Annotated[
+        str, typer.Option(help="How matrices are stepped, with the defaults of the rule.", rich_help_panel=WHAT)
+    ] = "muon",
     rank: Annotated[
         int | None,
         typer.Option(min=0, help="Whom to tell of. Default: the busiest.", rich_help_panel=WHERE, show_default=False),
@@ -82,7 +85,8 @@ def plan(
     from muonmesh.files import write_text
 
     try:
-        found = planned(model, mesh=mesh, experts=experts, weights=weights, to_owners=to_owners, rank=rank, rates=rates)
+        asked: dict[str, Any] = {"experts": experts, "weights": weights, "to_owners": to_owners, "rule": rule}
+        found = planned(model, mesh=mesh, rank=rank, rates=rates, **asked)
         print_plan(found)
         if json_file is not None:
             write_text(json_file, json.dumps(found, indent=1) + "\n")
@@ -97,6 +101,7 @@ def planned(
     experts: str | None = None,
     weights: Literal["fp32", "bf16"] = "fp32",
     to_owners: bool = False,
+    rule: str = "muon",
     rank: int | None = None,
     rates: Path | None = None,
     parts: Sequence[ModelParameter] | None = None,
@@ -104,7 +109,7 @@ def planned(
     """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
 
     Args:
-        model, mesh, experts, weights, to_owners, rank, rates: As the options say.
+        model, mesh, experts, weights, to_owners, rule, rank, rates: As the options say.
         parts: The parameters, where they are known already; ``model`` is their name then.
 
     Raises:
@@ -126,8 +131,8 @@ def planned(
         raise FileError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
     itemsize = 4 if weights == "fp32" else 2
-    found = forecast(placed, rank=rank, rates=speed, itemsize=itemsize, to_owners=to_owners)
-    asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights, "to owners": to_owners}
+    found = forecast(placed, rank=rank, rates=speed, itemsize=itemsize, to_owners=to_owners, rule=rule)
+    asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights, "to owners": to_owners, "rule": rule}
     return {**asked, **figures_of(placed, found)}
 
 
@@ -136,7 +141,7 @@ def print_plan(found: dict[str, Any]) -> None:
     from muonmesh.cli.terminal import make_console, table_of
 
     console = make_console()
-    console.print(f"{found['model']} on {found['ranks']:,} ranks", markup=False)
+    console.print(f"{found['model']} on {found['ranks']:,} ranks, with {found['rule']}", markup=False)
     console.print(table_of(HEADINGS, rows_of(found)))
     for title, line in lines_of(found):
         console.print(f"[bold]{title}[/bold]: {line}", soft_wrap=True)
@@ -188,8 +193,8 @@ def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _counted(figures: dict[str, Any]) -> str:
-    kept = ("weights", "gradients", "momentum", "AdamW's moments")
-    stored = ", ".join(f"{what} {decimal(figures[f'bytes of {what}'])}" for what in kept)
+    kept = {"weights": "weights", "gradients": "gradients", "momentum": "state of matrices", "AdamW's moments": ""}
+    stored = ", ".join(f"{said or what} {decimal(figures[f'bytes of {what}'])}" for what, said in kept.items())
     if figures["collectives of gradients"]:
         stored = (
             f"before that, gradients to owners: {decimal(figures['bytes of gradients sent'])} sent and "

@@ -13,10 +13,9 @@ from torch import Tensor
 from muonmesh.comm.wire import Counts
 from muonmesh.layout import Parameter, Plan
 from muonmesh.layout.balance import imbalance
-from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
-from muonmesh.report.traffic import moved, traffic
+from muonmesh.report.traffic import carried, traffic
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
 
@@ -172,15 +171,8 @@ def explain(
             numbers.setdefault(id(member.tensor), []).append(number)
     travelling = traffic(plan, rank)
     sent, received, collectives = travelling.sent, travelling.received, travelling.collectives
-    beside = CompanionPlan.beside(plan)
-    carried = 0, 0
-    if beside is not None:
-        there, back = (beside.plan.routes(0, rank, gather=gather) for gather in (True, False))
-        collectives += beside.plan.gathers(0) + beside.plan.scatters(0)
-        legs = (there.stored, back.assembled), (there.assembled, back.stored)
-        elements = (sum(sum(moved(some, rank).values()) for some in way) for way in legs)
-        sent_elements, received_elements = elements
-        carried = sent_elements * precision.carried.itemsize, received_elements * precision.carried.itemsize
+    beside = carried(plan, rank)
+    collectives += beside.collectives
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     kept = state_bytes_of(planned, precision)
@@ -206,8 +198,8 @@ def explain(
         rank,
         sum(assignment.owner == rank for assignment in plan.assignments),
         collectives + (len(plan.ranks) > 1),  # one more for the flags
-        sum(sent.values()) * itemsize + carried[0],
-        received * itemsize + carried[1],
+        sum(sent.values()) * itemsize + beside.sent * precision.carried.itemsize,
+        received * itemsize + beside.received * precision.carried.itemsize,
         plan.loads,
         sum(memory.total for memory in kept.values()),
         sum(memory.host for memory in kept.values()),

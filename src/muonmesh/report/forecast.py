@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Storage
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
+from muonmesh.errors import explain_error
 from muonmesh.layout import (
     Elementwise,
     Layout,
@@ -31,11 +33,14 @@ from muonmesh.layout import (
     split_matrices,
 )
 from muonmesh.layout.balance import imbalance
+from muonmesh.layout.companion import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.rules import RULES, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.device_rates import DeviceRates
-from muonmesh.report.traffic import Traffic, traffic
+from muonmesh.report.traffic import Carried, Traffic, carried, traffic
 from muonmesh.settings import OPTIMIZER_SETTINGS
+from muonmesh.step.state_layout import Stored, state_layouts_of
 
 COEFFICIENTS: CoefficientName = "polar_express"
 STEPS = 5
@@ -75,7 +80,8 @@ class Memory:
     """Bytes on one rank.
 
     Attributes:
-        weights, gradients, momentum, adamw: Of what the rank stores from step to step; counted.
+        weights, gradients, adamw: Of what the rank stores from step to step; counted.
+        momentum: Of what the rule keeps, likewise.
         exchange: The most that a step takes beside these; modelled.
     """
 
@@ -100,6 +106,7 @@ class Forecast:
         rank: The rank that is told of.
         owned: Numbers of the assignments that it orthogonalises.
         traffic: What it sends and receives; counted.
+        beside: What it sends and receives of what a rule keeps by row, column or matrix, in fp32; counted.
         memory: What it holds.
         launches: Kernels that it starts; modelled.
         elementwise_bytes: What it reads and writes for all but matrix products; modelled.
@@ -111,6 +118,7 @@ class Forecast:
     rank: int
     owned: tuple[int, ...]
     traffic: Traffic
+    beside: Carried
     memory: Memory
     launches: int
     elementwise_bytes: int
@@ -130,17 +138,17 @@ class Forecast:
     @property
     def collectives(self) -> int:
         """In which this rank takes part, the flags before a step too."""
-        return self.traffic.collectives + (len(self.plan.ranks) > 1)
+        return self.traffic.collectives + self.beside.collectives + (len(self.plan.ranks) > 1)
 
     @property
     def bytes_sent(self) -> int:
         """By this rank in a step, flags not counted."""
-        return self.traffic.sent.total() * WIRE
+        return self.traffic.sent.total() * WIRE + self.beside.sent * STATE
 
     @property
     def bytes_received(self) -> int:
         """Likewise."""
-        return self.traffic.received * WIRE
+        return self.traffic.received * WIRE + self.beside.received * STATE
 
     @property
     def parts(self) -> dict[str, float]:
@@ -167,8 +175,9 @@ def forecast(
     itemsize: int = 4,
     bucket_elements: int = BUCKET_ELEMENTS,
     to_owners: bool = False,
+    rule: str = "muon",
 ) -> Forecast:
-    """Plan a model and say what a step costs, with Muon's defaults.
+    """Plan a model and say what a step costs, with the defaults of Muon and of the rule for its matrices.
 
     Args:
         weights: All parameters, in the order in which every rank has them.
@@ -177,6 +186,7 @@ def forecast(
         itemsize: Bytes of one number of weights and gradients, and of AdamW's moments.
         bucket_elements: Elements of one owner in one bucket.
         to_owners: Whether replicas add gradients up at owners, as ``gradients="to_owners"`` does.
+        rule: How matrices are stepped. Its FLOPs, state and traffic are counted; launches and bytes are Muon's.
 
     Raises:
         LayoutError: a layout, or the matrices of a weight, do not cover it exactly once.
@@ -188,8 +198,9 @@ def forecast(
     source = ToOwners() if to_owners else PARAMETER_GRAD
     matrices = [w for w in weights if w.matrices is not None]
     places = source.place([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
+    own = _rule(rule)
     parameters = [
-        muon_parameter(w.name, w.layout, w.matrices, place.layout) for w, place in zip(matrices, places, strict=True)
+        muon_parameter(w.name, w.layout, w.matrices, p.layout, own) for w, p in zip(matrices, places, strict=True)
     ]
     elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
     ranks = sorted(
@@ -200,13 +211,12 @@ def forecast(
         rank = max(plan.ranks, key=lambda r: (plan.loads[r], -r))
     travelling = traffic(plan, rank)
     stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
-    momentum = sum(math.prod(p.momentum_storage.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     work = _Work.of(plan, rank)
     memory = Memory(
         weights=(stored + others) * itemsize,
         gradients=(stored + others) * itemsize,
-        momentum=momentum * STATE,
+        momentum=_kept(own, plan, rank) * STATE,
         adamw=2 * others * itemsize,
         exchange=work.peak(travelling),
     )
@@ -217,6 +227,7 @@ def forecast(
         rank,
         work.owned,
         travelling,
+        carried(plan, rank),
         memory,
         work.launches + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE),
         elementwise_bytes + work.elementwise_bytes,
@@ -238,17 +249,60 @@ def _gradients(
     return source.traffic(replicated, copy=copy, copies=copies, bucket_bytes=bucket_bytes)
 
 
-def muon_parameter(name: str, layout: Layout, spec: MatrixSpec, momentum: Layout | None = None) -> Parameter:
-    """Return a parameter as the planner sees it with Muon's defaults, its momentum beside it if nothing is said."""
+def muon_parameter(
+    name: str, layout: Layout, spec: MatrixSpec, momentum: Layout | None = None, rule: Rule | None = None
+) -> Parameter:
+    """Return a parameter as the planner sees it with the defaults of a rule, its momentum beside it if nothing is said.
+
+    Args:
+        name, layout, spec: The parameter's.
+        momentum: Where its momentum lives.
+        rule: By its defaults; None: Muon's.
+    """
     matrices = split_matrices(name, layout.shape, spec)
-    costs = {size: flops_of(*size) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
+    costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
-    return Parameter(name, momentum or layout, layout, matrices, work, f"{COEFFICIENTS}, {STEPS} steps, auto")
+    settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
+    if rule is None or (set(rule.keeps().values()) <= {"momentum"} and not rule.asks_for_sums()):
+        return Parameter(name, momentum or layout, layout, matrices, work, settings)
+    held = (Storage(some, layout.shape) for some in (layout, momentum or layout))
+    companions = (kept.companion for kept in state_layouts_of(rule.keeps(), {0: Stored(name, spec, *held)})[0].values())
+    beside = tuple(companion for companion in companions if companion is not None)
+    return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
 
-def flops_of(rows: int, cols: int) -> int:
-    """Return the FLOPs of one orthogonalisation with Muon's defaults: Polar Express, 5 steps, bf16."""
-    return cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
+def flops_of(rows: int, cols: int, rule: Rule | None = None) -> int:
+    """Return the FLOPs of one orthogonalisation with Muon's defaults (Polar Express, 5 steps, bf16) and of a rule."""
+    if rule is not None and not rule.orthogonalizes:
+        return rule.flops(rows, cols) + 2 * rows * cols
+    own = cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
+    return own if rule is None else own + rule.flops(rows, cols)
+
+
+def _rule(name: str) -> Rule:
+    """Return a rule by its defaults.
+
+    Raises:
+        ValueError: there is none of this name, or it steps no matrices.
+    """
+    if not (is_known(name) and is_matrix_rule(name)):
+        needed = f"one of {', '.join(known for known in RULES if is_matrix_rule(known))}"
+        raise ValueError(explain_error("rule", repr(name), needed))
+    return by_defaults(cast(type[Rule], RULES[name]))
+
+
+def _kept(rule: Rule, plan: Plan, rank: int) -> int:
+    """Return how many numbers a rank keeps under a rule."""
+    kinds = list(rule.keeps().values())
+    found = 0
+    for parameter in plan.parameters:
+        places = {"momentum": parameter.momentum_storage, "weights": parameter.target}
+        found += sum(math.prod(places[kind].local_shape(rank)) for kind in kinds if kind in places)
+        beside = (companion.layout for companion in parameter.companions if not companion.at_owner)
+        found += sum(math.prod(layout.local_shape(rank)) for layout in beside)
+    owned = [assignment.matrix for assignment in plan.assignments if assignment.owner == rank]
+    at_owner = [kind for kind in kinds if "×" in kind]
+    return found + sum(math.prod(size_of(kind, matrix.rows, matrix.cols)) for matrix in owned for kind in at_owner)
 
 
 @dataclass(frozen=True)

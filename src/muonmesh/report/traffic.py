@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from muonmesh.layout import Plan
+from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg
 
 
@@ -58,6 +60,25 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         sizes = (there.total(), arriving.total(), back.total(), returning.total())
         buckets.append(BucketTraffic(*sizes, rounds))
     return Traffic(tuple(buckets), sent, collectives)
+
+
+class Carried(NamedTuple):
+    """What one rank moves of what rules keep by row, column or matrix: collectives, and elements both ways."""
+
+    collectives: int = 0
+    sent: int = 0
+    received: int = 0
+
+
+def carried(plan: Plan, rank: int) -> Carried:
+    """Return what travels beside the matrices of a plan; see `CompanionPlan`."""
+    beside = CompanionPlan.beside(plan)
+    if beside is None:
+        return Carried()
+    there, back = (beside.plan.routes(0, rank, gather=gather) for gather in (True, False))
+    legs = (there.stored, back.assembled), (there.assembled, back.stored)
+    sent, received = (sum(sum(moved(some, rank).values()) for some in way) for way in legs)
+    return Carried(beside.plan.gathers(0) + beside.plan.scatters(0), sent, received)
 
 
 def moved(legs: Mapping[int, Sequence[Leg]], rank: int) -> Counter[int]:

@@ -258,19 +258,21 @@ class MuonStep:
         rule = self._ready.rule(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
-                own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
+                own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
                 with self.companions.of(assignment) as kept:
                     parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             orthogonalizer = self._ready.orthogonalizer(assignments[0])
-            orthogonalizer(batch, out=out, overwrite=True, times=self._steps_of(assignments))
+            times = self._steps_of(assignments)
+            orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times)
         else:
             out.copy_(batch)
         if rule.changes_matrices():
-            for assignment, matrix in zip(assignments, out.unbind(), strict=True):
-                own, planned = self._ready.rule(assignment), self._ready.matrix(assignment)
+            for assignment, direction, matrix in zip(assignments, batch.unbind(), out.unbind(), strict=True):
+                own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
+                seen = direction if own.sees_direction else None
                 with self.companions.of(assignment) as kept:
-                    parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
+                    parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols, direction=seen)
 
     def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.work import Ends
 from muonmesh.layout import Layout, Matrix, Plan, overlap
 from muonmesh.layout.routes import Leg
+from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule
 from muonmesh.settings import Precision
@@ -119,6 +121,11 @@ class ReadyParameters:
         rule = self.rules[self.group(number)]
         assert rule is not None
         return rule
+
+    def rule_in_turn(self, number: int) -> Rule:
+        """Return the rule as it is given a whole matrix, whose turn it may be (`Rule.turn`)."""
+        rule, matrix = self.rule(number), self.matrix(number)
+        return replace(rule, phase=phase_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
         """Return how a matrix of which this rank stores something is orthogonalised."""

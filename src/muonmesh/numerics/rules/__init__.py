@@ -6,6 +6,7 @@ from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.registry import (
     RULES,
     Algorithm,
+    by_defaults,
     check_keeps,
     is_known,
     is_matrix_rule,
@@ -24,6 +25,7 @@ __all__ = [
     "KeptAs",
     "MuonRule",
     "Rule",
+    "by_defaults",
     "check_keeps",
     "is_known",
     "is_matrix_rule",

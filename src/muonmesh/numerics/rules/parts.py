@@ -69,7 +69,15 @@ def write_direction(rule: Rule, gradient: Tensor, state: Mapping[str, Tensor], i
     _unflatten(flat, into)
 
 
-def change_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, rows: int, cols: int) -> None:
+def change_whole(
+    rule: Rule,
+    matrix: Tensor,
+    state: Mapping[str, Tensor],
+    *,
+    rows: int,
+    cols: int,
+    direction: Tensor | None = None,
+) -> None:
     """Run a rule's part on one whole matrix, in place.
 
     The rule is given the matrix in fp32 or wider, contiguous in the orientation rows × cols and at an aligned address,
@@ -80,8 +88,9 @@ def change_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, row
         matrix: The orthogonalised matrix in its wide orientation, contiguous, written.
         state: What is given to `Rule.whole`, contiguous, written.
         rows, cols: Size of the matrix, out × in.
+        direction: What was orthogonalised, as ``matrix``, read only, where the rule `Rule.sees_direction`.
     """
-    _change(matrix, rule.whole, state, rows=rows, cols=cols)
+    _change(matrix, rule.whole, state, rows=rows, cols=cols, direction=direction)
 
 
 def balance_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, rows: int, cols: int) -> None:
@@ -103,18 +112,25 @@ def _change(
     *,
     rows: int,
     cols: int,
+    direction: Tensor | None = None,
 ) -> None:
     """Run a part on one whole matrix, (1, rows, cols) in fp32 or wider, as wide as what is kept beside it."""
     exact = torch.promote_types(matrix.dtype, torch.float32)
     for value in state.values():
         exact = torch.promote_types(exact, value.dtype)
-    oriented = matrix.view(rows, cols) if rows <= cols else matrix.view(cols, rows).mT
+
+    def oriented(stored: Tensor) -> Tensor:
+        return stored.view(rows, cols) if rows <= cols else stored.view(cols, rows).mT
+
+    def given(role: str, stored: Tensor) -> Tensor:
+        found = scratch(role, (1, rows, cols), dtype=exact, device=stored.device)
+        found[0].copy_(oriented(stored))
+        return found
 
     def change() -> None:
-        update = scratch("whole", (1, rows, cols), dtype=exact, device=matrix.device)
-        update[0].copy_(oriented)
+        seen = {} if direction is None else {"direction": given("direction", direction)}
         # Cast before transposing: torch transposes fast only within one dtype.
-        oriented.copy_(part(update, state)[0].to(matrix.dtype))
+        oriented(matrix).copy_(part(given("whole", matrix), {**state, **seen})[0].to(matrix.dtype))
 
     run_on_one_thread(change, device=matrix.device)
 

@@ -22,6 +22,8 @@ Algorithm: TypeAlias = Literal[
     "hyperball",
     "muoneq",
     "muon_plus",
+    "dynmuon",
+    "soap",
     "scion_sign",
     "scion_row_norm",
 ]
@@ -86,14 +88,14 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
             write = "Write def update(self, gradient, state, count), which returns the step of each element"
             raise TypeError(explain_error(where, found, "one, which says what a step is", write))
         with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too
-            check_keeps(_by_defaults(rule))
+            check_keeps(by_defaults(rule))
         RULES[algorithm] = rule
         return rule
 
     return register
 
 
-def _by_defaults(rule: type[AnyRule]) -> AnyRule:
+def by_defaults(rule: type[AnyRule]) -> AnyRule:
     """Return a rule that has the defaults of its fields, and nothing where there is none."""
     found = object.__new__(rule)
     for field in fields(rule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -54,10 +54,10 @@ class Hyperparameters:
             KeyError: the group lacks the key of a field without a default.
         """
         values = {}
-        for field in fields(cls):
-            key = cls.keys.get(field.name, field.name)
-            if key in group or (field.default is MISSING and field.default_factory is MISSING):
-                values[field.name] = group[key]
+        for each in fields(cls):
+            key = cls.keys.get(each.name, each.name)
+            if key in group or (each.default is MISSING and each.default_factory is MISSING):
+                values[each.name] = group[key]
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())
         return cls(**values)
@@ -65,7 +65,7 @@ class Hyperparameters:
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Return the keys of a group that this reads."""
-        return tuple(cls.keys.get(field.name, field.name) for field in fields(cls))
+        return tuple(cls.keys.get(each.name, each.name) for each in fields(cls) if each.name != "phase")
 
     def check(self) -> None:
         """Check the values of the fields that this class adds.
@@ -140,6 +140,8 @@ class Rule(Hyperparameters):
 
     Attributes:
         orthogonalizes: Whether directions are orthogonalised; if not, `whole` is given what `balance` returns.
+        sees_direction: Whether `whole` is given what was orthogonalised too: as ``state["direction"]``, shaped like its
+            update.
         unsuited_warning: What the optimizer warns of for a matrix that is `unsuited`, with {name} where its
             parameter's is.
         scale_mode: See `update_scale`.
@@ -147,6 +149,10 @@ class Rule(Hyperparameters):
         coefficients: Coefficient set, see `orthogonalize`; the key of a group is ``ns_coefficients``.
         steps: Newton–Schulz steps, ``ns_steps``.
         method: See `orthogonalize`, ``ns_method``.
+        takes_turns: Whether matrices take turns at something costly, so that no step is much longer than others. Then
+            the group counts its steps, in ``steps_taken``, and saves that with its settings.
+        steps_taken: Calls of `Muon.step` before this one, also such as changed nothing, but those at learning rate 0.
+        phase: A number of the matrix that `balance` and `whole` are given; see `turn`.
     """
 
     keys: ClassVar[Mapping[str, str]] = {
@@ -155,6 +161,8 @@ class Rule(Hyperparameters):
         "method": "ns_method",
     }
     orthogonalizes: ClassVar[bool] = True
+    sees_direction: ClassVar[bool] = False
+    takes_turns: ClassVar[bool] = False
     unsuited_warning: ClassVar[str] = ""
 
     scale_mode: ScaleMode
@@ -162,6 +170,16 @@ class Rule(Hyperparameters):
     coefficients: Coefficients
     steps: int
     method: Method
+    steps_taken: int = field(default=0, kw_only=True)
+    phase: int = field(default=0, kw_only=True)
+
+    def turn(self, every: int) -> bool:
+        """Return whether it is the turn of the matrix, in a part on whole matrices: in one of ``every`` steps.
+
+        In which of them is read from the name of its parameter: layers of one kind take turns one after the other. So
+        it is the same in every layout, on every rank, and after a resume.
+        """
+        return (self.steps_taken + self.phase) % every == 0
 
     def keeps(self) -> Mapping[str, KeptAs]:
         """Return what is kept from step to step: its name in the optimizer's state, and what it is kept as.

@@ -1,0 +1,91 @@
+"""DynMuon: Muon whose update keeps a power of the singular values (Wu et al., arXiv 2605.17109)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from muonmesh.errors import explain_error
+from muonmesh.numerics.rules.even import frobenius, over
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import Rule
+from muonmesh.numerics.scale import StepSize
+
+
+@dataclass(frozen=True, slots=True)
+class DynMuonRule(MuonRule):
+    """Muon that takes U·Σᵖ·Vᵀ of its momentum UΣVᵀ, approximately; it keeps nothing but the momentum.
+
+    With X = M/‖M‖_F, E = X·Xᵀ − I and δ = p/2, the orthogonalised M is multiplied by
+    ``I + δ·E + ½·δ·(δ − 1)·E²``, the Taylor series of (X·Xᵀ)^δ, and by sᵖ. s is the norm of the momentum that sums
+    gradients, ‖M‖_F/(1 − μ), since the authors sum and Muon here averages. X·Xᵀ is that of the shorter side.
+
+    The authors let p fall to −0.25 early in training: see `power_at`. As sᵖ feels the scale of gradients, so
+    does the step: gradients 16 times as large halve it for p = −0.25.
+
+    From KellerJordan/modded-nanogpt at f411b3d3, records/track_3_optimization/results/20260519_dynmuon/
+    train_gpt_simple_dynmuon.py: the update lines 226 to 275, momentum 278 to 290, p 468 to 473. Their ε of 1e-7, added
+    to the norm, is left out.
+
+    Attributes:
+        power: p, ``dynmuon_power``; 0 is Muon.
+    """
+
+    scale_invariant: ClassVar[bool] = False
+    sees_direction: ClassVar[bool] = True
+    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "power": "dynmuon_power"}
+
+    power: float = -0.25
+
+    def check(self) -> None:
+        """Check p.
+
+        Raises:
+            ValueError: it is out of range.
+        """
+        if isinstance(self.power, bool) or not isinstance(self.power, (int, float)) or not -1 <= self.power <= 1:
+            raise ValueError(explain_error("dynmuon_power", repr(self.power), "a number from -1 to 1"))
+
+    def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the orthogonalised matrices times the power of the singular values of their directions."""
+        x = state["direction"]
+        largest = x.abs().amax((-2, -1), keepdim=True)
+        x = over(x, largest)  # so that no square vanishes
+        norm = frobenius(x)
+        x = over(x, norm)
+        tall, half = x.shape[-2] > x.shape[-1], self.power / 2
+        gram = x.mT @ x if tall else x @ x.mT
+        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        gram.sub_(eye)
+        series = eye.add(gram, alpha=half).add(gram @ gram, alpha=half * (half - 1) / 2)
+        size = norm * largest / (1 - self.momentum)
+        shaped = update @ series if tall else series @ update
+        return shaped * torch.where(size == 0, 1.0, size).pow(self.power)
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Return those of two products with the matrix and the square of a Gram matrix."""
+        m, n = min(rows, cols), max(rows, cols)
+        return 4 * m * m * n + 2 * m**3
+
+    def step_size(self, rows: int, cols: int) -> StepSize:
+        """Return nothing known: the step depends on the size of the gradients."""
+        return StepSize(float("nan"), float("nan"))
+
+
+def power_at(
+    progress: float, *, first: float = 0.25, last: float = -0.25, middle: float = 0.04, width: float = 0.04
+) -> float:
+    """Return DynMuon's p, which falls from ``first`` to ``last`` along a sigmoid.
+
+    Args:
+        progress: Steps taken over all steps, 0 to 1.
+        first, last: Its limits.
+        middle: Where it is between the two.
+        width: A quarter of the way, about.
+    """
+    return last + (first - last) / (1 + math.exp((progress - middle) / width))

@@ -1,0 +1,117 @@
+"""SOAP-Muon: momentum is scaled in the eigenbasis of the gradients, then orthogonalised (SOAP: arXiv 2409.11321)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from muonmesh.errors import explain_error
+from muonmesh.numerics.rules.even import over
+from muonmesh.numerics.rules.muon import MuonRule
+from muonmesh.numerics.rules.rule import KeptAs, Rule, check_number
+
+
+@dataclass(frozen=True, slots=True)
+class SoapRule(MuonRule):
+    """Muon of momentum that Adam's second moment scales in the basis of Shampoo's preconditioners.
+
+    Each matrix keeps running means L of G·Gᵀ and R of Gᵀ·G, and Q_L and Q_R, orthogonal and near their eigenvectors.
+    With U Muon's direction: ``P = Q_Lᵀ·U·Q_R``, ``v ← β₂·v + (1 − β₂)·P²``, and ``Q_L·(P/√v)·Q_Rᵀ`` is orthogonalised.
+    Then L and R take in G, and the bases turn towards their eigenvectors by one power iteration. In the first step U
+    itself is orthogonalised, and the bases become the eigenvectors. A matrix whose first gradient comes later begins
+    with unit bases, so that the host need not ask a device for it.
+
+    All of it, the momentum too, lies at the owner of the matrix. What travels is G, in the compute dtype.
+
+    From KellerJordan/modded-nanogpt at f411b3d3, records/track_3_optimization/results/20260609_soap_f1_auxb2_clean/
+    train_gpt_clean_SOTA.py, record 44: the bases lines 355 to 375, the scaling 377 to 387, the running means 389 to
+    400, the order of all this 444 to 472. Left out are that script's trust gate, floors of updates and radii, which
+    come after orthogonalising or belong to attention alone.
+
+    Of its epsilons, 1e-30 on the diagonals of L and R and 1e-8 under norms change nothing. The one of √v, 1e-8, would
+    swallow gradients of that size, so here it is none: where v is zero P is, and stays so. L, R and v are kept in units
+    of the first gradient (a power of two), so that no square vanishes: gradients of any scale give the same bits.
+
+    Attributes:
+        beta2: β₂ of v, L and R, ``soap_beta2``.
+        every: Steps between two turns of a basis, ``soap_every``. Matrices take turns, see `Rule.turn`.
+    """
+
+    takes_turns: ClassVar[bool] = True
+    keys: ClassVar[Mapping[str, str]] = {**Rule.keys, "beta2": "soap_beta2", "every": "soap_every"}
+    never_negative: ClassVar[tuple[str, ...]] = ("second_moment",)
+
+    beta2: float = 0.9
+    every: int = 1
+
+    def check(self) -> None:
+        """Check β₂ and the interval.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        check_number(self, "beta2", below=1.0)
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(explain_error("soap_every", repr(self.every), "a whole number of at least 1"))
+
+    def keeps(self) -> Mapping[str, KeptAs]:
+        """Return momentum, second moments, means of Gram matrices, bases and the unit of the gradients."""
+        whole = {"momentum_buffer": "rows×cols", "second_moment": "rows×cols", "unit": "1×1"}
+        sides = {"row_gram": "rows×rows", "row_basis": "rows×rows", "col_gram": "cols×cols", "col_basis": "cols×cols"}
+        return {**whole, **sides}
+
+    def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Do nothing: the owner has the momentum."""
+
+    def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradient."""
+        return gradient
+
+    def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return the momentum scaled in the bases, and turn these."""
+        rows, cols, second, fresh = state["row_basis"], state["col_basis"], state["second_moment"], state["unit"] == 0
+        largest = direction.abs().amax((-2, -1), keepdim=True)
+        power = over(largest, largest.frexp()[0])  # exact
+        state["unit"].copy_(torch.where(fresh, torch.where(power == 0, 1.0, power), state["unit"]))
+        momentum = state["momentum_buffer"].lerp_(direction, 1 - self.momentum)
+        update = (direction.lerp(momentum, self.momentum) if self.nesterov else momentum) / state["unit"]
+        turned = rows.mT @ update @ cols  # zeros in the first step, like what is kept
+        second.lerp_(turned.square(), 1 - self.beta2)
+        scaled = rows @ over(turned, second.sqrt()) @ cols.mT
+        gradient = direction / state["unit"]
+        for basis, gram, product, dim in (
+            (rows, state["row_gram"], gradient @ gradient.mT, -2),
+            (cols, state["col_gram"], gradient.mT @ gradient, -1),
+        ):
+            gram.lerp_(product, 1 - self.beta2)
+            basis.copy_(torch.where(fresh, self._first(gram), basis))
+            if self.steps_taken and self.turn(self.every):
+                order = _turn(basis, gram)
+                order = order[:, :, None] if dim == -2 else order[:, None, :]
+                second.copy_(second.gather(dim, order.expand_as(second)))
+        return torch.where(fresh, update, scaled)
+
+    def _first(self, gram: Tensor) -> Tensor:
+        """Return the basis that a matrix begins with."""
+        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+        if self.steps_taken:
+            return eye
+        finite = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # eigh raises for others
+        vectors: Tensor = torch.linalg.eigh(torch.where(finite, gram, eye))[1]
+        return vectors.flip(-1)
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Return those of six products with the matrix a side, and of the power iterations, spread over the steps."""
+        return 6 * rows * cols * (rows + cols) + 14 * (rows**3 + cols**3) // (3 * self.every)
+
+
+def _turn(basis: Tensor, gram: Tensor) -> Tensor:
+    """Turn bases towards the eigenvectors by one power iteration; return the order that their vectors are put in."""
+    product = gram @ basis
+    order = torch.argsort((basis * product).sum(-2), dim=-1, descending=True, stable=True)  # by qᵀ·G·q
+    basis.copy_(torch.linalg.qr(product.gather(-1, order[:, None, :].expand_as(product)))[0])
+    return order
