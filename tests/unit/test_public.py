@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import math
 import subprocess
@@ -249,3 +250,7 @@ def test_parts_of_the_package_need_no_import_of_their_own() -> None:
     """In a process of its own: here all of them have been imported long since."""
     code = "import muonmesh as mm; mm.checkpoint.save, mm.testing.dry_run; assert not hasattr(mm, 'chekpoint')"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert mm.__version__ == importlib.metadata.version("muonmesh")
