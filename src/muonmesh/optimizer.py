@@ -6,7 +6,6 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from muonmesh.checkpoint.record import Record, records_of
-from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_torn, restore_state, saved_state, widen_state
+from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_torn, restore_state, saved_state
 from muonmesh.clip import (
     ClipPolicy,
     GradNorms,
@@ -32,7 +30,7 @@ from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
-from muonmesh.errors import StateError, caller, explain_error, warn
+from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.report.explain import Explanation, explain, summary
@@ -56,7 +54,7 @@ from muonmesh.step.connection import check_members, connect, forget, outdated, p
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flags import Flags
 from muonmesh.step.idle import IdleParameters
-from muonmesh.step.members import Member, group_for, keep_gradients_of_views, replicas_of
+from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
 from muonmesh.step.parameter_steps import Collected, collect
@@ -251,22 +249,6 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    @property
-    def members(self) -> list[Member]:
-        """All parameters of this rank with where they live; no communication."""
-        return plan(self.param_groups, self._runtime).members
-
-    def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        if self._runtime.interrupted is not None:
-            found = (
-                f"a step that was interrupted while it wrote ({self._runtime.interrupted}), so some weights and their "
-            )
-            found += "state are a step ahead of others"
-            write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
-            write += "torch.distributed.checkpoint)"
-            raise StateError(explain_error("the optimizer", found, "those of one step", write))
-
     # ---------------------------------------------------------------- the step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -316,7 +298,7 @@ class Muon(torch.optim.Optimizer):
         runtime, groups = self._runtime, self.param_groups
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
-        self.refuse_if_interrupted()
+        runtime.refuse_if_interrupted()
         clip, runtime.clip = runtime.clip, Clip()
         while runtime.late:  # what the device has found out since the last step, for which the host did not wait
             runtime.late.pop(0).hear()
@@ -538,42 +520,12 @@ class Muon(torch.optim.Optimizer):
         refuse_torn(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._runtime.layouts)
         with plain_modes():
             self.finish()
-            self.refuse_if_interrupted()
+            self._runtime.refuse_if_interrupted()
             found = super().state_dict()
             if self._runtime.precision.int8:
                 found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._runtime))
             found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
             return found
-
-    @plain_modes()
-    def checkpoint_records(self) -> list[Record]:
-        """Return every parameter of this rank with its state, for `muonmesh.checkpoint`.
-
-        No communication, unless owners are to keep something of their matrices and no step has told who they are.
-
-        Raises:
-            StateError: there is state that nobody reads.
-            LayoutError, ValueError, TypeError: no plan can be made.
-        """
-        self.finish()
-        planned = plan(self.param_groups, self._runtime)
-        if planned.exchange is None and planned.plan.keepers:
-            planned, _ = connect(self.param_groups, self._runtime)
-        if self._runtime.precision.int8:
-            widen_state(self.state, planned)
-        return records_of(planned, self.param_groups, self.state, self._runtime.precision)
-
-    def checkpoint_restored(self) -> None:
-        """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
-        self._runtime.interrupted, self._runtime.loaded, self._runtime.clip = None, True, Clip()
-
-    def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return what a checkpoint calls otherwise than the model does: nothing, its names hold on all ranks."""
-        return {}
-
-    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
-        """Return a context in which parameters that nobody trains are whole, which here they always are."""
-        return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import muonmesh as mm
 from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
+from muonmesh.step.connection import placed_members
 from tests.pages import run, snippets
 from tests.workers import Pool
 
@@ -322,7 +323,7 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
         if number == 4:
             model = names["model"]
             names["optimizer"] = mm.Muon(list(model.named_parameters()), layouts=names["layouts"])
-        found.append({member.name: member.storage.shape for member in names["optimizer"].members})
+        found.append({member.name: member.storage.shape for member in placed_members(names["optimizer"])})
     return found
 
 
