@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.storage import placements_of
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout, split_matrices
+from muonmesh.step.connection import placed_members
 from muonmesh.step.parameter_steps import RUNNING
 from tests import gathered
 
@@ -210,7 +211,7 @@ def flat(
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
         result, held, shapes = {}, {}, {}
-        state_layouts = {member.name: member.state_layouts for member in optimizer.members}
+        state_layouts = {member.name: member.state_layouts for member in placed_members(optimizer)}
         for buffer, tensor in tensors.items():
             first = 0  # of the entry's matrices among the buffer's
             for entry in contents[buffer]:

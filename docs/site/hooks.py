@@ -18,6 +18,8 @@ COPIES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
     "benchmarks/README.md": "benchmarks.md",
 }
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")

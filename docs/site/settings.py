@@ -5,6 +5,7 @@ The site reads the sources without importing them, so it reads types and default
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import griffe
@@ -17,10 +18,10 @@ class ShowSettings(griffe.Extension):
         """Change the signature of `Muon`."""
         taken = pkg["optimizer.Muon.__init__"].parameters
         del taken["settings"]
-        for declared in ("GroupSettings", "OptimizerSettings"):
-            for name, attribute in pkg["settings"][declared].attributes.items():
-                kind, setting = attribute.annotation.slice.elements
-                default = str(setting.arguments[0])
-                taken.add(
-                    griffe.Parameter(name, annotation=kind, kind=griffe.ParameterKind.keyword_only, default=default)
-                )
+        declared = {}
+        for kind in ("GroupSettings", "OptimizerSettings"):
+            declared |= pkg["settings"][kind].attributes
+        for name in dict.fromkeys((*ast.literal_eval(str(pkg["settings.FIRST"].value)), *declared)):
+            annotation, setting = declared[name].annotation.slice.elements
+            kind, default = griffe.ParameterKind.keyword_only, str(setting.arguments[0])
+            taken.add(griffe.Parameter(name, annotation=annotation, kind=kind, default=default))

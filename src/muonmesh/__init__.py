@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +89,11 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name, or a part of the package, at its first use."""
     home = next((part for part, names in _HOMES.items() if name in names.split()), None)
-    if home is not None:
-        found: Any = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    found: Any
+    if name == "__version__":
+        found = importlib.metadata.version(__name__)
+    elif home is not None:
+        found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         found = importlib.import_module(f"{__name__}.{name}")
     else:

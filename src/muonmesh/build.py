@@ -46,18 +46,21 @@ def from_model(
     rule: str = "muon",
     **settings: Unpack[MuonSettings],
 ) -> Muon:
-    """Return ``Muon(split_params(model), lr=lr, ...)``: the line that replaces ``AdamW(model.parameters(), lr=lr)``.
+    """Return a `Muon` for a model: Muon for its matrices, AdamW for embeddings, heads and vectors.
+
+    It is ``Muon(split_params(model), lr=lr, ...)``, and replaces the line ``AdamW(model.parameters(), lr=lr)``.
 
     Args:
         model: Any module, sharded or not.
         lr: Learning rate of both halves.
-        muon: Settings of Muon's groups alone, as `split_params` takes them.
-        adamw: Settings of AdamW's groups alone, likewise.
-        overrides: Which parameters are treated otherwise, likewise.
-        per_head: Which attention weights are one matrix for each head, likewise.
+        muon: Settings of Muon's groups alone, such as ``{"lr": 0.02}``; see `split_params`.
+        adamw: Settings of AdamW's groups alone; see `split_params`.
+        overrides: Which parameters are treated otherwise, by name; see `split_params`.
+        per_head: Which attention weights are one matrix for each head; see `split_params`.
         rule: How matrices are stepped: "muon", "normuon", "adamuon", or the name of a rule given to `register_rule`.
-        settings: Further arguments of `Muon`, such as ``momentum`` and ``process_group``; its docstring describes them.
-            Without ``process_group`` it is the one of the DistributedDataParallel that ``model`` is, if it is one.
+        settings: Further arguments of `Muon`, such as ``momentum``, ``weight_decay`` and ``process_group``, which its
+            docstring describes. Without ``process_group`` it is the group of the DistributedDataParallel that ``model``
+            is, if it is one.
 
     Raises:
         ValueError, TypeError: as `split_params` and `Muon`. Where several ranks run, the others learn of it at their

@@ -6,7 +6,6 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from muonmesh.checkpoint.record import Record, records_of
-from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_torn, restore_state, saved_state, widen_state
+from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_torn, restore_state, saved_state
 from muonmesh.clip import (
     ClipPolicy,
     GradNorms,
@@ -32,7 +30,7 @@ from muonmesh.comm.meeting import note_failure, withdraw_failure
 from muonmesh.comm.storage import Declared
 from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
-from muonmesh.errors import StateError, caller, explain_error, warn
+from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import Rule
@@ -57,7 +55,7 @@ from muonmesh.step.connection import check_members, connect, forget, outdated, p
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flags import Flags
 from muonmesh.step.idle import IdleParameters
-from muonmesh.step.members import Member, group_for, keep_gradients_of_views, replicas_of
+from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
 from muonmesh.step.parameter_steps import Collected, collect
@@ -72,60 +70,65 @@ from muonmesh.step.update_squares import UpdateSquares
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on matrices and AdamW on the rest, the same update whatever holds a matrix.
+    """The Muon optimizer for matrices, with AdamW for all other parameters: the same update in every layout.
 
-    Muon replaces a matrix's momentum M = UΣVᵀ by about UVᵀ, a whole-matrix operation (K. Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon). Where ranks hold shards of a matrix, its direction, which momentum
-    gives, is gathered to one owner, orthogonalised there and scattered back, so that sharding never changes the
-    algorithm: on CPU parameters and state are bit for bit those of one process. A parameter may hold several matrices,
-    as a fused q, k, v weight does; each has an owner of its own.
+    Muon replaces the momentum M = UΣVᵀ of a matrix by about UVᵀ (K. Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon), which takes the whole matrix. Where ranks hold shards of it, they send
+    their pieces to one rank, the *owner*. The owner orthogonalizes the matrix and sends the result to every rank that
+    stores a part. So sharding never changes the algorithm: on a CPU parameters and state are bit for bit those of one
+    process. A parameter may hold several matrices, as a fused q, k, v weight does. Each has its own owner.
 
-    One step: all ranks check their gradients and agree; each updates the momentum it stores; pieces travel to
-    the owners, which orthogonalise whole matrices; every rank applies decay and update to what it stores.
-    Nothing is written before all ranks agree. A matrix whose gradient is exactly zero on every rank, or missing,
-    is left alone: momentum, decay and weights.
+    In one step all ranks check their gradients and agree, before anything is written. Each rank then updates the
+    momentum that it stores. Owners orthogonalize, and every rank applies weight decay and update to what it stores.
+    A matrix whose gradient is missing, or exactly zero on every rank, keeps its momentum and its weights.
+
+    The arguments that most people set come first, and the rare ones follow. All but ``params`` and ``lr`` are keyword
+    arguments. A param group may have its own value of each argument up to ``adamw_eps``, and of ``nesterov``,
+    ``decay_mode``, ``extra_scale_factor`` and ``ns_method``.
 
     Args:
         params: Param groups, best from `split_params`; or parameters, or (name, parameter) pairs, all of them
             matrices. Keys of a group besides torch's: ``algorithm`` ("muon", the default, another rule, or "adamw";
-            ``use_muon`` is accepted for it), ``matrices`` (how each parameter splits, see `split_matrices`),
-            ``name``, and any of the hyperparameters below.
+            ``use_muon`` is accepted for it), ``matrices`` (how each parameter splits), ``name``, and settings.
         lr: Learning rate of both halves. For a Muon matrix, lr × scale is the spectral norm of one step.
         momentum: μ of ``m ← lerp(m, g, 1 − μ)``.
-        nesterov: Orthogonalise ``lerp(g, m, μ)`` instead of m.
-        weight_decay: Decoupled, for both halves: ``p ← p·(1 − lr·weight_decay)``.
-        decay_mode: "full", or "cautious": only weights decay that the update moves towards zero too
-            (arXiv 2510.12402).
-        scale_mode: See `update_scale`. "match_rms_adamw" lets one learning rate serve both halves (Moonlight).
-        extra_scale_factor: Multiplies the scale.
-        ns_coefficients: Newton–Schulz coefficient set, see `orthogonalize`.
-        ns_steps: Newton–Schulz steps; None: as many as a sequence of one's own has polynomials, and of a published set
-            5, of "deepseekv4" 10, of "aol" 4, of "deflated" 3, of "qdwh" 1.
-        ns_method: "auto", "standard" or "gram", see `orthogonalize`.
-        adamw_betas: AdamW's decay rates of the moments; ``betas`` is accepted for it, as torch.optim.AdamW calls it.
-        adamw_eps: AdamW's ε; ``eps`` is accepted for it.
-        compute_dtype: Dtype of orthogonalisation and wire.
-        kernels: What multiplies, see `orthogonalize`; the same on all ranks. "auto" takes torch's products, with a
-            warning, where the ranks cannot all do what is expected to be the fastest.
-        state_dtype: Dtype of the momentum, kept through ``load_state_dict``. "int8": in blocks of 256 elements with an
-            fp32 scale each, 1.02 bytes an element; saved in fp32, so any checkpoint can be loaded into any other.
-        state_device: "cpu" keeps what has a number for each element on the host, pinned: momentum, what rules and AdamW
-            keep, masters. It is on the device only while a bucket needs it, and comes and goes while others are
-            computed. The host then reads it after `finish`, or by ``state_dict()``. None: it is where the parameters
-            are.
+        weight_decay: Decoupled weight decay, for both halves: ``p ← p·(1 − lr·weight_decay)``.
+        scale_mode: How the update of a matrix is scaled, see `update_scale`. With "match_rms_adamw" (Moonlight) one
+            learning rate serves both halves.
+        ns_coefficients: The Newton–Schulz coefficients: the name of a set, or polynomials of your own. See
+            `orthogonalize`.
+        ns_steps: Newton–Schulz steps. None takes what the set is made for: 10 for "deepseekv4", 4 for "aol", 3 for
+            "deflated", 1 for "qdwh", 5 for the others, and of your own polynomials all.
+        adamw_betas: AdamW's decay rates of the moments. ``betas`` is accepted too, as in torch.optim.AdamW.
+        adamw_eps: AdamW's ε. ``eps`` is accepted too.
+        compute_dtype: The dtype in which matrices are orthogonalized and sent.
+        state_dtype: The dtype of the momentum, kept through ``load_state_dict``. "int8" stores blocks of 256 elements
+            with one fp32 scale each, 1.02 bytes an element. Checkpoints hold fp32, so any of them loads into any other.
         master_dtype: ``torch.float32`` keeps fp32 copies of lower-precision parameters in the state.
-        process_group: Who holds plain (not DTensor) matrices: "world" or a ProcessGroup under DDP, "local" if
-            every rank trains a copy of its own. Required when several ranks run and a Muon group holds one, unless
-            these ranks share other parameters, as under tensor parallelism: they find copies at the first step. "auto":
-            the ranks of the DistributedDataParallel that holds them at the first step.
+        process_group: The ranks that hold plain matrices (not DTensors): "world" or a ProcessGroup under DDP, "local"
+            if every rank trains a copy of its own, "auto" for the ranks of the DistributedDataParallel that holds them
+            at the first step. It is required if several ranks run and hold plain matrices, unless the ranks share other
+            parameters, as under tensor parallelism: then they find copies at the first step.
         layouts: Where plain local shards live, by name: ``(mesh, placements)`` in DTensor's vocabulary, with the
             global shape as a third entry where shards are uneven; a `FlatShards`; or a list of `FlatParameter` for a
             flat buffer of several parameters. A DTensor needs no entry.
-        shard_state: Whether momentum of replicated parameters (DDP, HSDP's replicate axis) is stored sharded over the
-            replicas, as DTensors: less memory, the same bits.
-        bucket_cap_mb: MiB of matrices that one owner computes at a time while the next ones travel.
+
+    Other Parameters:
+        nesterov: Whether to orthogonalize ``lerp(g, m, μ)`` instead of m.
+        decay_mode: "full", or "cautious": only those weights decay that the update moves towards zero too
+            (arXiv 2510.12402).
+        extra_scale_factor: A factor on the scale.
+        ns_method: "auto", "standard" or "gram", see `orthogonalize`.
+        kernels: The code that multiplies matrices, the same on all ranks; see `orthogonalize`. "auto" takes torch's
+            products, with a warning, if the ranks cannot all run what should be the fastest.
+        state_device: "cpu" keeps per-element state (momentum, what rules and AdamW keep, masters) in pinned memory of
+            the host and copies it to the device one bucket at a time. Before you read such state yourself, call
+            `finish`. None keeps it where the parameters are.
+        shard_state: Whether replicas (DDP, the replicate axis of HSDP) store the momentum in shards, as DTensors. This
+            takes less memory and gives the same bits.
+        bucket_cap_mb: MiB of matrices that one owner orthogonalizes at a time while the next ones travel.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
-            ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. "to_owners": the optimizer averages gradients
+            ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
             over replicas itself, those of matrices at their owners alone, see `ToOwners`.
 
     Raises:
@@ -252,22 +255,6 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
-    @property
-    def members(self) -> list[Member]:
-        """All parameters of this rank with where they live; no communication."""
-        return plan(self.param_groups, self._runtime).members
-
-    def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        if self._runtime.interrupted is not None:
-            found = (
-                f"a step that was interrupted while it wrote ({self._runtime.interrupted}), so some weights and their "
-            )
-            found += "state are a step ahead of others"
-            write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
-            write += "torch.distributed.checkpoint)"
-            raise StateError(explain_error("the optimizer", found, "those of one step", write))
-
     # ---------------------------------------------------------------- the step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -317,7 +304,7 @@ class Muon(torch.optim.Optimizer):
         runtime, groups = self._runtime, self.param_groups
         if runtime.connected is None:
             refuse_engine(caller((__name__, "torch", "contextlib"))[1])
-        self.refuse_if_interrupted()
+        runtime.refuse_if_interrupted()
         clip, runtime.clip = runtime.clip, Clip()
         while runtime.late:  # what the device has found out since the last step, for which the host did not wait
             runtime.late.pop(0).hear()
@@ -542,42 +529,12 @@ class Muon(torch.optim.Optimizer):
         refuse_torn(sys._getframe(1).f_globals.get("__name__", ""), self.param_groups, self._runtime.layouts)
         with plain_modes():
             self.finish()
-            self.refuse_if_interrupted()
+            self._runtime.refuse_if_interrupted()
             found = super().state_dict()
             if self._runtime.precision.int8:
                 found["state"] = saved_state(found["state"], self.state, plan(self.param_groups, self._runtime))
             found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
             return found
-
-    @plain_modes()
-    def checkpoint_records(self) -> list[Record]:
-        """Return every parameter of this rank with its state, for `muonmesh.checkpoint`.
-
-        No communication, unless owners are to keep something of their matrices and no step has told who they are.
-
-        Raises:
-            StateError: there is state that nobody reads.
-            LayoutError, ValueError, TypeError: no plan can be made.
-        """
-        self.finish()
-        planned = plan(self.param_groups, self._runtime)
-        if planned.exchange is None and planned.plan.keepers:
-            planned, _ = connect(self.param_groups, self._runtime)
-        if self._runtime.precision.int8:
-            widen_state(self.state, planned)
-        return records_of(planned, self.param_groups, self.state, self._runtime.precision)
-
-    def checkpoint_restored(self) -> None:
-        """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
-        self._runtime.interrupted, self._runtime.loaded, self._runtime.clip = None, True, Clip()
-
-    def renamed(self, model: nn.Module) -> dict[str, str]:
-        """Return what a checkpoint calls otherwise than the model does: nothing, its names hold on all ranks."""
-        return {}
-
-    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
-        """Return a context in which parameters that nobody trains are whole, which here they always are."""
-        return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is read off the parameters again; a ProcessGroup cannot be pickled."""

@@ -144,16 +144,35 @@ SETTINGS = {**GROUP_SETTINGS, **OPTIMIZER_SETTINGS}
 TORCHS_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps"}
 """What torch.optim.AdamW calls our settings."""
 
+FIRST = (
+    "momentum",
+    "weight_decay",
+    "scale_mode",
+    "ns_coefficients",
+    "ns_steps",
+    "adamw_betas",
+    "adamw_eps",
+    "compute_dtype",
+    "state_dtype",
+    "master_dtype",
+    "process_group",
+    "layouts",
+)
+"""The settings that people set first, which signatures and the reference show before the others."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def shows_settings(function: _Function) -> _Function:
-    """Give a function that takes `MuonSettings` as ``**settings`` a signature with their types and defaults."""
+    """Give a function that takes `MuonSettings` as ``**settings`` a signature with their types and defaults.
+
+    Those of `FIRST` come first.
+    """
     *own, _ = inspect.signature(function).parameters.values()
     types = get_type_hints(MuonSettings)
     each = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=setting.default, annotation=types[name])
-        for name, setting in SETTINGS.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=SETTINGS[name].default, annotation=types[name])
+        for name in dict.fromkeys((*FIRST, *SETTINGS))
     ]
     vars(function)["__signature__"] = inspect.signature(function).replace(parameters=[*own, *each])
     return function

@@ -33,7 +33,7 @@ from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics_log import TIMES, MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
 from muonmesh.cli.run_settings import Settings, load_settings
-from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of
+from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
 from muonmesh.cli.training import learning_rate_factor
 from muonmesh.cli.worker import TIMEOUT, seconds_to_wait
 from muonmesh.errors import FileError
@@ -452,6 +452,10 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
     assert (settings.ranks, settings.warmup, settings.batch, settings.dtype in ("bf16", "fp32")) == (2, 1, 8, True)
     environment = json.loads((run / "config.json").read_text())["environment"]
     assert {"command", "date", "torch", "machine"} <= set(environment)
+
+    figures = json.loads((run / "report.json").read_text())
+    losses = {one["name"]: one["validation"][-1]["loss"] for one in figures["trainings"]}
+    assert losses == {summary.name: summary.final_validation_loss for summary in summarise(run)}
 
     explanation = (run / "explain.txt").read_text()
     assert "model.layers.1.mlp.down_proj.weight" in explanation

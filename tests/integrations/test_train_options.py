@@ -274,7 +274,9 @@ def test_a_dry_run_tells_what_a_run_would_take_and_leaves_nothing(parallel: str,
     result = CliRunner().invoke(app, ["train", *map(str, line), "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.stderr
     assert "nano on 4 ranks" in result.stdout
-    assert re.search(r"Rank \d, counted: .* weights .* momentum", result.stdout)
+    assert re.search(r"Rank \d, counted(.*\n)+ weights, stored .*(.*\n)+ momentum, stored", result.stdout)
+    figures = CliRunner().invoke(app, ["train", *map(str, line), "--json"]).stdout
+    assert json.loads(figures)["ranks"] == 4
     assert ("planned like FSDP2" in result.stdout) == (parallel == "zero3")
     assert not (tmp_path / "run").exists()
 
@@ -338,6 +340,7 @@ WRONG = {
     "--sweep lr=1,x": r"--sweep lr=1,x: found '1,x'; needed numbers with commas",
     "--sweep lr=1,1.0": r"--sweep lr=1,1.0: found a value twice",
     "--sweep lr=0": r"--lr 0.0: needed a positive, finite number",
+    "--json": r"--json: found no --dry-run beside it; a training writes report.json. Leave it out",
     "--sweep lr=1 --dry-run": r"--sweep lr=1: found --dry-run beside it, which is of one run. Leave it out",
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.errors import StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
+from muonmesh.step.connection import placed_members
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.oracle import Oracle
@@ -56,7 +57,7 @@ class Run:
         optimizer = self.optimizer.optimizer
         return {
             (member.name, key): getattr(value, "_local_tensor", value).clone()
-            for member in optimizer.members
+            for member in placed_members(optimizer)
             for key, value in optimizer.state[member.tensor].items()
         }
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
+from muonmesh.step.connection import placed_members
 from muonmesh.step.parameter_steps import collect
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
@@ -334,7 +335,7 @@ def by_collection(shape: Shape) -> bool:
     layouts = []
     for collection in (None, every, ProcessGroupCollection(tp=every.tp, pp=every.pp, dp=every.dp)):
         optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, pg_collection=collection)
-        layouts.append([member.storage.layout for member in optimizer.optimizer.members])
+        layouts.append([member.storage.layout for member in placed_members(optimizer.optimizer)])
     return layouts[0] == layouts[1] == layouts[2]
 
 

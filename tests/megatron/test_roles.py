@@ -13,6 +13,7 @@ from muonmesh.groups import split_params
 from muonmesh.groups.sites import sites
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from muonmesh.integrations.megatron.global_names import whole_name
+from muonmesh.step.connection import placed_members
 from tests.megatron import host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import (
@@ -41,7 +42,7 @@ def roles(shape: Shape) -> Roles:
     host.begin(shape)
     optimizer = get_megatron_optimizer(host.optimizer_config(shape), host.chunks_of(shape))
     found: Roles = {}
-    wholes = {member.name: member.storage.shape for member in optimizer.optimizer.members}
+    wholes = {member.name: member.storage.shape for member in placed_members(optimizer.optimizer)}
     for group in optimizer.param_groups:
         for i, name in enumerate(group["param_names"]):
             matrices = group["matrices"][i] if "matrices" in group else None

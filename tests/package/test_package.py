@@ -37,7 +37,8 @@ folder = pathlib.Path(mm.__file__).parent
 assert folder.is_relative_to(sys.prefix), folder
 assert (folder / "py.typed").exists()
 assert muonmesh.orthogonalize(torch.ones(3, 3), kernels="compiled").isfinite().all()
-print(importlib.metadata.version("muonmesh"))
+assert importlib.metadata.version("muonmesh") == muonmesh.__version__
+print(muonmesh.__version__)
 """
 
 
@@ -86,6 +87,10 @@ def test_the_metadata_say_what_it_is(built: dict[str, Path]) -> None:
     found = metadata(built["wheel"])
     assert (found["Name"], found["Version"]) == ("muonmesh", PROJECT["version"])
     assert found["License-Expression"] == "Apache-2.0"
+    assert found["Author"] == "The muonmesh developers"
+    assert 60 < len(found["Summary"]) < 512
+    assert "PyTorch" in found["Summary"]
+    assert re.search(rf"^version: {re.escape(found['Version'])}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert found["Requires-Python"] == ">=3.11"
     assert found["Description-Content-Type"] == "text/markdown"
     assert "Typing :: Typed" in found.get_all("Classifier")
@@ -125,9 +130,10 @@ def test_the_sdist_holds_licence_and_sources(built: dict[str, Path]) -> None:
 
 
 def test_the_changelog_has_a_section_of_this_version() -> None:
-    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    text = (ROOT / "CHANGELOG.md").read_text()
     version = PROJECT["version"]
-    assert sections[0] == ("Unreleased" if ".dev" in version else version)
+    assert re.findall(r"^## (\S+)", text, re.MULTILINE)[0] == ("Unreleased" if ".dev" in version else version)
+    assert ".dev" in version or re.search(rf"^## {re.escape(version)}.*\n\n### Highlights\n\n- ", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
@@ -136,5 +142,6 @@ def test_it_steps_in_a_clean_environment(built: dict[str, Path], clean: Path, tm
     call(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", built[kind])
     assert "No broken requirements" in call(*pip, "check")
     assert call(clean, "-c", STEP, cwd=tmp_path).strip() == PROJECT["version"]
+    assert call(clean, "-m", "muonmesh", "--version", cwd=tmp_path).startswith(f"muonmesh {PROJECT['version']} (torch ")
     assert "pip install 'muonmesh[train]'" in refused(clean.parent / "muonmesh", "train", cwd=tmp_path)
     call(*pip, "uninstall", "--quiet", "--yes", "muonmesh")

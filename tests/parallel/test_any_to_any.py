@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Shard
 
 import muonmesh as mm
 from muonmesh.integrations import fsdp1
+from muonmesh.step.connection import placed_members
 from muonmesh.step.parameter_steps import RUNNING
 from tests import gathered, layouts, problem
 from tests.layouts import R, S, strided
@@ -134,7 +135,7 @@ def of_fsdp1(seed: int, **settings: Any) -> Case:
 
     def whole() -> dict[str, Tensor]:
         held, shapes, counts = {}, {}, {}
-        for member in optimizer.members:
+        for member in placed_members(optimizer):
             for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
                 layout = (
                     member.state_layouts[key].storage.layout if key in member.state_layouts else declared[member.name]

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import muonmesh as mm
+from muonmesh.step.connection import placed_members
 from tests import problem
 from tests.meshes import mesh_of
 
@@ -102,7 +103,7 @@ def against_one_process(layout: str, process_group: str | None, folder: Path) ->
         single.step()
     told["differing"] = problem.differing(result(model, optimizer), result(alone, single))
     told["orthogonalized"] = optimizer.counts.orthogonalized
-    told["copies"] = sorted({(m.name, m.storage.copies) for m in optimizer.members if "norm" in m.name})
+    told["copies"] = sorted({(m.name, m.storage.copies) for m in placed_members(optimizer) if "norm" in m.name})
     ours, theirs = optimizer.metrics(), single.metrics()
     told["metrics"] = [key for key in theirs if ours[key] != pytest.approx(theirs[key], rel=1e-5)]
     told["explained"] = str(optimizer.explain())
@@ -151,7 +152,7 @@ def replicas_by_hand(process_group: str) -> tuple[list[float], list[str], set[in
         norms.append(float(optimizer.clip_grad_norm_(1.0)) / float(single.clip_grad_norm_(1.0)))
         optimizer.step()
         single.step()
-    copies = {m.storage.copies for m in optimizer.members if "norm" in m.name}
+    copies = {m.storage.copies for m in placed_members(optimizer) if "norm" in m.name}
     return norms, problem.differing(result(model, optimizer), result(alone, single)), copies
 
 

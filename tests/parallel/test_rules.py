@@ -31,6 +31,7 @@ import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics import rules
 from muonmesh.numerics.rules import register_rule
+from muonmesh.step.connection import placed_members
 from muonmesh.step.parameter_steps import RUNNING
 from muonmesh.testing import prove_rule
 from tests import layouts, problem
@@ -100,7 +101,7 @@ def differing(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[s
     """What this rank stores of weights and state, by the layouts' own blocks, against one process."""
     weights, state = alone(rule, settings)
     wrong = []
-    for member in optimizer.members:
+    for member in placed_members(optimizer):
         found = {"weights": member.tensor.detach(), **optimizer.state[member.tensor]}
         expected = {"weights": weights[member.name], **state[member.name]}
         assert found.keys() == expected.keys()
@@ -755,7 +756,7 @@ def cost(layout: str) -> tuple[list[Any], int, int]:
         model, optimizer = build(layout, rule)
         advance(model, optimizer, 0, 1)
         sent.append((optimizer.counts.collectives, optimizer.counts.bytes_sent, optimizer.counts.bytes_received))
-        for member in optimizer.members:
+        for member in placed_members(optimizer):
             if "gram" in member.state_layouts:
                 kept += optimizer.state[member.tensor]["gram"].numel()
                 whole += torch.Size(member.state_layouts["gram"].storage.shape).numel()

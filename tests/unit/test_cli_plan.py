@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ def command(*options: object) -> Any:
 
 def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text('{"wire": 1e6}')
-    written = ("--json", tmp_path / "plan.json", "--rates", tmp_path / "rates.json")
-    result = command("--model", "nano", "--mesh", "hsdp=2x4", *written)
-    assert result.exit_code == 0, result.stderr
-    assert "layers.*.mlp.down_proj" in result.stdout
-    found = json.loads((tmp_path / "plan.json").read_text())
+    asked = ("--model", "nano", "--mesh", "hsdp=2x4", "--rates", tmp_path / "rates.json")
+    shown, written = command(*asked), command(*asked, "--json")
+    assert (shown.exit_code, written.exit_code) == (0, 0), shown.stderr + written.stderr
+    assert "layers.*.mlp.down_proj" in shown.stdout
+    found = json.loads(written.stdout)
     names = [part.name for part in blueprint("nano", vocab=2048, seq=128) if part.matrices is not None]
     assert sorted(found["owners"]) == sorted(names)
     assert {owner for owners in found["owners"].values() for owner in owners} <= set(range(8))
@@ -63,7 +64,27 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     assert found["flops_by_rank"][found["rank"]] == max(found["flops_by_rank"]) == found["counted"]["flops"]
     sent, seconds = found["counted"]["bytes sent"], found["modelled"]["seconds of the network"]
     assert seconds == pytest.approx(sent / 1e6 + found["counted"]["collectives"] * found["rates"]["collective"])
-    assert re.search(r"Rank \d+, modelled for the rates given: .* ms a step", result.stdout)
+    rank = found["rank"]
+    assert re.search(rf"Rank {rank}, modelled for the rates given\s+─+\s+step, .* [\d.,]+ ms ", shown.stdout)
+    assert re.search(rf"Rank {rank}, counted\s+─+\s+matrices that it orthogonalizes +\d", shown.stdout)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_tables_name_their_scope_and_fit_a_terminal(width: int) -> None:
+    asked = ["plan", "--model", "deepseek-v3", "--mesh", "fsdp=32,tp=8", "--experts", "ep=32,fsdp=8", "--rank", "3"]
+    shown = CliRunner().invoke(app, asked, env={"COLUMNS": str(width)}).stdout.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert shown[0] == "Cluster: deepseek-v3 on 256 ranks (fsdp=32,tp=8)"
+    titles = [line.strip() for line, below in pairwise(shown) if set(below.strip()) == {"─"}]
+    assert [re.sub(" +", " ", title) for title in titles] == [
+        "parameters shape matrices owners TFLOP rank 3",
+        "Cluster",
+        "Rank 3, counted",
+        "Rank 3, modelled for one H100",
+    ]
+    assert not [line for line in shown if re.match(r" \w+ *$", line) and "Cluster" not in line], (
+        "a name broken in a word"
+    )
 
 
 def test_a_rule_has_its_own_flops_and_memory(tmp_path: Path) -> None:
@@ -107,8 +128,8 @@ def test_wrong_values_are_refused_with_what_to_write(
 
 
 def test_a_known_model_has_the_parameters_that_it_is_known_for() -> None:
-    result = command("--model", "llama-3.1-8b", "--mesh", "fsdp=8")
-    assert "8.03B parameters, 224 matrices" in result.stdout
+    shown = command("--model", "llama-3.1-8b", "--mesh", "fsdp=8").stdout
+    assert re.search(r"elements +8\.03B *\n *matrices +224 ", shown)
 
 
 @pytest.mark.slow

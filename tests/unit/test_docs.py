@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import muonmesh as mm
 from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
+from muonmesh.step.connection import placed_members
 from tests.pages import run, scripts, snippets
 from tests.workers import Pool
 
@@ -57,6 +58,15 @@ def test_every_test_that_the_documents_name_exists() -> None:
     named = {name for path in DOCUMENTS for name in re.findall(r"`(?:[\w/]*/)?(test_\w+)", path.read_text())}
     assert len(named) > 20
     assert sorted(named - defined) == []
+
+
+def test_the_page_about_gpu_results_names_what_runs() -> None:
+    page = (ROOT / "docs" / "gpu-results.md").read_text()
+    assert set(re.findall(r"`(test_\w+\.py)`", page)) == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "gpu-result.md").read_text()
+    for text in (page, template):
+        assert "make test-gpu" in text
+        assert "modelled-and-measured.md" in text
 
 
 def test_links_between_documents_lead_somewhere() -> None:
@@ -348,7 +358,7 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
         if number == 4:
             model = names["model"]
             names["optimizer"] = mm.Muon(list(model.named_parameters()), layouts=names["layouts"])
-        found.append({member.name: member.storage.shape for member in names["optimizer"].members})
+        found.append({member.name: member.storage.shape for member in placed_members(names["optimizer"])})
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.integrations.megatron import MainGrad
+from muonmesh.step.connection import placed_members
 from muonmesh.step.parameter_steps import collect
 from tests import problem
 
@@ -314,7 +315,7 @@ def with_experts() -> tuple[list[tuple[int, ...]], bool]:
     expert.main_grad = torch.randn(6, 4, generator=generator) * (rank + 1)
     optimizer.step()
     moved = not torch.equal(expert, torch.full((6, 4), rank + 1.0))
-    return [member.storage.layout.ranks for member in optimizer.members], moved
+    return [member.storage.layout.ranks for member in placed_members(optimizer)], moved
 
 
 def test_experts_are_shared_over_their_own_group(workers) -> None:

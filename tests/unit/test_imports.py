@@ -53,6 +53,8 @@ def part_of(module: str) -> str | None:
         return None
     if names[1:3] == ["numerics", "kernels"]:
         return "numerics.kernels"
+    if names[1:] == ["__main__"]:
+        return "cli"
     return names[1] if len(names) > 1 and (names[1] in LEVEL or names[1] == ANYONE) else PUBLIC
 
 

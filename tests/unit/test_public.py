@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import inspect
 import math
+import re
+import runpy
 import subprocess
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +22,10 @@ import muonmesh as mm
 from muonmesh.clip import GradNorms
 from muonmesh.comm.gradients import ParameterGrad
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
+from muonmesh.settings import FIRST
 from tests.reference import reference_step
 
+ROOT = Path(__file__).parents[2]
 JORDAN = (3.4445, -4.7750, 2.0315)
 MINE = [JORDAN, (2.0, -1.5, 0.5), (1.875, -1.25, 0.375)]
 
@@ -249,3 +256,44 @@ def test_parts_of_the_package_need_no_import_of_their_own() -> None:
     """In a process of its own: here all of them have been imported long since."""
     code = "import muonmesh as mm; mm.checkpoint.save, mm.testing.dry_run; assert not hasattr(mm, 'chekpoint')"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert mm.__version__ == importlib.metadata.version("muonmesh")
+
+
+# ------------------------------------------------------------------ what people see
+
+
+def test_the_public_api_is_what_the_reference_lists() -> None:
+    """Every name, argument and default, so that none changes without being seen."""
+    api = runpy.run_path(str(ROOT / "docs" / "site" / "api.py"))
+    write = (
+        "If the public API is meant to change, write: PYTHONPATH=src python docs/site/api.py, and say so in CHANGELOG"
+    )
+    assert api["stub"]() == api["STUB"].read_text(), write
+
+
+def test_the_settings_that_people_set_first_come_first_and_all_are_described() -> None:
+    taken = [name for name in inspect.signature(mm.Muon).parameters if name not in ("params", "lr")]
+    assert taken[: len(FIRST)] == list(FIRST)
+    assert len(FIRST) == 12
+    first, _, rare = (inspect.getdoc(mm.Muon) or "").partition("Args:\n")[2].partition("Other Parameters:\n")
+    described = re.findall(r"^    (\w+): ", first, re.MULTILINE)
+    assert described == ["params", "lr", *FIRST]
+    assert re.findall(r"^    (\w+): ", rare.partition("Raises:")[0], re.MULTILINE) == taken[len(FIRST) :]
+
+
+def test_every_alias_says_what_it_is() -> None:
+    for name in mm.__all__:
+        found = getattr(mm, name)
+        if callable(found) and not typing.get_args(found):
+            assert inspect.getdoc(found), name
+            continue
+        home = importlib.import_module(
+            f"muonmesh.{next(part for part, names in mm._HOMES.items() if name in names.split())}"
+        )
+        files = [Path(home.__file__ or ""), *Path(home.__file__ or "").parent.glob("*.py")]
+        assert any(
+            re.search(rf'^{name}\b[^"]*= (?:[^"]|"(?!""))*\n"""[A-Z]', file.read_text(), re.MULTILINE) for file in files
+        ), name

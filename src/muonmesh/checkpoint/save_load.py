@@ -20,6 +20,7 @@ from muonmesh.checkpoint.extra import extra_of, give_back
 from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.group_settings import check_saved, merged, settings_of
+from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
@@ -28,6 +29,7 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatShards
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
+from muonmesh.step.runtime import Runtime
 
 
 @plain_modes()
@@ -148,6 +150,8 @@ def recorded(optimizer: Any) -> Recorded:
     while inner is not None and not any(inner is other for other in seen):
         if isinstance(inner, Recorded):
             return inner
+        if isinstance(getattr(inner, "_runtime", None), Runtime):
+            return OfMuon(inner)
         seen.append(inner)
         inner = next((getattr(inner, key) for key in _INNER if getattr(inner, key, None) is not None), None)
     found = f"a {type(optimizer).__name__}"

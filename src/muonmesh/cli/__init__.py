@@ -1,4 +1,4 @@
-"""The command line: ``muonmesh train`` and ``muonmesh plan``. Needs the extra ``train``.
+"""The command line, ``muonmesh`` or ``python -m muonmesh``. Needs the extra ``train``.
 
 The optimizer itself never imports it.
 """
@@ -9,12 +9,17 @@ import gc
 import sys
 from importlib.util import find_spec
 
+from muonmesh.cli.version import versions
+
 # What the extra brings beside torch. `pip install muonmesh` alone has none of it.
 REQUIRED = ("typer", "rich", "numpy", "tokenizers", "transformers", "matplotlib", "safetensors", "filelock")
 
 
 def main() -> None:
     """Entry point of the ``muonmesh`` script; exits with 2 and a remedy where the extra is missing."""
+    if sys.argv[1:] == ["--version"]:  # without the extra too
+        print(versions())
+        return
     missing = [name for name in REQUIRED if find_spec(name) is None]
     if missing:
         print(
@@ -23,8 +28,8 @@ def main() -> None:
         )
         raise SystemExit(2)
     gc.disable()  # this process starts others and waits: looking for cycles in what it imports is a tenth of its work
-    from muonmesh.cli.app import app
+    from muonmesh.cli.app import run_app
     from muonmesh.cli.terminal import print_plainly
 
     print_plainly()
-    app()
+    raise SystemExit(run_app())

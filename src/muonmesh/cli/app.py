@@ -11,19 +11,47 @@ import typer
 from muonmesh.cli.doctor import doctor
 from muonmesh.cli.plan_command import plan
 from muonmesh.cli.run_settings import Request, Settings, declared, option
-from muonmesh.cli.terminal import complain
+from muonmesh.cli.terminal import complain, examples
+from muonmesh.cli.version import versions
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Muon for PyTorch that computes the same update whatever holds the matrix.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples("muonmesh plan --model llama-3.1-8b --mesh fsdp=64", "muonmesh train --model nano --steps 100"),
 )
 
 
-app.command()(plan)
-app.command()(doctor)
+def show_version(asked: bool) -> None:
+    """Print the versions and end, if that was asked."""
+    if asked:
+        typer.echo(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Plan, train and inspect runs of Muon, an optimizer for PyTorch that gives the same update in every layout.
+
+    Exit code 0: done. 1: failed or damaged. 2: wrong usage. 130: stopped by Ctrl-C.
+    """
+
+
+app.command(
+    epilog=examples(
+        "muonmesh plan --model llama-3.1-8b --mesh hsdp=2x8,tp=4",
+        "muonmesh plan --model path/to/config.json --mesh fsdp=64 --json > plan.json",
+        "muonmesh plan --model deepseek-v3 --mesh fsdp=32,tp=8 --experts ep=32,fsdp=8",
+    )
+)(plan)
+app.command(
+    epilog=examples("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json")
+)(doctor)
 
 
 def train(context: typer.Context, **values: Any) -> None:
@@ -32,6 +60,8 @@ def train(context: typer.Context, **values: Any) -> None:
     Without options: a small Llama learns the sources of the Python standard library.
 
     Two ranks (or every GPU) under FSDP2 train it with Muon, then again with AdamW.
+
+    The run's directory gets report.html, and the same figures in report.json.
 
     Ctrl-C stops after the current step and leaves a checkpoint.
     """
@@ -48,7 +78,7 @@ def train(context: typer.Context, **values: Any) -> None:
         if not request.dry_run:
             raise SystemExit(train_run(settings, resuming=resuming))
         check(settings, resuming=resuming)
-        preview(settings)
+        preview(settings, as_json=request.json)
     except ValueError as error:
         raise SystemExit(complain("train", str(error), code=2)) from error
     except OSError as error:
@@ -72,4 +102,25 @@ context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, 
 train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [context, *parameters_of(Settings), *parameters_of(Request)]
 )
-app.command()(train)
+app.command(
+    epilog=examples(
+        "muonmesh train",
+        "muonmesh train --model nano --steps 100 --optimizer muon --out runs/first",
+        "muonmesh train --resume runs/first --ranks 4",
+        "muonmesh train --data 'texts/*.jsonl' --sweep lr=0.003,0.006 --seeds 0,1",
+    )
+)(train)
+
+
+def run_app() -> int:
+    """Run the command line and return its exit code; wrong usage ends in one sentence on stderr, as all errors do."""
+    try:
+        return int(app(prog_name="muonmesh", standalone_mode=False) or 0)
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        said = getattr(error, "format_message", None)  # of click's errors, whose module depends on typer's version
+        if said is None:
+            raise
+        path = getattr(getattr(error, "ctx", None), "command_path", "muonmesh")
+        return complain(path.partition(" ")[2], f"{said().rstrip('.')}. Write: {path} -h", code=2) if said() else 2

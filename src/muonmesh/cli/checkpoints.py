@@ -17,6 +17,7 @@ from muonmesh.checkpoint.manifest import REMEDY, SETTINGS_FILE, is_whole
 from muonmesh.checkpoint.metadata import read_metadata
 from muonmesh.checkpoint.place import forget_older, found_at, numbered
 from muonmesh.checkpoint.ranks import on_first_rank, together
+from muonmesh.checkpoint.save_load import recorded
 from muonmesh.cli.engine import Engine
 from muonmesh.cli.run_settings import Optimizer
 from muonmesh.errors import FileError
@@ -111,7 +112,7 @@ def check_finite(engine: Engine, kept: str) -> None:
     Raises:
         FileError: naming the first tensor that is not; ``kept`` is said too.
     """
-    for record in engine.saved.checkpoint_records():
+    for record in recorded(engine.saved).checkpoint_records():
         for name, share in record.shares():
             if any(wrong_numbers(name, box) for box in share.boxes.values()):
                 raise FileError(

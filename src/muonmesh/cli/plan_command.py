@@ -16,15 +16,20 @@ if TYPE_CHECKING:
 
 WHAT = "What to plan"
 WHERE = "Where it would run"
-OUTPUT = "What to write"
+STORED = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "momentum": "state of matrices",
+    "AdamW's moments": "AdamW's moments",
+}
 
 
 def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="A transformers config.json or a folder with one, a model that is known by name (deepseek-v3, "
-            "llama-3.1-8b, -70b, -405b), a preset of muonmesh train, or a model type (gpt2).",
+            help="A transformers config.json or a folder with one, a known model (deepseek-v3, llama-3.1-8b, -70b, "
+            "-405b), a preset of muonmesh train, or a model type (gpt2).",
             rich_help_panel=WHAT,
         ),
     ],
@@ -38,8 +43,8 @@ def plan(
     experts: Annotated[
         str | None,
         typer.Option(
-            help="The same ranks as expert stacks lie on them, such as ddp=8,ep=32,fsdp=8. Default: as all else, and "
-            "tensor parallelism cuts each expert.",
+            help="Axes of the same ranks for expert stacks, such as ddp=8,ep=32,fsdp=8. Default: the axes of --mesh, "
+            "and tensor parallelism cuts each expert.",
             rich_help_panel=WHERE,
             show_default=False,
         ),
@@ -51,7 +56,7 @@ def plan(
         bool,
         typer.Option(
             "--to-owners",
-            help='Replicas add gradients up at owners, as gradients="to_owners" does.',
+            help='Plan for gradients="to_owners": replicas add gradients up at the owner of each matrix.',
             rich_help_panel=WHAT,
         ),
     ] = False,
@@ -60,38 +65,38 @@ def plan(
     ] = "muon",
     rank: Annotated[
         int | None,
-        typer.Option(min=0, help="Whom to tell of. Default: the busiest.", rich_help_panel=WHERE, show_default=False),
-    ] = None,
-    rates: Annotated[
-        Path | None,
         typer.Option(
-            help="JSON of a device's rates: flops, bytes, wire (a second), launch, collective (seconds). Default: one "
-            "H100.",
+            min=0,
+            help="The rank to report. Default: the rank with the most work.",
             rich_help_panel=WHERE,
             show_default=False,
         ),
     ] = None,
-    json_file: Annotated[
+    rates: Annotated[
         Path | None,
-        typer.Option("--json", help="Write every figure, and every owner.", rich_help_panel=OUTPUT, show_default=False),
+        typer.Option(
+            help="A JSON file with the rates of a device: flops, bytes, wire (per second), launch, collective "
+            "(seconds). Default: one H100.",
+            rich_help_panel=WHERE,
+            show_default=False,
+        ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every figure, and every owner, as JSON.")] = False,
 ) -> None:
-    """Say what one step of Muon would cost on a cluster, before anybody has it.
+    """Show what one optimizer step would cost on a cluster, without the cluster.
 
-    Who orthogonalises what, FLOPs, bytes and stored memory are counted from the plan that every rank would make.
-    Launches, the memory of a step and its time are modelled, and say so. Nothing is downloaded, built or run.
+    The plan is the one that every rank would make. It gives FLOPs, bytes and stored memory exactly.
+
+    Kernel launches, the memory of a step and its time come from a model. Nothing is downloaded or run.
     """
     from muonmesh.cli.terminal import complain
-    from muonmesh.files import write_text
 
     try:
         asked: dict[str, Any] = {"experts": experts, "weights": weights, "to_owners": to_owners, "rule": rule}
         found = planned(model, mesh=mesh, rank=rank, rates=rates, **asked)
-        print_plan(found)
-        if json_file is not None:
-            write_text(json_file, json.dumps(found, indent=1) + "\n")
     except ValueError as error:
         raise SystemExit(complain("plan", str(error), code=2)) from error
+    print_plan(found, as_json=as_json)
 
 
 def planned(
@@ -136,87 +141,93 @@ def planned(
     return {**asked, **figures_of(placed, found)}
 
 
-def print_plan(found: dict[str, Any]) -> None:
-    """Print the kinds of parameters, and what the rank does."""
+def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
+    """Print the kinds of parameters and the figures of the cluster and of one rank; or all of it as JSON."""
     from muonmesh.cli.terminal import make_console, table_of
 
     console = make_console()
-    console.print(f"{found['model']} on {found['ranks']:,} ranks, with {found['rule']}", markup=False)
-    console.print(table_of(HEADINGS, rows_of(found)))
-    for title, line in lines_of(found):
-        console.print(f"[bold]{title}[/bold]: {line}", soft_wrap=True)
-
-
-HEADINGS = ("parameters", "shape", "matrices", "owners", "TFLOP", "MB sent")
+    if as_json:
+        console.print(json.dumps(found, indent=1), soft_wrap=True, markup=False)
+        return
+    title = f"Cluster: {found['model']} on {found['ranks']:,} ranks ({found['mesh']}), rule {found['rule']}"
+    console.print(f"[bold]{title}[/bold]")
+    headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"sent by\nrank {found['rank']}")
+    console.print(table_of(headings, rows_of(found)))
+    for title, figures in tables_of(found).items():
+        console.print(table_of((title, ""), figures.items()))
 
 
 def rows_of(found: dict[str, Any]) -> list[list[str]]:
-    """The table: a row for the matrices of all layers that are alike; bytes are those of the rank that is told of."""
-    rows = []
-    for kind in found["kinds"]:
-        if kind["algorithm"] == "muon":
-            shape = "×".join(map(str, kind["shape"]))
-            rows.append(
-                [
-                    kind["name"].removeprefix("model.").removesuffix(".weight"),
-                    shape if kind["count"] == 1 else f"{kind['count']} of {shape}",
-                    f"{kind['matrices']:,}",
-                    f"{kind['owners']:,}",
-                    f"{kind['flops'] / 1e12:,.4g}",
-                    f"{kind['bytes sent'] / 1e6:,.3f}" if kind["bytes sent"] else "",
-                ]
-            )
-    return rows
-
-
-def lines_of(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is said below the table, by title; a line of modelled figures says so."""
-    from muonmesh.report.device_rates import DeviceRates
-
-    balance = found["balance"]
-    device = "one H100" if found["rates"] == asdict(DeviceRates()) else "the rates given"
+    """Return a row for the matrices of all layers that are alike: of the cluster, but for what the rank sends."""
     return [
-        (
-            "Model",
-            f"{amount(found['elements'])} parameters, {found['matrices']:,} matrices in {found['buckets']} buckets"
-            f"; {sum(k['count'] for k in found['kinds'] if k['algorithm'] == 'adamw'):,} other parameters are AdamW's",
-        ),
-        (
-            "Balance",
-            f"busiest over mean {balance['busiest over mean']:.3f}, of {balance['least that any plan could have']:.3f} "
-            f"that any plan must have; {balance['share of matrices at home']:.0%} of the matrices are orthogonalised "
-            "where they lie whole",
-        ),
-        (f"Rank {found['rank']}, counted", _counted(found["counted"])),
-        (f"Rank {found['rank']}, modelled for {device}", _modelled(found["modelled"])),
+        [
+            _folded(kind["name"].removeprefix("model.").removesuffix(".weight")),
+            "×".join(map(str, kind["shape"])),
+            f"{kind['matrices']:,}",
+            f"{kind['owners']:,}",
+            f"{kind['flops'] / 1e12:{',.0f' if kind['flops'] > 1e15 else '.4g'}}",
+            decimal(kind["bytes sent"]) if kind["bytes sent"] else "",
+        ]
+        for kind in found["kinds"]
+        if kind["algorithm"] == "muon"
     ]
 
 
-def _counted(figures: dict[str, Any]) -> str:
-    kept = {"weights": "weights", "gradients": "gradients", "momentum": "state of matrices", "AdamW's moments": ""}
-    stored = ", ".join(f"{said or what} {decimal(figures[f'bytes of {what}'])}" for what, said in kept.items())
-    if figures["collectives of gradients"]:
-        stored = (
-            f"before that, gradients to owners: {decimal(figures['bytes of gradients sent'])} sent and "
-            f"{decimal(figures['bytes of gradients received'])} received in {figures['collectives of gradients']} "
-            f"collectives; {stored}"
-        )
-    return (
-        f"orthogonalises {figures['matrices']:,}, {figures['flops'] / 1e12:,.3g} TFLOP; "
-        f"{figures['bytes sent'] / 1e6:,.4g} MB sent and {figures['bytes received'] / 1e6:,.4g} MB received in "
-        f"{figures['collectives']} collectives; {stored}"
-    )
+def _folded(name: str, width: int = 27) -> str:
+    """Return a name on two lines where it is long, broken behind a dot, so that the table fits 80 columns."""
+    place = name.rfind(".", 0, width) + 1
+    return name if len(name) <= width else f"{name[:place]}\n  {name[place:]}"
 
 
-def _modelled(figures: dict[str, Any]) -> str:
-    parts = ", ".join(
-        f"{part} {figures[f'seconds of the {part}'] * 1e3:,.3g}" for part in ("host", "device", "network")
-    )
-    return (
-        f"{figures['launches']:,} launches; {decimal(figures['bytes of the exchange'])} beside what is stored, "
-        f"{decimal(figures['bytes together'])} together, without activations; {figures['seconds'] * 1e3:,.3g} ms a "
-        f"step, the slowest of {parts} ms"
-    )
+def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Return what stands below the table of parameters: the figures by name, by the title that says whose they are."""
+    from muonmesh.report.device_rates import DeviceRates
+
+    balance, adamw = found["balance"], [kind["count"] for kind in found["kinds"] if kind["algorithm"] == "adamw"]
+    device = "one H100" if found["rates"] == asdict(DeviceRates()) else "the rates given"
+    return {
+        "Cluster": {
+            "elements": amount(found["elements"]),
+            "matrices": f"{found['matrices']:,}",
+            "parameters that AdamW updates": f"{sum(adamw):,}",
+            "buckets": f"{found['buckets']:,}",
+            "work of the busiest rank over the mean": f"{balance['busiest over mean']:.3f}",
+            "best possible": f"{balance['least that any plan could have']:.3f}",
+            "matrices that one rank already holds whole": f"{balance['share of matrices at home']:.0%}",
+        },
+        f"Rank {found['rank']}, counted": _counted(found["counted"]),
+        f"Rank {found['rank']}, modelled for {device}": _modelled(found["modelled"]),
+    }
+
+
+def _counted(figures: dict[str, Any]) -> dict[str, str]:
+    gradients = {
+        "gradients sent to owners": decimal(figures["bytes of gradients sent"]),
+        "gradients received as owner": decimal(figures["bytes of gradients received"]),
+        "collectives for gradients": f"{figures['collectives of gradients']:,}",
+    }
+    return {
+        "matrices that it orthogonalizes": f"{figures['matrices']:,}",
+        "TFLOP": f"{figures['flops'] / 1e12:,.3g}",
+        "sent": decimal(figures["bytes sent"]),
+        "received": decimal(figures["bytes received"]),
+        "collectives": f"{figures['collectives']:,}",
+        **(gradients if figures["collectives of gradients"] else {}),
+        **{f"{name}, stored": decimal(figures[f"bytes of {what}"]) for what, name in STORED.items()},
+    }
+
+
+def _modelled(figures: dict[str, Any]) -> dict[str, str]:
+    def milliseconds(name: str) -> str:
+        return f"{figures[name] * 1e3:,.3g} ms"
+
+    return {
+        "step, the slowest of the three below": milliseconds("seconds"),
+        **{f"time of the {part}": milliseconds(f"seconds of the {part}") for part in ("host", "device", "network")},
+        "kernel launches": f"{figures['launches']:,}",
+        "memory of the step": decimal(figures["bytes of the exchange"]),
+        "all memory, without activations": decimal(figures["bytes together"]),
+    }
 
 
 def amount(count: int) -> str:

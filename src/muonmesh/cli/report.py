@@ -1,11 +1,13 @@
-"""Report: the end of a run: a table on the terminal, two pictures, and ``report.html`` that needs nothing else."""
+"""Report: the end of a run: a table on the terminal, two pictures, ``report.html`` and its figures as JSON."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import io
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from muonmesh.cli.summary import LABELS, Comparison, Point, TrainingSummary, com
 from muonmesh.cli.terminal import make_console, table_of
 from muonmesh.files import read_text, write_text, writing
 
-REPORT_FILE = "report.html"
+REPORT_FILE, FIGURES_FILE = "report.html", "report.json"
 COLOURS = {"muon": "#d1495b", "adamw": "#30638e"}  # apart in brightness too, for print and for the colour-blind
 PICTURES = {"loss-steps.png": "step", "loss-time.png": "training time [s], evaluation left out"}
 SHOWN_FROM = 0.08  # share of the training after which the curves decide the vertical range
@@ -32,7 +34,7 @@ METHOD = (
 
 
 def write_report(run: Path, settings: Settings) -> Path | None:
-    """Summarise a run: pictures and ``report.html`` into its directory, a table onto the terminal.
+    """Summarise a run: pictures, ``report.html`` and ``report.json`` into its directory, a table onto the terminal.
 
     A run that was stopped is reported as far as it got; one without a finished step is not (None).
 
@@ -48,6 +50,11 @@ def write_report(run: Path, settings: Settings) -> Path | None:
             _plot(run / name, summaries, comparison)
     path = run / REPORT_FILE
     write_text(path, _page(run, settings, summaries, comparison))
+    figures = {
+        "trainings": [asdict(summary) for summary in summaries],
+        "comparison": comparison and asdict(comparison),
+    }
+    write_text(run / FIGURES_FILE, json.dumps(figures, indent=1) + "\n")
     _print(make_console(), settings, summaries, comparison)
     return path
 

@@ -62,15 +62,16 @@ def check(settings: Settings, *, resuming: bool) -> int:
     return parameters
 
 
-def preview(settings: Settings) -> None:
+def preview(settings: Settings, *, as_json: bool = False) -> None:
     """Print who would own what in a run, without starting a rank."""
     with torch.device("meta"):
         config = model_config(settings.model, vocab=settings.vocab, seq=settings.seq, init=settings.init is not None)
         parts = parameters_of(build_model(config))
     ranks = settings.ranks
     meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
-    print_plan(planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), parts=parts))
-    if settings.zero:
+    found = planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), parts=parts)
+    print_plan(found, as_json=as_json)
+    if settings.zero and not as_json:
         make_console().print(f"ZeRO {settings.zero} is planned like FSDP2; its flat shards have other borders.")
 
 

@@ -267,9 +267,12 @@ class Request:
         ),
     ] = None
     dry_run: Annotated[bool, Option("Say who would own what, and train nothing.", OUTPUT)] = False
+    json: Annotated[bool, Option("With --dry-run: print every figure as JSON.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
         check_fields_of(self)
+        if self.json and not self.dry_run:
+            raise ValueError("--json: found no --dry-run beside it; a training writes report.json. Leave it out")
 
 
 def load_settings(directory: Path, **changes: Any) -> Settings:

@@ -34,7 +34,7 @@ def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Se
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in left else "right", overflow="fold")
     for row in rows:
@@ -44,8 +44,13 @@ def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Se
 
 def complain(command: str, message: str, *, code: int) -> int:
     """Say on stderr why a command ends, and return its exit code."""
-    Lasting(sys.stderr).write(f"muonmesh {command}: {message}\n")
+    Lasting(sys.stderr).write(f"{f'muonmesh {command}'.rstrip()}: {message}\n")
     return code
+
+
+def examples(*lines: str) -> str:
+    """Return lines to write, as the end of a help text."""
+    return "\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
 class Lasting:

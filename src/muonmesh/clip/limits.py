@@ -16,6 +16,7 @@ from muonmesh.clip.squares import FELT, INVARIANT, norms_of
 from muonmesh.errors import explain_error
 
 ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
+"""Which gradients `Muon.clip_grad_norm_` scales down, and by which norm; its docstring describes each policy."""
 
 
 @dataclass(frozen=True)

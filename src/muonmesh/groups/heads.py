@@ -14,7 +14,7 @@ from muonmesh.groups.fused_projections import WHOLE, class_names
 from muonmesh.groups.sites import Role, Site
 
 HeadPart: TypeAlias = Literal["q", "k", "v", "o"]
-"""A projection that `split_params` may cut into heads."""
+"""A projection of attention (query, key, value or output) that `split_params` may cut into one matrix per head."""
 
 DEFAULT: tuple[HeadPart, ...] = ("q", "k")
 

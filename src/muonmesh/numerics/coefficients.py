@@ -13,7 +13,7 @@ from muonmesh.errors import explain_error
 CoefficientName: TypeAlias = Literal[
     "simple", "quintic", "polar_express", "cans", "deepseekv4", "aol", "qdwh", "deflated"
 ]
-"""The published sets, by the names their authors or first users gave them."""
+"""The published sets of Newton–Schulz coefficients, by the names that their authors or first users gave them."""
 
 Polynomial: TypeAlias = tuple[float, ...]
 """(a, b, c, ...) is the odd polynomial a·x + b·x³ + c·x⁵ + ..."""

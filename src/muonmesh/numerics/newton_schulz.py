@@ -37,7 +37,8 @@ from muonmesh.numerics.rational import rational_step
 from muonmesh.numerics.square_matrices import add_scaled, row_products, row_squares, symmetric_part
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
-"""How the polynomials are applied: step by step, in pairs through the Gram matrix, or whichever is better."""
+"""How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by
+whichever is better."""
 
 _ALIGNMENT = 64
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from muonmesh.errors import explain_error
 
 ScaleMode: TypeAlias = Literal["original", "shape_scaling", "match_rms_adamw", "spectral", "unit_rms_norm", "none"]
-"""`shape_scaling` is an alias of `original`."""
+"""By what the update of a matrix is multiplied, see `update_scale`. "shape_scaling" is an alias of "original"."""
 
 
 def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:

@@ -26,7 +26,15 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings import SettingsFound, check_dtype, check_group, check_structure
-from muonmesh.step.members import group_for, likely_sets, members_of, replicas_of, sets_without_tensor, unknown_matrix
+from muonmesh.step.members import (
+    Member,
+    group_for,
+    likely_sets,
+    members_of,
+    replicas_of,
+    sets_without_tensor,
+    unknown_matrix,
+)
 from muonmesh.step.planning import Planned, plan_members, signature_of, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.rounding import rounding_of
@@ -47,6 +55,15 @@ def plan(groups: Groups, runtime: Runtime) -> Planned:
         raise error
     assert planned is not None
     return planned
+
+
+def placed_members(optimizer: Any) -> list[Member]:
+    """Return all parameters of this rank that a `Muon` steps, with where they live. No communication.
+
+    Raises:
+        LayoutError, ValueError, TypeError: no plan can be made.
+    """
+    return plan(optimizer.param_groups, optimizer._runtime).members
 
 
 def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tuple[Planned, Exchange]:

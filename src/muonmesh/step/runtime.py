@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Declared
+from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.settings import Precision, ProcessGroup
@@ -107,6 +108,15 @@ class Runtime:
     def holders(self) -> ProcessGroup:
         """Who holds plain tensors: what was said, or what was found for "auto"."""
         return self.found_group if self.process_group == "auto" else self.process_group
+
+    def refuse_if_interrupted(self) -> None:
+        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+        if self.interrupted is not None:
+            found = f"a step that was interrupted while it wrote ({self.interrupted}), so some weights and their "
+            found += "state are a step ahead of others"
+            write = "Load model and optimizer from a checkpoint (load_state_dict; a new optimizer for "
+            write += "torch.distributed.checkpoint)"
+            raise StateError(explain_error("the optimizer", found, "those of one step", write))
 
     def tell(self, answer: LateAnswer | None) -> None:
         """Say a warning, now if it has arrived, else when the next step begins."""

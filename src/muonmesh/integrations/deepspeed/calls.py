@@ -15,6 +15,7 @@ from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
 from muonmesh.layout import FlatShards
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation, Row
+from muonmesh.step.connection import placed_members
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class Call:
     @cached_property
     def copies(self) -> dict[Tensor, int]:
         """At stage 0, the number of ranks that hold each element of a parameter: tensor parallelism cuts some."""
-        return {member.tensor: member.storage.copies for member in self.muon.members}
+        return {member.tensor: member.storage.copies for member in placed_members(self.muon)}
 
     def explain(self) -> Explanation:
         """Return what the call does, with a row for each parameter."""

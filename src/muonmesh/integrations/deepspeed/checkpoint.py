@@ -13,6 +13,7 @@ from deepspeed.moe.experts import Experts
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
+from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Part, Record, count_part
 from muonmesh.comm.storage import Storage
 from muonmesh.integrations.deepspeed.calls import Call
@@ -58,7 +59,7 @@ def engine_records(
                 counted = (count_part(tensor.device), *moments)
                 yield Record(saved_as(name), tensor, storage, states, counted, group_of[name])
             continue
-        for record in call.muon.checkpoint_records():
+        for record in OfMuon(call.muon).checkpoint_records():
             parts = []
             for part in record.parts:
                 stored = _THEIRS.get(part.key, part.key)

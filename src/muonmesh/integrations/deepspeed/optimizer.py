@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.group_settings import OWN_KEYS
+from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip import GradNorms, Limits
 from muonmesh.errors import LayoutError, StateError, explain_error
@@ -173,7 +174,7 @@ class EngineMuon(torch.optim.Optimizer):
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
         for call in self.calls:
-            call.muon.refuse_if_interrupted()
+            OfMuon(call.muon).refuse_if_interrupted()
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups are what these are: algorithm, parameters and splits."""
@@ -200,7 +201,7 @@ class EngineMuon(torch.optim.Optimizer):
         """Let the engine compute with the weights that `muonmesh.checkpoint.load` has written."""
         counts = [float(state["step"]) for state in self.state.values() if "step" in state]
         for call in self.calls:
-            call.muon.checkpoint_restored()
+            OfMuon(call.muon).checkpoint_restored()
             for group in call.muon.param_groups:
                 for tensor in group["params"] if group["algorithm"] == "muon" else ():
                     self.state[tensor]["step"] = step_count(max(counts, default=0.0))  # nothing of ours asks

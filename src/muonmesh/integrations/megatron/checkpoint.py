@@ -15,6 +15,7 @@ from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EXPERTS
 from muonmesh.optimizer import Muon
+from muonmesh.step.connection import placed_members
 from muonmesh.step.members import Member
 from muonmesh.step.parameter_steps import RUNNING
 
@@ -37,7 +38,7 @@ def sharded(
     """
     _create(optimizer)
     state: dict[str, dict[str, Any]] = {}
-    for member in optimizer.members:
+    for member in placed_members(optimizer):
         entry = state[member.name] = {}
         for key, value in optimizer.state[member.tensor].items():
             # A dict, since dist_checkpointing takes an empty list for a list of another length.
@@ -129,7 +130,7 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
         raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
     for name, group in groups.items():
         group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in _OWN})
-    for member in optimizer.members:
+    for member in placed_members(optimizer):
         for key, value in optimizer.state[member.tensor].items():
             local = local_of(value)
             state_layout = member.state_layouts.get(key)
@@ -144,7 +145,7 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
             for box, part in zip(boxes_of(local, layout, layout.shape).values(), parts, strict=True):
                 box.copy_(part)
     with torch.no_grad():
-        for member in optimizer.members:
+        for member in placed_members(optimizer):
             master = optimizer.state[member.tensor].get("master")
             if master is not None:
                 local_of(member.tensor).copy_(local_of(master))

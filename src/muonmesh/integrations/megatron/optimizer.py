@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer as Base
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from torch import Tensor, nn
 
+from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip import Limits
 from muonmesh.comm.storage import device_without_parameters, local_of
@@ -25,7 +26,7 @@ from muonmesh.integrations.megatron.pipeline import failed_elsewhere, raise_toge
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
-from muonmesh.step.connection import connect
+from muonmesh.step.connection import connect, placed_members
 
 
 class Holding(NamedTuple):
@@ -243,7 +244,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         """Return how many elements of the gradients are zero over the world, each counted once; all ranks call it."""
         source = self.optimizer.gradients
         zeros = torch.zeros((), dtype=torch.float64, device=self._device)
-        for member in self.optimizer.members:
+        for member in placed_members(self.optimizer):
             gradient = source.gradient(member.tensor)
             if gradient is not None and source.counted(member.tensor):
                 zeros += (gradient.numel() - gradient.count_nonzero()) / member.storage.copies
@@ -301,7 +302,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
                 step has created yet is made here either way, by all ranks.
             metadata: Megatron's; not read, since there is one format.
         """
-        self.optimizer.refuse_if_interrupted()
+        OfMuon(self.optimizer).refuse_if_interrupted()
         found: dict[str, Any] = checkpoint.sharded(
             self.optimizer,
             {h.name: (h.saved, h.copy, h.resizes) for h in self._holdings},
@@ -316,7 +317,7 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
-        self.optimizer.refuse_if_interrupted()
+        OfMuon(self.optimizer).refuse_if_interrupted()
 
     def checkpoint_records(self) -> list[Record]:
         """Return every parameter of this rank with its state, for `muonmesh.checkpoint`; no communication.
@@ -339,11 +340,11 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
             write += "any others; from one stage without expert parallelism muonmesh.checkpoint.save writes what any "
             write += "layout reads"
             raise StateError(explain_error("muonmesh.checkpoint of Megatron", found, needed, write))
-        return self.optimizer.checkpoint_records()
+        return OfMuon(self.optimizer).checkpoint_records()
 
     def checkpoint_restored(self) -> None:
         """Take note that weights, state and settings were replaced, and let the modules compute with them."""
-        self.optimizer.checkpoint_restored()
+        OfMuon(self.optimizer).checkpoint_restored()
         self._publish()
         if self.config.use_distributed_optimizer and self.model_chunks[0].ddp_config.overlap_param_gather:
             self.model_chunks[0].start_param_sync(force_sync=True)

@@ -20,6 +20,7 @@ from muonmesh.integrations.qk_clip.attention import watch
 from muonmesh.integrations.qk_clip.max_logits import largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
+from muonmesh.step.connection import placed_members
 
 
 class QKClip:
@@ -159,7 +160,7 @@ class QKClip:
         """Return what this rank stores of all parameters: name, where it lives, local tensor, that of the master."""
         found: list[tuple[str, Storage, Tensor, Tensor | None]] = []
         if optimizer is not None:
-            for member in optimizer.members:
+            for member in placed_members(optimizer):
                 master = optimizer.state.get(member.tensor, {}).get("master")
                 master = None if master is None else local_of(master.detach())
                 found.append((member.name, member.storage, local_of(member.tensor.detach()), master))

@@ -18,9 +18,9 @@ from muonmesh.numerics.kernels.toolchain import DTYPES, is_installed, is_interpr
 from muonmesh.numerics.kernels.triton import triton_products
 
 KernelName: TypeAlias = Literal["auto", "torch", "triton", "compiled"]
-"""Who multiplies: "auto" is what is expected to be the fastest on the device of what is installed, and what all ranks
-can do; "torch" needs nothing but torch; "compiled" needs a package that was built where there is a C compiler, and bf16
-on a CPU."""
+"""The code that multiplies matrices. "auto" takes what should be the fastest on the device, among what is installed and
+all ranks can do. "torch" needs nothing else. "triton" needs triton. "compiled" needs bf16 on a CPU, and a package that
+was built where there is a C compiler."""
 
 __all__ = [
     "Exact",

@@ -27,7 +27,8 @@ Algorithm: TypeAlias = Literal[
     "scion_sign",
     "scion_row_norm",
 ]
-"""What comes with muonmesh, each rule in the file of its name; `muonmesh.register_rule` adds others."""
+"""The rules that come with muonmesh, by the name that a group has under ``algorithm``, each in the file of its name.
+`muonmesh.register_rule` adds others."""
 
 
 def _rule_in_file_of(name: str) -> type[Hyperparameters]:

@@ -1,0 +1,5 @@
+"""``python -m muonmesh``: the same as the script ``muonmesh``."""
+
+from muonmesh.cli import main
+
+main()

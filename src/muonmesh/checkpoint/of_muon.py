@@ -1,0 +1,63 @@
+"""OfMuon: what `muonmesh.checkpoint` asks of a `Muon`, read off its groups and its runtime."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from muonmesh.checkpoint.record import Record, records_of
+from muonmesh.checkpoint.state import widen_state
+from muonmesh.numerics.precision import plain_modes
+from muonmesh.step.connection import connect, plan
+from muonmesh.step.runtime import Clip, Runtime
+
+
+@dataclass(frozen=True)
+class OfMuon:
+    """A `Muon` as what can be saved (`Recorded`)."""
+
+    optimizer: Any
+
+    @property
+    def runtime(self) -> Runtime:
+        """What the optimizer keeps between two steps."""
+        runtime: Runtime = self.optimizer._runtime
+        return runtime
+
+    def refuse_if_interrupted(self) -> None:
+        """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""
+        self.runtime.refuse_if_interrupted()
+
+    @plain_modes()
+    def checkpoint_records(self) -> list[Record]:
+        """Return every parameter of this rank with its state.
+
+        No communication, unless owners are to keep something of their matrices and no step has told who they are.
+
+        Raises:
+            StateError: there is state that nobody reads.
+            LayoutError, ValueError, TypeError: no plan can be made.
+        """
+        optimizer, runtime = self.optimizer, self.runtime
+        optimizer.finish()
+        planned = plan(optimizer.param_groups, runtime)
+        if planned.exchange is None and planned.plan.keepers:
+            planned, _ = connect(optimizer.param_groups, runtime)
+        if runtime.precision.int8:
+            widen_state(optimizer.state, planned)
+        return records_of(planned, optimizer.param_groups, optimizer.state, runtime.precision)
+
+    def checkpoint_restored(self) -> None:
+        """Take note that `muonmesh.checkpoint.load` has written weights, state and settings."""
+        self.runtime.interrupted, self.runtime.loaded, self.runtime.clip = None, True, Clip()
+
+    def renamed(self, model: nn.Module) -> dict[str, str]:
+        """Return what a checkpoint calls otherwise than the model does: nothing, its names hold on all ranks."""
+        return {}
+
+    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
+        """Return a context in which parameters that nobody trains are whole, which here they always are."""
+        return nullcontext()

@@ -1,0 +1,78 @@
+"""What every command has: short help, examples that are right, one style of errors, versions and completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from muonmesh.cli.app import app
+from muonmesh.cli.version import versions
+
+COMMANDS = sorted(typer.main.get_group(app).commands)  # type: ignore[attr-defined]
+
+
+def shown(*line: str, width: int = 80) -> str:
+    result = CliRunner().invoke(app, list(line), env={"COLUMNS": str(width), "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def run(*line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "muonmesh", *line]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_the_short_option_shows_help_that_fits_a_terminal_and_ends_in_examples(command: str) -> None:
+    text = shown(*command.split(), "-h")
+    assert text == shown(*command.split(), "--help")
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"muonmesh {command}".strip() in text.partition("Examples:")[2], f"{command}: give app.command an epilog"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_each_example_names_options_that_there_are(command: str) -> None:
+    examples = shown(*command.split(), "-h", width=200).partition("Examples:")[2].splitlines()
+    for line in filter(None, map(str.strip, examples)):
+        words = shlex.split(line.partition(" > ")[0])
+        assert words[0] == "muonmesh", line
+        help_text = shown(words[1], "-h", width=200).partition("Examples:")[0]
+        for option in (word for word in words if word.startswith("-")):
+            assert re.search(rf"{re.escape(option)}\b", help_text), f"{line}: no {option}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("nothing",), "muonmesh: No such command 'nothing'. Write: muonmesh -h\n"),
+        (("plan",), "muonmesh plan: Missing option '--model'. Write: muonmesh plan -h\n"),
+        (("doctor", "--foo"), "muonmesh doctor: No such option: --foo. Write: muonmesh doctor -h\n"),
+        (("plan", "--model", "nano", "--mesh", "fsdp"), "muonmesh plan: --mesh fsdp: found 'fsdp'; "),
+    ],
+)
+def test_a_wrong_line_is_one_sentence_on_stderr(line: tuple[str, ...], message: str) -> None:
+    done = run(*line)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_version_is_that_of_the_package_and_of_torch() -> None:
+    assert run("--version").stdout == shown("--version") == versions() + "\n"
+    assert f"torch {torch.__version__}" in versions()
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    script = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_MUONMESH_COMPLETE=complete_bash" in script.stdout, script.stderr
+    for typed, place, wanted in (("muonmesh do", "1", "doctor"), ("muonmesh plan --me", "2", "--mesh")):
+        found = run(_MUONMESH_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=place)
+        assert found.stdout.split() == [wanted], found
