@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -15,8 +16,9 @@ from torch.distributed.tensor.placement_types import Shard
 from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
 from muonmesh.errors import explain_error
-from muonmesh.groups.logits import Attention, LogitRows, attentions
+from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax
 from muonmesh.integrations.qk_clip.attention import watch
+from muonmesh.integrations.qk_clip.kernels import KernelBounds
 from muonmesh.integrations.qk_clip.max_logits import largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
@@ -25,11 +27,17 @@ from muonmesh.optimizer import Muon
 class QKClip:
     """Keeps the attention logits of a model below a threshold, by the weights that make them.
 
-    While the model trains, the largest logit S of each head is noted: of `transformers` models through their attention
-    interface (sdpa, eager and flex attention), of others by `observe` or `record`. After a step the logits of a head
-    are to be multiplied by γ = min(1, threshold/S): its rows of W_q and W_k, and of their biases, are multiplied by √γ
-    each. Where heads share a key, and for the rotary part of latent attention, only the queries are changed, by γ
-    (`muonmesh.groups.logits`). Momentum is left alone.
+    While the model trains, one number S is noted for each head: its largest logit, or a bound on it. Fast kernels
+    return the log-sum-exp (lse) of each query's logits, and of n keys the largest lies in [lse − ln n, lse]. With the
+    bound no logit stays above the threshold, and a head is scaled down too far by at most ln n. `transformers` models
+    are seen through their attention interface, by the kernels of sdpa, flash and flex attention; eager attention and
+    sdpa without a fast kernel have their logits computed once more. Others call `watching`, `record` or `observe`.
+    `explain` says what was taken.
+
+    After a step the logits of a head are to be multiplied by γ = min(1, threshold/S): its rows of W_q and W_k, and of
+    their biases, are multiplied by √γ each. Where heads share a key, and for the rotary part of latent attention, only
+    the queries are changed, by γ (`muonmesh.groups.logits`). Momentum is left alone. Layers without a softmax are left
+    out.
 
     All ranks that share the model call `step`: one all-reduce takes the largest S of all heads over them. The host
     waits for nothing.
@@ -60,7 +68,8 @@ class QKClip:
         self._model, self._group = model, process_group
         # Weak: the optimizer keeps this by its hook.
         self._optimizer = None if optimizer is None else ref(optimizer)
-        self._attentions = attentions(model)
+        self._attentions, self._without = attentions(model), without_softmax(model)
+        self._sources: dict[int, str] = {}
         self._starts: dict[int, int] = {}
         total = 0
         for attention in self._attentions:
@@ -78,7 +87,7 @@ class QKClip:
 
     @property
     def largest(self) -> Mapping[str, Tensor]:
-        """The largest logit of each head before the last step, over all ranks, by attention module: fp32 (heads,).
+        """S of each head before the last step, over all ranks, by attention module: fp32 (heads,); see `explain`.
 
         −inf where none was noted, inf where one was not finite.
         """
@@ -99,15 +108,37 @@ class QKClip:
             causal: Whether a query looks at no later key.
         """
         self.record(module, largest_logits(query, key, scale=scale, mask=mask, causal=causal))
+        self._sources[id(module)] = "exact, computed once more"
 
-    def record(self, module: nn.Module, largest: Tensor, *, first: int | None = None) -> None:
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Note what the attention kernels that run in this context tell of the logits of a module of one's own.
+
+        Known are those of `torch.nn.functional.scaled_dot_product_attention` but its plain one, of
+        `torch.nn.attention.varlen`, and of flash-attn 2 and 3. Where keys come part by part, as in ring attention, all
+        parts count.
+
+        Raises:
+            ValueError: none of them ran.
+        """
+        with KernelBounds() as kernels:
+            yield
+        if kernels.bound is None:
+            needed, write = "a kernel that returns the log-sum-exp", "Write clip.observe(module, query, key, scale=...)"
+            raise ValueError(explain_error(type(module).__name__, "no such kernel in watching()", needed, write))
+        self.record(module, kernels.bound, bound=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def record(self, module: nn.Module, largest: Tensor, *, first: int | None = None, bound: bool = False) -> None:
         """Note the largest logit of some heads of an attention module.
 
         Args:
             module: The attention module.
-            largest: Shape (heads,).
+            largest: Shape (heads,). FlexAttention gives it by ``AuxRequest(max_scores=True)``, Transformer Engine by
+                ``return_max_logit=True``.
             first: Number of the first of these heads, where a rank computes some of them; None: all of them, or those
                 whose weight it holds, a DTensor.
+            bound: Whether ``largest`` is what no logit is above, such as the largest log-sum-exp of a head.
 
         Raises:
             ValueError: the module is not among those whose weights are known, or these are not its heads.
@@ -126,6 +157,20 @@ class QKClip:
         start = self._starts[id(module)] + first
         mine = self._largest[start : start + len(largest)]
         mine.copy_(torch.maximum(mine, largest.detach().float()))
+        self._sources[id(module)] = "bound, the kernel's log-sum-exp" if bound else "exact, as recorded"
+
+    def explain(self) -> str:
+        """Return a line for each attention module: its heads, and what S was taken from at its last call here.
+
+        Layers without a softmax, which have no logits to clip, are named.
+        """
+        rows = [(a.name, str(a.heads), self._sources.get(id(a.module), "nothing yet")) for a in self._attentions]
+        rows = [("attention", "heads", "S is"), *rows]
+        name, heads = (max(len(row[column]) for row in rows) for column in range(2))
+        lines = [f"{row[0].ljust(name)}  {row[1].rjust(heads)}  {row[2]}" for row in rows]
+        if self._without:
+            lines.append("left out, without a softmax: " + ", ".join(self._without))
+        return "\n".join(lines)
 
     @torch.no_grad()
     def step(self) -> None:
