@@ -384,6 +384,18 @@ def test_a_kernel_that_runs_in_watching_is_seen_and_parts_of_the_keys_add_up() -
     assert bool((parts <= largest + math.log(16)).all())
 
 
+def test_where_logits_are_large_the_bound_is_near() -> None:
+    clip, module, _, _ = watched(1)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 3, length, 128, generator=generator) for length in (128, 4096))
+    logits = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double())
+    with clip.watching(module):
+        scaled_dot_product_attention(q, k, k, scale=float(100 / logits.max()))
+    clip.step()
+    above = clip.largest["0"] - logits.amax((0, 2, 3)) * (100 / logits.max())
+    assert -1e-4 < float(above[logits.amax((0, 2, 3)).argmax()]) < 0.05
+
+
 def test_a_context_in_which_no_kernel_ran_is_an_error() -> None:
     clip, module, (q, k, v), _ = watched(5)
     with (

@@ -46,7 +46,8 @@ class QKClip:
         model: Any module, sharded or not, as it is trained.
         threshold: Logits above it are brought back to it.
         optimizer: After whose steps the weights are clipped; it knows shards that are no DTensors, flat buffers and
-            masters, which are clipped too. None: write ``clip.step()`` after each step, for plain weights and DTensors.
+            masters, which are clipped too. A `Muon`, or a wrapper of one, such as a DeepSpeed engine's. None: write
+            ``clip.step()`` after each step, for plain weights and DTensors.
         process_group: The ranks that train this model, or this stage of it; None: all.
 
     Raises:
@@ -59,15 +60,15 @@ class QKClip:
         model: nn.Module,
         threshold: float = 100.0,
         *,
-        optimizer: Muon | None = None,
+        optimizer: Any = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
             raise ValueError(explain_error("threshold", f"{threshold!r}", "a number above 0", "Write threshold=100"))
         self.threshold = float(threshold)
         self._model, self._group = model, process_group
-        # Weak: the optimizer keeps this by its hook.
-        self._optimizer = None if optimizer is None else ref(optimizer)
+        muons = _muons(optimizer)
+        self._optimizers = tuple(ref(muon) for muon in muons)  # weak: they keep this by their hooks
         self._attentions, self._without = attentions(model), without_softmax(model)
         self._sources: dict[int, str] = {}
         self._starts: dict[int, int] = {}
@@ -82,8 +83,8 @@ class QKClip:
         known = [a.module for a in self._attentions if _is_of_transformers(a.module)]
         if known:
             watch(model, known, self)
-        if optimizer is not None:
-            optimizer.register_step_post_hook(lambda *_: self.step())
+        for number, muon in enumerate(muons):
+            muon.register_step_post_hook(lambda muon, *_, first=number == 0: self._after(muon, agree=first))
 
     @property
     def largest(self) -> Mapping[str, Tensor]:
@@ -178,17 +179,31 @@ class QKClip:
 
         After a step that the optimizer has skipped, no weight is changed.
         """
+        self._agree()
+        for optimizer in [each() for each in self._optimizers] or [None]:
+            self._clip(optimizer)
+
+    @torch.no_grad()
+    def _after(self, optimizer: Muon, *, agree: bool) -> None:
+        """Clip what one optimizer has stepped; a DeepSpeed engine has several, which step one after the other."""
+        if agree:
+            self._agree()
+        self._clip(optimizer)
+
+    def _agree(self) -> None:
+        """Take the largest S of each head over all ranks, and begin anew."""
         largest = self._largest.nan_to_num(torch.inf, torch.inf, -torch.inf)  # gloo's MAX would lose NaN
         self._largest = torch.full_like(self._largest, -torch.inf)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         self._last = largest
-        optimizer = None if self._optimizer is None else self._optimizer()
+
+    def _clip(self, optimizer: Muon | None) -> None:
         # What is not finite says nothing of how much too large it is; the optimizer's skipping is for that.
-        clipped = (largest > self.threshold) & largest.isfinite()
+        clipped = (self._last > self.threshold) & self._last.isfinite()
         if optimizer is not None:
-            clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=largest.device)
-        gamma = torch.where(clipped, self.threshold / largest.double(), 1.0)
+            clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=clipped.device)
+        gamma = torch.where(clipped, self.threshold / self._last.double(), 1.0)
         factors: dict[str, list[tuple[LogitRows, Tensor]]] = {}
         for attention in self._attentions:
             own = gamma[self._starts[id(attention.module)] :]
@@ -214,6 +229,25 @@ class QKClip:
             storage = storage_of(canonical_name(key), parameter, replicas)
             found.append((canonical_name(key), storage, local_of(parameter.detach()), None))
         return found
+
+
+def _muons(optimizer: Any) -> list[Muon]:
+    """Return what steps in an optimizer: itself, the calls of a DeepSpeed engine's, or those within a wrapper.
+
+    Raises:
+        TypeError: there is no `Muon` in it.
+    """
+    found: list[Muon] = []
+    while optimizer is not None and not found:
+        if isinstance(optimizer, Muon):
+            return [optimizer]
+        found = [call.muon for call in getattr(optimizer, "calls", ())]
+        within = getattr(optimizer, "optimizer", None)
+        if not found and within is None:
+            needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
+            raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
+        optimizer = within
+    return found
 
 
 def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:
