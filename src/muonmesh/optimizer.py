@@ -101,6 +101,11 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Newton–Schulz steps; None: as many as a sequence of one's own has polynomials, and of a published set
             5, of "deepseekv4" 10, of "aol" 4, of "deflated" 3, of "qdwh" 1.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
+        stochastic_rounding: A seed: weights in bf16, and the moments that AdamW keeps of them, are rounded up or down
+            by chance, so that steps too small for bf16 count in expectation and no masters are needed. The random
+            number of an element depends on this seed, the step, the parameter's name and the element's place in the
+            whole parameter: every layout gives the same bits. None: rounding to nearest.
+        rounding_step: How many steps were taken with this seed; it counts up by itself and is saved.
         adamw_betas: AdamW's decay rates of the moments; ``betas`` is accepted for it, as torch.optim.AdamW calls it.
         adamw_eps: AdamW's ε; ``eps`` is accepted for it.
         compute_dtype: Dtype of orthogonalisation and wire.
@@ -328,6 +333,8 @@ class Muon(torch.optim.Optimizer):
         self._tell_scaler(scaler, flags)
         runtime.idle.count(collected.missing, some=collected.some)
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
+        for group in groups:
+            group["rounding_step"] += group["stochastic_rounding"] is not None
         if flags.skip:
             return
         if runtime.update_squares is not None:

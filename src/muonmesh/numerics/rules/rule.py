@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -36,6 +36,8 @@ class Hyperparameters:
         lr: Learning rate, a number or a 0-d tensor.
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
+        stochastic_rounding: Seed by which weights in bf16 are rounded up or down; None: they are rounded to nearest.
+        rounding_step: How many steps have been taken with that seed.
     """
 
     scale_invariant: ClassVar[bool] = False
@@ -45,6 +47,8 @@ class Hyperparameters:
     lr: float | Tensor
     weight_decay: float
     decay_mode: DecayMode
+    stochastic_rounding: int | None = field(default=None, kw_only=True)
+    rounding_step: int = field(default=0, kw_only=True)
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Any:
@@ -54,10 +58,10 @@ class Hyperparameters:
             KeyError: the group lacks the key of a field without a default.
         """
         values = {}
-        for field in fields(cls):
-            key = cls.keys.get(field.name, field.name)
-            if key in group or (field.default is MISSING and field.default_factory is MISSING):
-                values[field.name] = group[key]
+        for own in fields(cls):
+            key = cls.keys.get(own.name, own.name)
+            if key in group or (own.default is MISSING and own.default_factory is MISSING):
+                values[own.name] = group[key]
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())
         return cls(**values)
@@ -65,7 +69,7 @@ class Hyperparameters:
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Return the keys of a group that this reads."""
-        return tuple(cls.keys.get(field.name, field.name) for field in fields(cls))
+        return tuple(cls.keys.get(own.name, own.name) for own in fields(cls))
 
     def check(self) -> None:
         """Check the values of the fields that this class adds.
