@@ -105,14 +105,8 @@ def test_the_mean_of_many_seeds_is_the_step_in_fp64() -> None:
         optimizer.step()
         found.append(w.detach().double())
     nearest, draws = found[0], torch.stack(found[1:])
-    told = {
-        "w": {
-            "algorithm": "muon",
-            "lr": 1e-3,
-            "momentum": 0.95,
-            "coefficients": coefficient_schedule("polar_express", 5),
-        }
-    }
+    rule = {"algorithm": "muon", "lr": 1e-3, "weight_decay": 0.0}
+    told = {"w": {**rule, "coefficients": coefficient_schedule("polar_express", 5)}}
     exact = reference_step({"w": start}, {"w": gradient.bfloat16()}, {}, told)[0]["w"]
     spread = draws.std(0) / 400**0.5
     unseen = exact.abs() * 2**-8 / 40  # a neighbor with a chance below 1/40 may be seen in none of 400 draws
