@@ -319,6 +319,8 @@ class Muon(torch.optim.Optimizer):
         self._tell_scaler(scaler, flags)
         runtime.idle.count(collected.missing, some=collected.some)
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
+        for group in groups:
+            group["rounding_step"] += group["stochastic_rounding"] is not None
         if flags.skip:
             return
         if runtime.update_squares is not None:

@@ -72,6 +72,10 @@ def _are_steps(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 _NOT_NEGATIVE = "a number of at least 0"
 _STEPS = "a whole number of at least 1, or None for what the set is made for"
 _STATE = f'{NEEDED_HELD}, or "int8". Write state_dtype=torch.float32'
@@ -91,6 +95,10 @@ class GroupSettings(TypedDict, total=False):
     ns_coefficients: Annotated[Coefficients, Setting("polar_express")]
     ns_steps: Annotated[int | None, Setting(None, _are_steps, _STEPS)]
     ns_method: Annotated[Method, _choice("auto", Method)]
+    stochastic_rounding: Annotated[
+        int | None, Setting(None, lambda value: value is None or _is_count(value), "a seed, a whole number, or None")
+    ]
+    rounding_step: Annotated[int, Setting(0, _is_count, "a whole number of at least 0")]
     adamw_betas: Annotated[tuple[float, float], Setting((0.9, 0.95), _are_betas, "two numbers in [0, 1)")]
     adamw_eps: Annotated[float, _number(1e-8, lambda value: value >= 0, _NOT_NEGATIVE)]
 
@@ -411,6 +419,10 @@ def check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group
         wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
         found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
         raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
+    if group["stochastic_rounding"] is not None and (master is not None or dtype == torch.float16):
+        found = f"stochastic_rounding with {'masters' if master is not None else dtype}"
+        needed, write = "weights in bf16 without masters, or wider ones", "Leave out stochastic_rounding"
+        raise ValueError(explain_error(name, found, needed, f"{write} or master_dtype, and keep weights in bf16"))
     eps, moments = float(group["adamw_eps"]), master or dtype
     if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments, device="cpu") == 0:
         found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"

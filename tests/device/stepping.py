@@ -59,6 +59,8 @@ CASES = {
     **{rule: Case(rule=rule) for rule in get_args(Algorithm) if rule != "adamw"},
     "bf16": Case(dtype=torch.bfloat16),
     "masters": Case({"master_dtype": torch.float32}, dtype=torch.bfloat16),
+    "stochastic rounding": Case({"stochastic_rounding": 5}, dtype=torch.bfloat16, rule="adamuon"),
+    "stochastic rounding, scaler": Case({"stochastic_rounding": 5}, dtype=torch.bfloat16, scaled=True),
     "int8": Case({"state_dtype": "int8"}),
     "state on the host": Case({"state_device": "cpu"}),
     "masters on the host": Case({"state_device": "cpu", "master_dtype": torch.float32}, dtype=torch.bfloat16),

@@ -242,6 +242,7 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
         (torch.float32, {"rule": "soap"}),
         (torch.float32, {"rule": "dynmuon"}),
         (torch.float32, {"decay_mode": "cautious"}),
+        (torch.bfloat16, {"stochastic_rounding": 5}),
         (torch.float32, {"shard_state": True}),
         (torch.float32, {"state_dtype": "int8"}),
         (torch.bfloat16, {"state_device": "cpu", "rule": "adamuon", "master_dtype": torch.float32}),

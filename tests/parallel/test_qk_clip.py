@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import muonmesh as mm
 from tests import models, problem
@@ -97,3 +100,26 @@ def test_the_largest_logit_of_all_ranks_is_noted(workers, layout: str) -> None:
     """Of every rank's data and heads; products of other shapes round otherwise."""
     for distances in workers(4).run(forward, layout):
         assert max(distances) < 1e-5
+
+
+def parts_of_a_sequence() -> tuple[list[float], list[float]]:
+    """Each rank has a quarter of the queries and all keys, as under context parallelism; what is noted, and fp64."""
+    model = models.build("llama")
+    module = model.get_submodule(MODULES[0])
+    clip = mm.QKClip(model)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 8, 32, 8, generator=generator) * 4 for _ in range(3))
+    own = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+    causal = torch.ones(32, 32, dtype=torch.bool).tril()
+    with clip.watching(module):
+        scaled_dot_product_attention(q[:, :, own], k, v, attn_mask=causal[own])
+    clip.step()
+    logits = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * 8**-0.5
+    return clip.largest[MODULES[0]].tolist(), logits.masked_fill(~causal, -torch.inf).amax((0, 2, 3)).tolist()
+
+
+def test_ranks_that_hold_parts_of_a_sequence_bound_it_together(workers) -> None:
+    found = workers(4).run(parts_of_a_sequence)
+    assert all(bounds == found[0][0] for bounds, _ in found)
+    for bound, largest in zip(*found[0], strict=True):
+        assert largest * (1 - 1e-6) <= bound <= largest + math.log(32)

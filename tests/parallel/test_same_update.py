@@ -124,6 +124,7 @@ def test_what_a_device_runs_is_bit_for_bit_too(workers, layout: str) -> None:
         {"state_dtype": torch.float64},
         {"param_dtype": torch.bfloat16},
         {"param_dtype": torch.bfloat16, "master_dtype": torch.float32},
+        {"param_dtype": torch.bfloat16, "stochastic_rounding": 5},
         {"param_dtype": torch.float64, "compute_dtype": torch.float64},
         {"decay_mode": "cautious"},
         {"shard_state": True},
@@ -179,6 +180,31 @@ def test_bf16_parameters_bit_for_bit(workers, layout: str, master: torch.dtype |
         assert differing == []
         assert result["tall"].dtype == torch.bfloat16
         assert result["tall.momentum_buffer"].dtype == torch.float32
+
+
+ROUNDED = {"param_dtype": torch.bfloat16, "stochastic_rounding": 5}
+
+
+@pytest.mark.parametrize("layout", [*problem.LAYOUTS, *problem.TWO_DIMS])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stochastic_rounding_bit_for_bit(workers, ranks: int, layout: str) -> None:
+    """Random numbers belong to elements of whole parameters."""
+    if ranks == 2 and layout in problem.TWO_DIMS:
+        layout = "shard1"
+    for differing, result in workers(ranks).run(run, layout, torch.bfloat16, **ROUNDED):
+        assert differing == []
+        assert result["tall"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"shard_state": True}, {"decay_mode": "cautious"}, {"bucket_cap_mb": 0.005}],
+    ids=lambda settings: "-".join(settings),
+)
+def test_stochastic_rounding_bit_for_bit_with_settings(workers, settings: dict[str, Any]) -> None:
+    layout = "ddp" if "shard_state" in settings else "fsdp"
+    for differing, _ in workers(2).run(run, layout, torch.bfloat16, **ROUNDED, **settings):
+        assert differing == []
 
 
 @pytest.mark.parametrize("layout", problem.LAYOUTS)

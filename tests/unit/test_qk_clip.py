@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
+import math
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import muonmesh as mm
 from muonmesh.integrations.qk_clip import max_logits as logits_module
+from muonmesh.integrations.qk_clip.kernels import bound_of
 from muonmesh.integrations.qk_clip.max_logits import largest_logits
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 20, "vocab_size": 31}
@@ -38,8 +48,13 @@ def build(family: str, attention: str = "sdpa") -> nn.Module:
     elif family == "phi3":
         config = transformers.Phi3Config(**SIZES, num_key_value_heads=6, pad_token_id=0)
         model = transformers.Phi3ForCausalLM(config)
-    elif family == "deepseek":
-        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK))
+    elif family in ("deepseek", "deepseek, square"):  # torch has no fast kernel on a CPU if sizes of k and v differ
+        sizes = {**DEEPSEEK, "v_head_dim": 6} if "square" in family else DEEPSEEK
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+    elif family == "hybrid":
+        sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+        kinds = ["linear_attention", "full_attention"]
+        model = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**sizes, layer_types=kinds))
     else:
         groups = 2 if family == "grouped" else 6
         model = transformers.LlamaForCausalLM(
@@ -82,7 +97,7 @@ def by_hand(model: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
-        ("llama", "sdpa"),
+        ("llama", "eager"),
         ("grouped", "eager"),
         pytest.param("grouped", "flex_attention", marks=pytest.mark.soak),  # compiled for a minute
     ],
@@ -119,7 +134,7 @@ def test_every_kind_of_mask_means_the_same(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("family", ["llama", "grouped", "gpt2", "neox", "phi3", "deepseek"])
 def test_logits_above_the_threshold_are_brought_back_to_it_and_others_stay(family: str) -> None:
     """With biases, fused, stored in × out, head by head, keys that heads share, latent attention."""
-    model = build(family)
+    model = build(family, "eager")  # exact
     probe = mm.QKClip(model, threshold=1e9)
     forward(model)
     probe.step()
@@ -254,3 +269,204 @@ def test_optimizer_and_clip_are_freed_without_a_collection() -> None:
         mm.QKClip(model, threshold=10.0)  # nothing clips it any more
     finally:
         gc.enable()
+
+
+# ------------------------------------------------------------------ the log-sum-exp of kernels
+
+LOGITS: dict[int, Tensor] = {}
+PADDED = torch.ones_like(TOKENS).index_fill_(1, torch.tensor([0]), 0)  # every sequence begins with padding
+
+
+def exact(model: nn.Module, padding: Tensor | None = None) -> dict[str, Tensor]:
+    """The largest logit of each head of each module in fp64, one product for all queries and keys."""
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        keys = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+        logits = torch.einsum("bhqd,bhkd->bhqk", query.double(), keys) * kwargs["scaling"]
+        seen = torch.ones(9, 9, dtype=torch.bool).tril() if mask is None else mask
+        LOGITS[id(module)] = torch.where(seen, logits, -torch.inf).amax((0, 2, 3)).detach()
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("oracle", attention)
+    AttentionMaskInterface.register("oracle", sdpa_mask)
+    twin: Any = copy.deepcopy(model)
+    twin.set_attn_implementation("oracle")
+    LOGITS.clear()
+    twin(input_ids=TOKENS, attention_mask=padding, use_cache=False)
+    return {name: LOGITS[id(m)] for name, m in twin.named_modules() if id(m) in LOGITS}
+
+
+def told(model: nn.Module, padding: Tensor | None = None, threshold: float = 1e9) -> tuple[Mapping[str, Tensor], str]:
+    """What a QKClip notes in one forward pass, and what it says of it."""
+    clip = mm.QKClip(model, threshold=threshold)
+    model(input_ids=TOKENS, attention_mask=padding, use_cache=False)
+    clip.step()
+    return clip.largest, clip.explain()
+
+
+@pytest.mark.parametrize("padding", [None, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", ["llama", "grouped", "gpt2", "neox", "phi3", "deepseek, square"])
+def test_the_log_sum_exp_bounds_the_largest_logit(family: str, padding: Tensor | None) -> None:
+    """Of torch's flash attention on a CPU: never below, and at most ln n above."""
+    model = build(family)
+    largest = exact(model, padding)
+    bounds, said = told(model, padding)
+    assert list(bounds) == list(largest)
+    for name, bound in bounds.items():
+        above = bound.double() - largest[name]
+        # To the rounding of fp32; a query that sees no key has 0 in torch's kernel on a CPU.
+        assert bool((above > -1e-5 * largest[name].abs()).all()), above
+        assert bool((above < math.log(9)).all() | (bound == 0).any()), above
+    assert said.count("bound, the kernel's log-sum-exp") == 2
+
+
+def test_without_a_fast_kernel_logits_are_computed_once_more() -> None:
+    for model in (build("deepseek"), build("llama", "eager")):
+        largest = exact(model)
+        found, said = told(model)
+        for name, each in found.items():
+            torch.testing.assert_close(each.double(), largest[name], rtol=1e-5, atol=1e-5)
+        assert said.count("exact, computed once more") == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "grouped", "deepseek, square"])
+def test_no_logit_stays_above_the_threshold_and_few_go_further_below(family: str) -> None:
+    model = build(family)
+    name, before = next(iter(exact(model).items()))
+    threshold = float(before.sort().values[2:4].mean())
+    bound = told(model, threshold=threshold)[0][name].double()
+    after = exact(model)[name]
+    high = bound > threshold
+    assert bool(high.any())
+    assert bool((after[high] <= threshold * (1 + 1e-5)).all())
+    assert bool((after[high] >= before[high] * threshold / bound[high] * (1 - 1e-4)).all())
+    torch.testing.assert_close(after[~high], before[~high], rtol=1e-6, atol=0)
+    for _ in range(40):  # at rest no logit is further below the threshold than ln n
+        told(model, threshold=threshold)
+    rest = exact(model)[name]
+    assert bool((rest >= torch.minimum(before, torch.tensor(threshold - math.log(9))) * (1 - 1e-4)).all())
+    assert bool((told(model)[0][name] <= threshold * (1 + 1e-3)).all())
+
+
+def test_layers_without_a_softmax_are_left_out_and_named() -> None:
+    model = build("hybrid")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found, said = told(model, threshold=1e-3)
+    assert list(found) == ["model.layers.1.self_attn"]
+    assert said.endswith("left out, without a softmax: model.layers.0.self_attn")
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"model.layers.1.self_attn.q_proj.weight"}
+
+
+def watched(keys: int) -> tuple[mm.QKClip, nn.Module, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """A module of one's own, queries, keys and values for it, and the largest logit of each head in fp64."""
+    model = nn.Sequential(Attention())
+    generator = torch.Generator().manual_seed(keys)
+    q, k, v = (torch.randn(2, 3, length, 4, generator=generator) * 3 for length in (5, keys, keys))
+    logits = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) / 2
+    return mm.QKClip(model), model[0], (q, k, v), logits.amax((0, 2, 3))
+
+
+def test_a_kernel_that_runs_in_watching_is_seen_and_parts_of_the_keys_add_up() -> None:
+    clip, module, (q, k, v), largest = watched(64)
+    with clip.watching(module):
+        scaled_dot_product_attention(q, k, v)
+    clip.step()
+    whole = clip.largest["0"].double()
+    with clip.watching(module):  # as in ring attention, where each part has its own log-sum-exp
+        for part in range(4):
+            scaled_dot_product_attention(q, k.chunk(4, 2)[part], v.chunk(4, 2)[part])
+    clip.step()
+    parts = clip.largest["0"].double()
+    rounding = 1e-6 * largest.abs()
+    assert bool((largest - rounding <= parts).all() & (parts <= whole).all())
+    assert bool((whole <= largest + math.log(64)).all())
+    assert bool((parts <= largest + math.log(16)).all())
+
+
+def test_where_logits_are_large_the_bound_is_near() -> None:
+    clip, module, _, _ = watched(1)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 3, length, 128, generator=generator) for length in (128, 4096))
+    logits = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double())
+    with clip.watching(module):
+        scaled_dot_product_attention(q, k, k, scale=float(100 / logits.max()))
+    clip.step()
+    above = clip.largest["0"] - logits.amax((0, 2, 3)) * (100 / logits.max())
+    assert -1e-4 < float(above[logits.amax((0, 2, 3)).argmax()]) < 0.05
+
+
+def test_a_context_in_which_no_kernel_ran_is_an_error() -> None:
+    clip, module, (q, k, v), _ = watched(5)
+    with (
+        pytest.raises(ValueError, match=r"Attention: found no such kernel in watching\(\).*Write clip\.observe"),
+        clip.watching(module),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        scaled_dot_product_attention(q, k, v)
+
+
+def test_the_log_sum_exp_of_flex_attention_is_a_bound() -> None:
+    clip, module, (q, k, v), largest = watched(16)
+    with torch.no_grad():  # which has no backward on CPUs, and no max_scores
+        _, beside = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
+    clip.record(module, bound_of(beside.lse), bound=True)
+    clip.step()
+    above = clip.largest["0"].double() - largest
+    assert bool((above > -1e-6).all() & (above < math.log(16)).all())
+
+
+def test_rounding_and_empty_queries_leave_a_bound_above() -> None:
+    lse = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)) * 40
+    exactly = lse.amax((0, 2))
+    assert bool((bound_of(lse.bfloat16()) >= exactly).all())
+    assert bool((bound_of(lse.bfloat16()) <= exactly + exactly.abs() / 100).all())
+    lse[:, :, 7] = torch.inf  # flash-attn's word for a query without a key
+    assert torch.equal(bound_of(lse), bound_of(lse[:, :, [n for n in range(50) if n != 7]]))
+    assert bool(bound_of(torch.full((3, 4), torch.nan)).isnan().all())
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
+def packed_forward(q: Tensor, k: Tensor, v: Tensor, starts: list[int], scale: float) -> tuple[Tensor, Tensor]:
+    """Sequences one after the other, by the name and with the results of flash-attn's operator: lse is (heads, all)."""
+    results = []
+    for low, high in itertools.pairwise(starts):
+        some = (x[low:high].transpose(0, 1)[None] for x in (q, k, v))
+        results.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*some, is_causal=True, scale=scale))
+    output = torch.cat([result[0][0].transpose(0, 1) for result in results])
+    return output, torch.cat([result[1][0] for result in results], 1).contiguous()
+
+
+def packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    """All of a batch as one sequence of packed ones, as `transformers`' flash attention hands them over."""
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    output, _ = packed_forward(query, key, value, [0, 9, 18, 27], kwargs["scaling"])
+    return output.unflatten(0, (3, 9)), None
+
+
+def test_an_implementation_that_is_not_known_is_seen_by_its_kernel() -> None:
+    """Such as flash attention, under whose name `transformers` loads it; packed sequences too."""
+    AttentionInterface.register("packed", packed)
+    AttentionMaskInterface.register("packed", sdpa_mask)
+    model: Any = build("llama", "packed")
+    largest = exact(model)
+    with torch.no_grad():
+        told(model)  # nothing is seen without a graph
+    bounds, said = told(model.requires_grad_(False))
+    assert model.config._attn_implementation == "packed"
+    for name, bound in bounds.items():
+        assert bool((bound >= largest[name] * (1 - 1e-6)).all() & (bound <= largest[name] + math.log(9)).all())
+    assert said.count("bound, the kernel's log-sum-exp") == 2
+
+
+def test_an_implementation_that_tells_nothing_is_an_error() -> None:
+    def plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        return (query @ key.mT).softmax(-1) @ value, None
+
+    AttentionInterface.register("plain", plain)
+    AttentionMaskInterface.register("plain", sdpa_mask)
+    model = build("llama", "plain")
+    clip = mm.QKClip(model)
+    with pytest.raises(ValueError, match=r"found attention by 'plain'; needed a kernel .*set_attn_implementation"):
+        forward(model)
+    del clip

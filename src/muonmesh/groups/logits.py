@@ -15,7 +15,9 @@ from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.heads import blocks_of, heads_of, named_parts, place_of, refuse_heads, said_by
 from muonmesh.groups.roles import role
 from muonmesh.groups.sites import Site, sites
+from muonmesh.names import canonical_name
 
+_NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
 _NORM = re.compile(r"(q|k|query|key)_?(norm|layernorm|ln)")
 
 
@@ -59,7 +61,7 @@ class Attention:
 
 
 def attentions(model: nn.Module) -> list[Attention]:
-    """Return the attention modules of a model, in its order.
+    """Return the attention modules of a model, in its order, without those of linear attention.
 
     The factor γ of a head's logits goes to the queries and keys of this head by √γ each. Where several heads of queries
     share one of keys, the keys stay and the queries take all of γ, so that no other head changes. In latent attention
@@ -73,6 +75,8 @@ def attentions(model: nn.Module) -> list[Attention]:
     for site in sites(model):
         attribute, owner = place_of(site)
         if not {"q", "k"} & set(named_parts(attribute)) or not any("Attention" in name for name in class_names(owner)):
+            continue
+        if _is_linear(owner):
             continue
         if site.key.endswith("weight"):
             forms[id(site.module)] = role(site, {}).matrices
@@ -97,6 +101,17 @@ def attentions(model: nn.Module) -> list[Attention]:
         write = "Leave QKClip out, or name the projections so"
         raise ValueError(explain_error(type(model).__name__, found_none, needed, write))
     return result
+
+
+def without_softmax(model: nn.Module) -> list[str]:
+    """Return the names of the layers of linear attention and state spaces, whose logits no softmax sees."""
+    return [canonical_name(name) for name, module in model.named_modules() if _is_linear(module)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is linear attention or a state space, as `transformers` says on it or its class does."""
+    said = getattr(module, "layer_type", None) == "linear_attention"
+    return said or any(_NO_SOFTMAX.fullmatch(name) for name in class_names(module))
 
 
 def _refuse_norms(name: str, owner: nn.Module) -> None:

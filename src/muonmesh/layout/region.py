@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -66,6 +67,31 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= size
     return tuple(reversed(strides))
+
+
+def number_in_whole(piece: Piece, blocks: Sequence[Block], shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return the number of a piece's first element in the whole parameter, row-major, and the strides of the others.
+
+    Args:
+        piece: Elements of one of the blocks.
+        blocks: What a rank stores (steps of 1).
+        shape: Of the whole parameter.
+    """
+    whole = row_major(shape)
+    for block in blocks:
+        rest, number = piece.storage_start - block.start, 0
+        for d in sorted(range(len(shape)), key=lambda d: -block.strides[d]):
+            within, rest = divmod(rest, block.strides[d]) if block.region.shape[d] > 1 else (0, rest)
+            if not 0 <= within < block.region.shape[d]:
+                break
+            number += (block.region.offset[d] + within) * whole[d]
+        else:
+            if rest == 0:
+                steps = (
+                    own // max(1, stride) for own, stride in zip(piece.storage_strides, block.strides, strict=True)
+                )
+                return number, tuple(step * stride for step, stride in zip(steps, whole, strict=True))
+    raise ValueError("a piece of none of these blocks")
 
 
 def overlap(storage: Block, matrix: Block) -> Piece | None:

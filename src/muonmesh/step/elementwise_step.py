@@ -14,6 +14,7 @@ from muonmesh.settings import Precision
 from muonmesh.step.flags import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept, create_master
+from muonmesh.step.stochastic_rounding import round_stored
 from muonmesh.step.update_squares import UpdateSquares
 
 
@@ -59,12 +60,43 @@ def _create(entry: ParameterStep, precision: Precision) -> None:
         entry.state[COUNT] = torch.zeros((), dtype=torch.float32, device=counted_on)
 
 
+def _step_widened(
+    entry: ParameterStep, rule: ElementwiseRule, flags: Flags, update_squares: UpdateSquares | None
+) -> None:
+    """Step a parameter and what is kept of it in fp32 copies, and round both up or down."""
+    stored = {"": local_of(entry.tensor), **{key: local_of(entry.state[key]) for key in rule.keeps()}}
+    wide = {
+        key: tensor.to(torch.promote_types(tensor.dtype, torch.float32)).contiguous() for key, tensor in stored.items()
+    }
+    assert entry.gradient is not None
+    squares = rule.step(
+        [wide[""]],
+        [entry.gradient.to(wide[""].dtype)],
+        {key: [wide[key]] for key in rule.keeps()},
+        [entry.state[COUNT]],
+        stop=flags.stop,
+        measured=update_squares is not None,
+    )
+    for square in squares:
+        assert update_squares is not None
+        update_squares.add(entry.group, square / entry.storage.copies)
+    for key, tensor in stored.items():
+        if tensor.dtype == torch.bfloat16:
+            round_stored(f"{entry.name} {key}".rstrip(), entry.storage, rule, wide[key], tensor)
+        elif tensor is not wide[key]:
+            tensor.copy_(wide[key])
+
+
 def _step(
     entries: Sequence[ParameterStep], rule: ElementwiseRule, flags: Flags, update_squares: UpdateSquares | None
 ) -> None:
     """Step parameters of one group whose state is where they are."""
     entries = [entry for entry in entries if entry.gradient is not None]
     if flags.only_creates_state or not entries:
+        return
+    if rule.stochastic_rounding is not None:
+        for entry in entries:
+            _step_widened(entry, rule, flags, update_squares)
         return
     weights = [local_of(entry.state.get("master", entry.tensor)) for entry in entries]
     gradients = [

@@ -211,6 +211,8 @@ class MuonStep:
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
         if asked or len(batch) == 1 or self._ready.matrix(numbers[0]).numel > SMALL:
             return None
+        if self._ready.rule(numbers[0]).stochastic_rounding is not None:
+            return None
         if self._ready.plan.summed(numbers) or any(self._ready.nonzero[number] is not True for number in numbers):
             return None
         stack = Stack.of(self._ready, batch, apart=True)
@@ -291,9 +293,10 @@ class MuonStep:
     def _apply_one(self, piece: Updated) -> None:
         rule, active = self._ready.rule(piece.matrix), self._ready.mask(piece.matrix)
         squares: list[Tensor] | None = None if self._update_squares is None else []
+        wide = piece.widened()
         parts.apply(
             rule,
-            piece.weights,
+            wide.weights,
             contiguous(piece.update),
             piece.state,
             scale=piece.scale,
@@ -302,6 +305,7 @@ class MuonStep:
             told=piece.told,
             squares=squares,
         )
+        piece.round(wide)
         if piece.rounded is not None:
             piece.rounded.copy_(piece.weights)
         if self._update_squares is not None and squares is not None:

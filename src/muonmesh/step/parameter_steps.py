@@ -160,6 +160,9 @@ def collect(
     adamw = []
     for members in planned.adamw:
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
+        if len(tensors) < len(members) and groups[members[0].group]["stochastic_rounding"] is not None:
+            found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
+            error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
         adamw.append([entry_of(member) for member in tensors.values()])
     return Collected(muon, elementwise, adamw, error, missing)
 

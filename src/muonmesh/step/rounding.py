@@ -25,7 +25,7 @@ def rounding_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision
     if precision.master is not None:
         return None
     for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
-        if member is None:
+        if member is None or groups[member.group]["stochastic_rounding"] is not None:
             continue
         local = local_of(member.tensor).detach()
         if local.dtype not in (torch.bfloat16, torch.float16) or not local.numel():

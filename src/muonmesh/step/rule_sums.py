@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from muonmesh.comm.work import Ends
@@ -12,6 +13,7 @@ from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.on_device import Updated
 from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.stochastic_rounding import rounding_of
 from muonmesh.step.stored_companions import StoredCompanions
 
 
@@ -48,7 +50,10 @@ class RuleSums:
         rounded = None if ready.master is None else view_in_storage(ready.weights, piece)
         beside = {key: view_in_storage(kept, piece) for key, kept in ready.beside.items()}
         weights, scale = view_in_storage(ready.written, piece), self._ready.scale(leg.assignment)
-        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, ready.entry.storage.copies)
+        entry, rounding = ready.entry, None
+        if weights.dtype == torch.bfloat16:
+            rounding = rounding_of(entry.name, entry.storage, ready.rule, piece)
+        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, entry.storage.copies, rounding)
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""

@@ -1,4 +1,4 @@
-"""`transformers`' attention interface: its functions, preceded by a look at the logits of modules that are watched."""
+"""`transformers`' attention interface: its functions, with a look at the logits of modules that are watched."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.errors import explain_error
+from muonmesh.integrations.qk_clip.kernels import KernelBounds, bound_of
 
 PREFIX = "qk_clip_"
 KNOWN = ("sdpa", "eager", "flex_attention")
+"""Implementations whose masks are known here, so that logits can be computed once more."""
 
 
 class Watcher(Protocol):
@@ -24,6 +26,9 @@ class Watcher(Protocol):
     ) -> None:
         """Look at the logits of one call."""
 
+    def record(self, module: nn.Module, largest: Tensor, *, bound: bool) -> None:
+        """Note the largest logit of each head, or what none is above."""
+
 
 _watchers: WeakKeyDictionary[nn.Module, ref[Watcher]] = WeakKeyDictionary()
 
@@ -31,11 +36,11 @@ _watchers: WeakKeyDictionary[nn.Module, ref[Watcher]] = WeakKeyDictionary()
 def watch(model: nn.Module, modules: list[nn.Module], watcher: Watcher) -> None:
     """Have the watcher told of what the attention modules of a `transformers` model compute.
 
-    The model's attention implementation becomes one of the same function, under a name of its own.
+    An attention implementation is wrapped: sdpa, eager and flex_attention under a name of their own, others, whose
+    names are read elsewhere too, in their place.
 
     Raises:
-        ValueError: the implementation is another than sdpa, eager or flex_attention, or another watcher that still
-            exists is told of these modules.
+        ValueError: another watcher that still exists is told of these modules.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -55,11 +60,11 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Watcher) -> None:
         if id(owner) in inner:
             continue
         name = str(owner.config._attn_implementation).removeprefix(PREFIX)
-        if name not in KNOWN:
-            needed = "sdpa, eager or flex_attention, whose queries and keys are seen before they are packed"
-            write = 'Write model.set_attn_implementation("sdpa"), or call QKClip.observe from your attention'
-            raise ValueError(explain_error(type(owner).__name__, f"attention by {name!r}", needed, write))
         base = None if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        if name not in KNOWN:
+            if not hasattr(base, "watches"):
+                AttentionInterface.register(name, _watched(name, base))
+            continue
         AttentionInterface.register(PREFIX + name, _watched(name, base))
         AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
         owner.set_attn_implementation(PREFIX + name)
@@ -71,21 +76,50 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        function = base
+        if function is None:  # the one in the file of the module's class
+            function = sys.modules[_defined(module)].eager_attention_forward
         watcher = _watchers.get(module)
         told = None if watcher is None else watcher()
-        if told is not None and module.training and torch.is_grad_enabled():
+        inputs = (module, query, key, value, attention_mask, *args)
+        if told is None or not module.training or not torch.is_grad_enabled():
+            return function(*inputs, **kwargs)
+        result, bound = (_compiled if name == "flex_attention" else _seen)(function, inputs, kwargs)
+        if kwargs.get("softcap") is not None or (bound is not None and len(bound) != query.shape[1]):
+            bound = None  # of capped logits, or of heads packed otherwise
+        if bound is not None:
+            told.record(module, bound, bound=True)
+        elif name in KNOWN:
             scale = kwargs.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             causal = name == "sdpa" and attention_mask is None and bool(causal)
             told.observe(module, query, key, scale=scale, mask=attention_mask, causal=causal)
-        function = base
-        if function is None:  # the one in the file of the module's class
-            function = sys.modules[_defined(module)].eager_attention_forward
-        return function(module, query, key, value, attention_mask, *args, **kwargs)
+        else:
+            needed = "a kernel known to return the log-sum-exp of each head's logits, without a softcap"
+            write = 'Write model.set_attn_implementation("sdpa") before QKClip(model)'
+            raise ValueError(explain_error(type(module).__name__, f"attention by {name!r}", needed, write))
+        return result
 
+    attention.watches = True  # type: ignore[attr-defined]
     return attention
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _seen(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
+    """Return what a function returns, and the bound by the kernels that it runs."""
+    with KernelBounds() as kernels:
+        result = function(*inputs, **kwargs)
+    return result, kernels.bound
+
+
+def _compiled(
+    function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Tensor | None]:
+    """As `_seen`, of flex attention, whose kernel is compiled; `transformers` returns its log-sum-exp on a device."""
+    result = function(*inputs, **kwargs)
+    return result, None if result[1] is None else bound_of(result[1])
 
 
 def _defined(module: nn.Module) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -15,8 +16,9 @@ from torch.distributed.tensor.placement_types import Shard
 from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
 from muonmesh.errors import explain_error
-from muonmesh.groups.logits import Attention, LogitRows, attentions
+from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax
 from muonmesh.integrations.qk_clip.attention import watch
+from muonmesh.integrations.qk_clip.kernels import KernelBounds
 from muonmesh.integrations.qk_clip.max_logits import largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
@@ -26,11 +28,17 @@ from muonmesh.step.connection import placed_members
 class QKClip:
     """Keeps the attention logits of a model below a threshold, by the weights that make them.
 
-    While the model trains, the largest logit S of each head is noted: of `transformers` models through their attention
-    interface (sdpa, eager and flex attention), of others by `observe` or `record`. After a step the logits of a head
-    are to be multiplied by γ = min(1, threshold/S): its rows of W_q and W_k, and of their biases, are multiplied by √γ
-    each. Where heads share a key, and for the rotary part of latent attention, only the queries are changed, by γ
-    (`muonmesh.groups.logits`). Momentum is left alone.
+    While the model trains, one number S is noted for each head: its largest logit, or a bound on it. Fast kernels
+    return the log-sum-exp (lse) of each query's logits, and of n keys the largest lies in [lse − ln n, lse]. With the
+    bound no logit stays above the threshold, and a head is scaled down too far by at most ln n. `transformers` models
+    are seen through their attention interface, by the kernels of sdpa, flash and flex attention; eager attention and
+    sdpa without a fast kernel have their logits computed once more. Others call `watching`, `record` or `observe`.
+    `explain` says what was taken.
+
+    After a step the logits of a head are to be multiplied by γ = min(1, threshold/S): its rows of W_q and W_k, and of
+    their biases, are multiplied by √γ each. Where heads share a key, and for the rotary part of latent attention, only
+    the queries are changed, by γ (`muonmesh.groups.logits`). Momentum is left alone. Layers without a softmax are left
+    out.
 
     All ranks that share the model call `step`: one all-reduce takes the largest S of all heads over them. The host
     waits for nothing.
@@ -39,7 +47,8 @@ class QKClip:
         model: Any module, sharded or not, as it is trained.
         threshold: Logits above it are brought back to it.
         optimizer: After whose steps the weights are clipped; it knows shards that are no DTensors, flat buffers and
-            masters, which are clipped too. None: write ``clip.step()`` after each step, for plain weights and DTensors.
+            masters, which are clipped too. A `Muon`, or a wrapper of one, such as a DeepSpeed engine's. None: write
+            ``clip.step()`` after each step, for plain weights and DTensors.
         process_group: The ranks that train this model, or this stage of it; None: all.
 
     Raises:
@@ -52,16 +61,17 @@ class QKClip:
         model: nn.Module,
         threshold: float = 100.0,
         *,
-        optimizer: Muon | None = None,
+        optimizer: Any = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
             raise ValueError(explain_error("threshold", f"{threshold!r}", "a number above 0", "Write threshold=100"))
         self.threshold = float(threshold)
         self._model, self._group = model, process_group
-        # Weak: the optimizer keeps this by its hook.
-        self._optimizer = None if optimizer is None else ref(optimizer)
-        self._attentions = attentions(model)
+        muons = _muons(optimizer)
+        self._optimizers = tuple(ref(muon) for muon in muons)  # weak: they keep this by their hooks
+        self._attentions, self._without = attentions(model), without_softmax(model)
+        self._sources: dict[int, str] = {}
         self._starts: dict[int, int] = {}
         total = 0
         for attention in self._attentions:
@@ -74,12 +84,12 @@ class QKClip:
         known = [a.module for a in self._attentions if _is_of_transformers(a.module)]
         if known:
             watch(model, known, self)
-        if optimizer is not None:
-            optimizer.register_step_post_hook(lambda *_: self.step())
+        for number, muon in enumerate(muons):
+            muon.register_step_post_hook(lambda muon, *_, first=number == 0: self._after(muon, agree=first))
 
     @property
     def largest(self) -> Mapping[str, Tensor]:
-        """The largest logit of each head before the last step, over all ranks, by attention module: fp32 (heads,).
+        """S of each head before the last step, over all ranks, by attention module: fp32 (heads,); see `explain`.
 
         −inf where none was noted, inf where one was not finite.
         """
@@ -100,15 +110,37 @@ class QKClip:
             causal: Whether a query looks at no later key.
         """
         self.record(module, largest_logits(query, key, scale=scale, mask=mask, causal=causal))
+        self._sources[id(module)] = "exact, computed once more"
 
-    def record(self, module: nn.Module, largest: Tensor, *, first: int | None = None) -> None:
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Note what the attention kernels that run in this context tell of the logits of a module of one's own.
+
+        Known are those of `torch.nn.functional.scaled_dot_product_attention` but its plain one, of
+        `torch.nn.attention.varlen`, and of flash-attn 2 and 3. Where keys come part by part, as in ring attention, all
+        parts count.
+
+        Raises:
+            ValueError: none of them ran.
+        """
+        with KernelBounds() as kernels:
+            yield
+        if kernels.bound is None:
+            needed, write = "a kernel that returns the log-sum-exp", "Write clip.observe(module, query, key, scale=...)"
+            raise ValueError(explain_error(type(module).__name__, "no such kernel in watching()", needed, write))
+        self.record(module, kernels.bound, bound=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def record(self, module: nn.Module, largest: Tensor, *, first: int | None = None, bound: bool = False) -> None:
         """Note the largest logit of some heads of an attention module.
 
         Args:
             module: The attention module.
-            largest: Shape (heads,).
+            largest: Shape (heads,). FlexAttention gives it by ``AuxRequest(max_scores=True)``, Transformer Engine by
+                ``return_max_logit=True``.
             first: Number of the first of these heads, where a rank computes some of them; None: all of them, or those
                 whose weight it holds, a DTensor.
+            bound: Whether ``largest`` is what no logit is above, such as the largest log-sum-exp of a head.
 
         Raises:
             ValueError: the module is not among those whose weights are known, or these are not its heads.
@@ -127,6 +159,20 @@ class QKClip:
         start = self._starts[id(module)] + first
         mine = self._largest[start : start + len(largest)]
         mine.copy_(torch.maximum(mine, largest.detach().float()))
+        self._sources[id(module)] = "bound, the kernel's log-sum-exp" if bound else "exact, as recorded"
+
+    def explain(self) -> str:
+        """Return a line for each attention module: its heads, and what S was taken from at its last call here.
+
+        Layers without a softmax, which have no logits to clip, are named.
+        """
+        rows = [(a.name, str(a.heads), self._sources.get(id(a.module), "nothing yet")) for a in self._attentions]
+        rows = [("attention", "heads", "S is"), *rows]
+        name, heads = (max(len(row[column]) for row in rows) for column in range(2))
+        lines = [f"{row[0].ljust(name)}  {row[1].rjust(heads)}  {row[2]}" for row in rows]
+        if self._without:
+            lines.append("left out, without a softmax: " + ", ".join(self._without))
+        return "\n".join(lines)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -134,17 +180,31 @@ class QKClip:
 
         After a step that the optimizer has skipped, no weight is changed.
         """
+        self._agree()
+        for optimizer in [each() for each in self._optimizers] or [None]:
+            self._clip(optimizer)
+
+    @torch.no_grad()
+    def _after(self, optimizer: Muon, *, agree: bool) -> None:
+        """Clip what one optimizer has stepped; a DeepSpeed engine has several, which step one after the other."""
+        if agree:
+            self._agree()
+        self._clip(optimizer)
+
+    def _agree(self) -> None:
+        """Take the largest S of each head over all ranks, and begin anew."""
         largest = self._largest.nan_to_num(torch.inf, torch.inf, -torch.inf)  # gloo's MAX would lose NaN
         self._largest = torch.full_like(self._largest, -torch.inf)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         self._last = largest
-        optimizer = None if self._optimizer is None else self._optimizer()
+
+    def _clip(self, optimizer: Muon | None) -> None:
         # What is not finite says nothing of how much too large it is; the optimizer's skipping is for that.
-        clipped = (largest > self.threshold) & largest.isfinite()
+        clipped = (self._last > self.threshold) & self._last.isfinite()
         if optimizer is not None:
-            clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=largest.device)
-        gamma = torch.where(clipped, self.threshold / largest.double(), 1.0)
+            clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=clipped.device)
+        gamma = torch.where(clipped, self.threshold / self._last.double(), 1.0)
         factors: dict[str, list[tuple[LogitRows, Tensor]]] = {}
         for attention in self._attentions:
             own = gamma[self._starts[id(attention.module)] :]
@@ -170,6 +230,25 @@ class QKClip:
             storage = storage_of(canonical_name(key), parameter, replicas)
             found.append((canonical_name(key), storage, local_of(parameter.detach()), None))
         return found
+
+
+def _muons(optimizer: Any) -> list[Muon]:
+    """Return what steps in an optimizer: itself, the calls of a DeepSpeed engine's, or those within a wrapper.
+
+    Raises:
+        TypeError: there is no `Muon` in it.
+    """
+    found: list[Muon] = []
+    while optimizer is not None and not found:
+        if isinstance(optimizer, Muon):
+            return [optimizer]
+        found = [call.muon for call in getattr(optimizer, "calls", ())]
+        within = getattr(optimizer, "optimizer", None)
+        if not found and within is None:
+            needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
+            raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
+        optimizer = within
+    return found
 
 
 def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:

@@ -20,6 +20,7 @@ from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.rule import Rule
+from muonmesh.numerics.stochastic import Rounding
 
 SMALL = 1 << 16
 """Elements of a piece up to which it is copied beside others of its size, to be taken with them by one operation."""
@@ -60,6 +61,7 @@ class Updated(NamedTuple):
         sums: What the rule's summands add up to over the whole matrix, 0-d fp64 each; empty if it asks for none.
         told: What the rule keeps as "matrix", 0-d fp64 each, where there are sums.
         copies: How many ranks store these elements.
+        rounding: How weights in bf16 are rounded up or down; None: they are rounded to nearest.
     """
 
     weights: Tensor
@@ -71,6 +73,16 @@ class Updated(NamedTuple):
     sums: tuple[Tensor, ...]
     told: Mapping[str, Tensor]
     copies: int
+    rounding: Rounding | None = None
+
+    def widened(self) -> Updated:
+        """Return the piece with an fp32 copy of weights that `round` rounds up or down."""
+        return self if self.rounding is None else self._replace(weights=self.weights.float())
+
+    def round(self, widened: Updated) -> None:
+        """Round the weights that were stepped in fp32."""
+        if self.rounding is not None:
+            self.rounding.write(widened.weights, self.weights)
 
 
 class Factors:
@@ -192,6 +204,8 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     if not pieces:
         return None
     rule, active = factors.rule, factors.active
+    given, pieces = pieces, [piece.widened() for piece in pieces]
+    widened = pieces
     squares: list[Tensor] | None = [] if measured else None
     if factors.adds:
         if squares is not None:
@@ -203,7 +217,7 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
         _apply_plain(rest, factors)
         pieces = rest  # the kernel has rounded the masters of the others
     else:
-        for weights, update, state, matrix, scale, _, sums, kept, copies in pieces:
+        for weights, update, state, matrix, scale, _, sums, kept, copies, _ in pieces:
             own: list[Tensor] = []
             told = own if measured else None
             on = active[matrix]
@@ -213,6 +227,8 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     masters = [piece.weights for piece in pieces if piece.rounded is not None]
     if masters:
         torch._foreach_copy_([piece.rounded for piece in pieces if piece.rounded is not None], masters)
+    for piece, wide in zip(given, widened, strict=True):
+        piece.round(wide)
     return torch.stack(squares).sum() if squares else None
 
 

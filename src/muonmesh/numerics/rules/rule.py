@@ -36,6 +36,8 @@ class Hyperparameters:
         lr: Learning rate, a number or a 0-d tensor.
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
+        stochastic_rounding: Seed by which weights in bf16 are rounded up or down; None: they are rounded to nearest.
+        rounding_step: How many steps have been taken with that seed.
     """
 
     scale_invariant: ClassVar[bool] = False
@@ -45,6 +47,8 @@ class Hyperparameters:
     lr: float | Tensor
     weight_decay: float
     decay_mode: DecayMode
+    stochastic_rounding: int | None = field(default=None, kw_only=True)
+    rounding_step: int = field(default=0, kw_only=True)
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Any:

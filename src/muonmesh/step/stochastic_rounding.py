@@ -1,0 +1,54 @@
+"""Stochastic rounding of what a rank stores: finds the number of each element in the whole parameter."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from muonmesh.comm.storage import Storage, this_rank
+from muonmesh.layout import Piece
+from muonmesh.layout.region import Block, Region, number_in_whole, row_major
+from muonmesh.numerics.rules import Hyperparameters
+from muonmesh.numerics.stochastic import Rounding, keys_of
+from muonmesh.step.parameter_steps import view_in_storage
+
+
+def rounding_of(name: str, storage: Storage, rule: Hyperparameters, piece: Piece) -> Rounding | None:
+    """Return how a piece of what this rank stores is rounded in this step; None: to nearest.
+
+    Args:
+        name: Of the parameter, or of what is kept of it.
+        storage: Where it lives.
+        rule: Of its group.
+        piece: Elements of the local storage.
+    """
+    if rule.stochastic_rounding is None:
+        return None
+    start, strides = number_in_whole(piece, _blocks(storage), storage.shape)
+    return Rounding(keys_of(rule.stochastic_rounding, rule.rounding_step, name), start, strides)
+
+
+def round_stored(name: str, storage: Storage, rule: Hyperparameters, exact: Tensor, into: Tensor) -> None:
+    """Round all that this rank stores of a parameter.
+
+    Args:
+        name: As in `rounding_of`.
+        storage: As there.
+        rule: As there, with a seed.
+        exact: fp32, contiguous, in the order of the local storage.
+        into: bf16, that shape, written.
+    """
+    rounded = into.contiguous()
+    for block in _blocks(storage):
+        piece = Piece(block.region.shape, block.start, block.strides, 0, block.strides)
+        rounding = rounding_of(name, storage, rule, piece)
+        assert rounding is not None
+        rounding.write(view_in_storage(exact, piece), view_in_storage(rounded, piece))
+    if rounded is not into:
+        into.copy_(rounded)
+
+
+def _blocks(storage: Storage) -> tuple[Block, ...]:
+    if storage.layout is None:
+        whole = Region.box((0,) * len(storage.shape), tuple(storage.shape))
+        return (Block(whole, 0, row_major(tuple(storage.shape))),)
+    return tuple(block for block in storage.layout.blocks(this_rank()) if block.region.numel)
