@@ -1,6 +1,6 @@
 """How large one update of torch.optim.Muon is beside one with each coefficient set, at equal rate and scale.
 
-    python benchmarks/momentum.py --out momentum.safetensors
+    python benchmarks/momentum.py --width 256 --out momentum.safetensors
     python benchmarks/update_sizes.py momentum.safetensors --json benchmarks/results/update_sizes.json
 
 For each recorded matrix the root mean square of torch's update is divided by that of ours. The factor by which a rate
