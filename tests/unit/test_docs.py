@@ -600,6 +600,29 @@ def test_the_page_about_a_new_framework(workers: Callable[[int], Pool], tmp_path
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
+# ------------------------------------------------------------------ words
+
+
+def test_user_pages_are_short() -> None:
+    pages = [
+        "optimizer",
+        "learning-rates",
+        "checkpoints",
+        "memory",
+        "reliability",
+        "training",
+        "plan",
+        "migrating",
+        "questions",
+    ]
+    paths = [ROOT / "docs" / f"{page}.md" for page in pages]
+    script = ROOT / "docs" / "site" / "words.py"
+    done = subprocess.run([sys.executable, script, *paths], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    long = subprocess.run([sys.executable, script, ROOT / "CHANGELOG.md"], capture_output=True, text=True, check=False)
+    assert long.returncode == 1
+
+
 # ------------------------------------------------------------------ pictures
 
 
