@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import math
 import os
 import re
+import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +22,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
+import typer
 from matplotlib.image import imread
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import muonmesh as mm
+from muonmesh.cli.app import app
 from muonmesh.groups import unregister
 from muonmesh.layout import Interval, MeshLayout
 from muonmesh.step.connection import placed_members
@@ -38,6 +42,10 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ONE_PROCESS = (
     "README.md",
     "docs/optimizer.md",
+    "docs/learning-rates.md",
+    "docs/checkpoints.md",
+    "docs/memory.md",
+    "docs/questions.md",
     "docs/clipping.md",
     "docs/groups.md",
     "docs/rules.md",
@@ -186,14 +194,195 @@ def test_scripts_run_as_they_stand(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
-def test_the_page_about_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def backward(model: nn.Module) -> None:
+    """Give the parameters of a page's transformer layer gradients."""
+    weight = next(model.parameters())
+    model(torch.randn(2, 4, weight.shape[1], dtype=weight.dtype)).square().mean().backward()
+
+
+def test_the_page_about_the_optimizer() -> None:
+    written = run("docs/optimizer.md", {}, {}, {})
+    next(written)
+    rates = {group["algorithm"]: group["lr"] for group in next(written)["optimizer"].param_groups}
+    assert rates == {"muon": 6e-4, "adamw": 3e-4}
+    names = next(written)
+    optimizer, weight = names["optimizer"], names["model"].linear1.weight
+    backward(names["model"])
+    optimizer.step()
+    assert (weight.dtype, optimizer.state[weight]["master"].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_the_page_about_learning_rates() -> None:
+    written = run("docs/learning-rates.md", {}, {}, {}, {}, {}, {})
+    for expected in (3e-4, 6e-4, 0.02):
+        names = next(written)
+        assert names["optimizer"].param_groups[0]["lr"] == expected
+    assert next(written)["lr"] == pytest.approx(0.02 * 2 / 12.8)
+    for _ in range(2):
+        names = next(written)
+        for _ in range(3):
+            names["optimizer"].step()
+            names["scheduler"].step()
+        assert len({group["lr"] / group["initial_lr"] for group in names["optimizer"].param_groups}) == 1
+        assert names["optimizer"].param_groups[0]["momentum"] == 0.95
+
+
+RATES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": ("adamw", {"lr": 3e-4}),
+    "torch.optim.Muon, 0.02": ("torch", {"lr": 0.02}),
+    "torch.optim.Muon with": ("torch", {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}),
+    "Moonlight": ("torch", {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}),
+    "KellerJordan": ("keller_jordan", {"lr": 0.02}),
+    'dion with `adjust_lr="spectral_norm"`': ("dion", {"lr": 0.02}),
+    'dion with `adjust_lr="rms_norm"`': ("dion", {"lr": 3e-4, "adjust_lr": "rms_norm"}),
+    "Megatron-Core, extra scale factor 0.2": ("megatron", {"lr": 3e-4, "muon_extra_scale_factor": 0.2}),
+    "Megatron-Core, extra scale factor 1": ("megatron", {"lr": 3e-4}),
+}
+
+
+def spread(shape: torch.Size) -> Tensor:
+    """Random numbers; a matrix has singular values over two decades, as momentum has."""
+    given = torch.randn(shape)
+    if given.ndim < 2:
+        return given
+    u, s, vh = torch.linalg.svd(given, full_matrices=False)
+    return u * torch.logspace(0, -2, len(s)) @ vh
+
+
+def test_rates_from_other_packages() -> None:
+    """Each line of the page's table steps as far as `convert_settings`, which keeps the package's coefficients."""
+    text = (ROOT / "docs/learning-rates.md").read_text()
+    lines = re.findall(r"^\| (.+?) \| `(mm\.from_model\(.+\))` \|$", text, re.MULTILINE)
+    assert len(lines) == len(RATES)
+    gradients = [spread(parameter.shape) for parameter in nn.TransformerEncoderLayer(64, 4).parameters()]
+
+    def steps(make: Callable[[nn.Module], mm.Muon]) -> list[float]:
+        """The Frobenius norm of one step of each matrix."""
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(64, 4)
+        optimizer = make(model)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        moved = [float((p.detach() - old).norm()) for p, old in zip(model.parameters(), before, strict=True)]
+        return [length for length, p in zip(moved, model.parameters(), strict=True) if p.ndim == 2]
+
+    for source, line in lines:
+        (name, settings), *others = [RATES[key] for key in RATES if source.startswith(key)]
+        assert others == []
+        converted = mm.convert_settings(name, **settings)
+        theirs = steps(lambda model, converted=converted: mm.from_model(model, **converted))
+        ours = steps(lambda model, line=line: eval(line, {"mm": mm, "model": model}))
+        assert [ours[i] / theirs[i] for i in range(4)] == [pytest.approx(1.0, abs=0.11)] * 4, line
+
+
+def test_the_page_about_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    states = {"get_model_state_dict": get_model_state_dict, "get_optimizer_state_dict": get_optimizer_state_dict}
-    *_, names = run("docs/optimizer.md", {"torch": torch, "model": Net(), "n": 10}, {}, {}, {}, states, {})
+    written = run("docs/checkpoints.md", {}, {}, {}, {})
+    names = next(written)
+    model, optimizer = names["model"], names["optimizer"]
+    assert (tmp_path / "checkpoints/1000/manifest.json").exists()
+    backward(model)
+    optimizer.step()
+    kept = {key: value.clone() for key, value in optimizer.state[model.linear1.weight].items()}
+    next(written)
+    mm.checkpoint.save("checkpoints/1000", model, optimizer)  # the file beside the folder is no obstacle
+    for _ in range(2):  # DCP and full state dicts give back what there was
+        next(written)
+        state = optimizer.state[model.linear1.weight]
+        assert {key: torch.equal(value, state[key]) for key, value in kept.items()} == dict.fromkeys(kept, True)
+    assert (tmp_path / "checkpoints/dcp/.metadata").exists()
+
+
+def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    names, *_ = run("docs/memory.md", {}, {})
+    text, model = (ROOT / "docs/memory.md").read_text(), names["model"]
+    assert capsys.readouterr().out.splitlines()[-1] in text
+    assert f"says {str(mm.from_model(model).explain()).split()[-4]} MB" in text
+    adamw = torch.optim.AdamW(model.parameters())
+    backward(model)
+    adamw.step()
+    stored = sum(value.nbytes for state in adamw.state.values() for value in state.values())
+    assert f"`torch.optim.AdamW` stores {stored / 1e6:.3g} MB" in text
+
+    rows = {
+        "fp32 weights": (torch.float32, {}),
+        "bf16 weights": (torch.bfloat16, {}),
+        "bf16 weights, fp32 masters": (torch.bfloat16, {"master_dtype": torch.float32}),
+        "bf16 weights, fp32 masters, bf16 momentum": (
+            torch.bfloat16,
+            {"master_dtype": torch.float32, "state_dtype": torch.bfloat16},
+        ),
+        "fp32 weights, int8 momentum": (torch.float32, {"state_dtype": "int8"}),
+    }
+    for row, (dtype, settings) in rows.items():
+        layer = copy.deepcopy(model).to(dtype)
+        optimizer = mm.from_model(layer, **settings)
+        layer.zero_grad()
+        backward(layer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # bf16 weights without masters are warned of
+            optimizer.step()
+        weight, state = layer.linear1.weight, optimizer.state[layer.linear1.weight]
+        assert weight.grad is not None
+        each = [weight.nbytes, weight.grad.nbytes, state["momentum_buffer"].nbytes]
+        each.append(state["master"].nbytes if "master" in state else 0)
+        cells = [str(size // weight.numel() or "") for size in (*each, sum(each))]
+        assert f"| {row} | {' | '.join(cells)} |".replace("|  |", "| |") in text
+
+
+def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
+    def recorded(name: str) -> dict[str, Any]:
+        return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+
+    rows = []
+    for name, ratios in recorded("update_sizes")["ratios"].items():
+        each = [*ratios.values()]
+        rows.append(f"| `{name}`{' (those of torch.optim.Muon)' * (name == 'simple')} | ")
+        rows[-1] += " | ".join(f"{value:.3f}" for value in (statistics.mean(each), min(each), max(each)))
+    last: dict[str, list[float]] = {}
+    for one in recorded("state")["runs"]:
+        last.setdefault(one["dtype"], []).append(one["validation"][-1][1])
+    rows += [f" | {statistics.mean(some):.3f} ± {statistics.stdev(some):.3f} |" for some in last.values()]
+    for name in ("bf16", "int8"):
+        apart = (f"{a - b:+.3f}".replace("-", "−") for a, b in zip(last[name], last["fp32"], strict=True))
+        rows.append(f"| {', '.join(apart)} |")
+    for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
+        found = {
+            one["lr"]: one["validation_loss"]
+            for one in recorded("adamw_sweep")["results"]
+            if one["optimizer"] == optimizer
+        }
+        best = min(found.values())
+        text = (f"{found[lr]:.3f}" if lr in found else "" for lr in (0.001, 0.002, 0.003, 0.005, 0.006, 0.01, 0.012))
+        cells = (f"**{cell}**" if cell == f"{best:.3f}" else cell for cell in text)
+        rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    page = (ROOT / "docs/how-we-know.md").read_text()
+    assert [row for row in rows if row not in page] == []
+
+
+def test_the_page_of_questions() -> None:
+    (names,) = run("docs/questions.md", {})
     assert isinstance(names["optimizer"], mm.Muon)
-    for checkpoint in ("1000", "of-torch"):
-        assert (tmp_path / "checkpoint" / checkpoint / ".metadata").exists()
-    assert float(names["norms"]) == 0  # there were no gradients
+
+
+def test_the_commands_that_pages_show_are_understood() -> None:
+    """Options and their types, not paths; nothing is run."""
+    commands = typer.main.get_command(app)
+    assert isinstance(commands, typer.core.TyperGroup)
+    shown = [
+        shlex.split(line, comments=True)[1:]
+        for path in (ROOT / "docs").glob("*.md")
+        for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if line.startswith("muonmesh ")
+    ]
+    assert len(shown) > 15
+    for name, *rest in shown:
+        commands.commands[name].make_context(name, rest)
 
 
 def test_the_page_about_clipping() -> None:
@@ -231,24 +420,23 @@ def test_the_page_about_the_simulated_device() -> None:
 
 def test_the_page_about_migrating() -> None:
     """Each recipe makes an optimizer with the settings that the page speaks of; `test_migration` shows its steps."""
-    written = run("docs/migrating.md", {"model": Net(first="up")}, {}, {}, {}, {}, {}, {}, {}, {})
+    written = run("docs/migrating.md", {}, {}, {}, {}, {}, {}, {}, {})
 
     def found(names: dict[str, Any]) -> tuple[Any, ...]:
         group = names["optimizer"].param_groups[0]
         return group["lr"], group["scale_mode"], group["weight_decay"]
 
-    assert found(next(written)) == (0.02, "original", 0.0)
     assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
     assert found(names := next(written)) == (0.02, "original", 0.1)
     assert names["optimizer"].param_groups[1]["lr"] == 3e-4
-    assert [group["lr"] for group in next(written)["optimizer"].param_groups] == [0.05, 0.22, 0.6]
+    assert [group["lr"] for group in next(written)["optimizer"].param_groups] == [0.05, 0.22]
     assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
     assert (next(written)["settings"]["lr"], next(written)["settings"]["scale_mode"]) == (0.02, "spectral")
     names = next(written)
     assert found(names) == (0.02, "original", 0.1)
     for parameter in names["model"].parameters():
         parameter.grad = torch.ones_like(parameter)
-    for theirs in (names["muon"], names["adamw"]):  # the "some steps" of which the page speaks
+    for theirs in (names["muon"], names["adamw"]):  # the steps of which the page speaks
         theirs.step()
     momentum = {p: state["momentum_buffer"] for p, state in names["muon"].state.items()}
     taken = next(written)["optimizer"].state
@@ -455,6 +643,29 @@ def test_the_page_about_a_new_framework(workers: Callable[[int], Pool], tmp_path
     optimizer = mm.from_model(model, lr=0.02, overrides=FUSED)
     mm.checkpoint.load(tmp_path / "saved", model, optimizer)
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
+
+
+# ------------------------------------------------------------------ words
+
+
+def test_user_pages_are_short() -> None:
+    pages = [
+        "optimizer",
+        "learning-rates",
+        "checkpoints",
+        "memory",
+        "reliability",
+        "training",
+        "plan",
+        "migrating",
+        "questions",
+    ]
+    paths = [ROOT / "docs" / f"{page}.md" for page in pages]
+    script = ROOT / "docs" / "site" / "words.py"
+    done = subprocess.run([sys.executable, script, *paths], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    long = subprocess.run([sys.executable, script, ROOT / "CHANGELOG.md"], capture_output=True, text=True, check=False)
+    assert long.returncode == 1
 
 
 # ------------------------------------------------------------------ pictures
