@@ -50,7 +50,7 @@ def arrows() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in sorted(SOURCE.rglob("*.py")):
         names = file.relative_to(SOURCE).with_suffix("").parts
-        if names == ("__init__",):
+        if names in (("__init__",), ("__main__",)):
             continue
         room = room_of(names)
         found.setdefault(room, set())

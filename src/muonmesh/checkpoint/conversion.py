@@ -26,6 +26,8 @@ from muonmesh.migration.state_keys import ParameterState, StateKeys
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
 from muonmesh.numerics.rules import is_matrix_rule
+from muonmesh.step.connection import placed_members
+from muonmesh.step.runtime import Runtime
 
 Source: TypeAlias = Optimizer | Mapping[str, Any] | str | os.PathLike[str]
 Sources: TypeAlias = Source | Sequence[Source]
@@ -123,12 +125,11 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
                 state_layouts = dict.fromkeys(kept, storage)
                 recipients[name] = _recipient(name, parameter, group["algorithm"], state_layouts)
         return split, recipients
-    members = getattr(model, "members", None)
-    if members is None:
+    if not isinstance(getattr(model, "_runtime", None), Runtime):
         found, write = f"a {type(model).__name__}", "Write convert(source, muonmesh.from_model(model))"
         raise TypeError(explain_error("model", found, "the model or a muonmesh.Muon over it", write))
     groups = model.param_groups
-    for member in members:
+    for member in placed_members(model):
         algorithm = groups[member.group]["algorithm"]
         state_layouts = {key: state_layout.storage for key, state_layout in member.state_layouts.items()}
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
