@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
 
     The arguments that most people set come first, and the rare ones follow. All but ``params`` and ``lr`` are keyword
     arguments. A param group may have its own value of each argument up to ``adamw_eps``, and of ``nesterov``,
-    ``decay_mode``, ``extra_scale_factor`` and ``ns_method``.
+    ``decay_mode``, ``extra_scale_factor``, ``ns_method`` and ``stochastic_rounding``.
 
     Args:
         params: Param groups, best from `split_params`; or parameters, or (name, parameter) pairs, all of them
@@ -119,6 +119,11 @@ class Muon(torch.optim.Optimizer):
             (arXiv 2510.12402).
         extra_scale_factor: A factor on the scale.
         ns_method: "auto", "standard" or "gram", see `orthogonalize`.
+        stochastic_rounding: A seed, a whole number. bf16 weights without masters, and the moments that AdamW keeps of
+            them, are then rounded up or down at random, so that steps too small for bf16 count on average. The random
+            number of an element depends on the seed, the step, the parameter's name and the place of the element in
+            the whole parameter, so every layout gives the same bits. None rounds to nearest.
+        rounding_step: The number of steps taken with this seed. It counts by itself and is saved.
         kernels: The code that multiplies matrices, the same on all ranks; see `orthogonalize`. "auto" takes torch's
             products, with a warning, if the ranks cannot all run what should be the fastest.
         state_device: "cpu" keeps per-element state (momentum, what rules and AdamW keep, masters) in pinned memory of
