@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import os
 import re
 import subprocess
@@ -248,19 +249,32 @@ def test_the_page_about_variants() -> None:
     assert (rules["lm_head.weight"], rules["model.layers.0.mlp.up_proj.weight"]) == ("scion_sign", "normuon")
 
 
+@pytest.mark.filterwarnings("ignore:Model. found weights")  # the code of what is not in a file cannot be read
 def test_the_page_about_groups() -> None:
-    written = run("docs/groups.md", {"model": Net()}, {"nn": nn}, {})
+    written = run("docs/groups.md", {}, {}, {}, {})
     assert [group["lr"] for group in next(written)["optimizer"].param_groups][:2] == [0.02, 3e-4]
+    groups = {name: group for group in next(written)["groups"] for name in group["param_names"]}
+    assert groups["head.weight"]["algorithm"] == "muon"
+    assert groups["blocks.0.norm.weight"]["lr"] == 1e-4
+    fused = groups["blocks.0.qkv.weight"]
+    assert fused["matrices"][fused["param_names"].index("blocks.0.qkv.weight")] == ("rows", 128, 64)
     attention = next(written)["Attention"]()
     attention.qkv, attention.bias_table = nn.Linear(768, 1280, bias=False), nn.Parameter(torch.zeros(4, 4))
     muon, adamw = mm.split_params(attention)
     assert (muon["param_names"], muon["matrices"]) == (["qkv.weight"], [("rows", 768, 256, 256)])
     assert adamw["param_names"] == ["bias_table"]
-    groups = {name: group for group in next(written)["groups"] for name in group["param_names"]}
-    assert groups["lm_head.weight"]["algorithm"] == "muon"
-    assert groups["mlp.router.weight"]["lr"] == 1e-4
-    place = groups["attn.wqkv.weight"]["param_names"].index("attn.wqkv.weight")
-    assert groups["attn.wqkv.weight"]["matrices"][place] == ("heads", 3, 0)
+    assert [*next(written)["groups"].frozen] == ["embed.weight"]
+
+
+def test_the_table_on_the_page_about_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file, whose code `split_params` reads."""
+    _, script, _, table, *_ = re.split(r"^```(?:python)?\n", (ROOT / "docs/groups.md").read_text(), flags=re.MULTILINE)
+    (tmp_path / "page_about_groups.py").write_text(script)
+    monkeypatch.syspath_prepend(tmp_path)
+    printed = str(importlib.import_module("page_about_groups").groups).splitlines()
+    shown = table.splitlines()
+    assert len(shown) == 7
+    assert [line for line in shown[:-1] if line not in printed] == []
 
 
 def stamped(*shape: int, **attributes: Any) -> nn.Module:
