@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -21,8 +22,6 @@ import torch.distributed.checkpoint
 from matplotlib.image import imread
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import muonmesh as mm
@@ -44,7 +43,7 @@ ONE_PROCESS = (
     "docs/migrating.md",
     "docs/internals/simulated.md",
 )
-RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md")
+RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md", "docs/transformer-engine.md")
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
@@ -292,11 +291,6 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
     rows = vocabulary // 2 + (rank == 0)
     locals_ = {"layers.0.qkv.weight": (24, 16), "layers.0.proj.weight": (16, 8), "head.weight": (rows, 4096)}
     first = {
-        "mm": mm,
-        "init_device_mesh": init_device_mesh,
-        "Replicate": Replicate,
-        "Shard": Shard,
-        "device_type": "cpu",
         "dp": 1,
         "tp": 2,
         "groups": [{"params": [(name, torch.empty(shape)) for name, shape in locals_.items()]}],
@@ -324,8 +318,9 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
     fourth["model"]["mlp"].fc1_weight = stamped(8, 6, **parallel).weight
     replicas = {"ddp_model": nn.parallel.DistributedDataParallel(nn.ModuleDict({"fc": nn.Linear(6, 16, bias=False)}))}
     found = []
-    for number, names in enumerate(run("docs/layouts.md", first, second, replicas, third, fourth)):
-        if number == 4:
+    pages = run("docs/layouts.md", {}, first, second, replicas), run("docs/transformer-engine.md", third, fourth)
+    for number, names in enumerate(itertools.chain(*pages)):
+        if number == 5:
             model = names["model"]
             names["optimizer"] = mm.Muon(list(model.named_parameters()), layouts=names["layouts"])
         found.append({member.name: member.storage.shape for member in names["optimizer"].members})
@@ -338,7 +333,9 @@ def test_the_page_about_layouts(workers: Callable[[int], Pool]) -> None:
     flat = {"q.weight": (16, 8), "qkv.weight": (96, 8)}
     last = {"mlp.router.weight": (4, 6), "mlp.fc1_weight": (16, 6)}
     expected = [declared, flat, {"fc.weight": (16, 6)}, {"fc.weight": (16, 6)}, last]
-    assert workers(2).run(shapes_on_the_page_about_layouts) == [expected] * 2
+    for sharded, *shapes in workers(2).run(shapes_on_the_page_about_layouts):
+        assert sharded["layers.1.linear1.weight"] == (128, 64)
+        assert shapes == expected
 
 
 def differences_on_the_page_about_deepspeed(folder: str) -> list[str]:
