@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer
 
 import muonmesh as mm
@@ -31,13 +31,12 @@ class Net(lightning.LightningModule):
         return loss
 
 
-def test_the_page_about_hosts(tmp_path: Path) -> None:
+def test_the_page_about_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     common: dict[str, Any] = {"max_steps": 2, "report_to": [], "disable_tqdm": True, "use_cpu": True}
     chosen, rejected = ([f" {text}" for text in sentences(length=length)] for length in (5, 4))
     preferences = Dataset.from_dict({"prompt": sentences(), "chosen": chosen, "rejected": rejected})
     with launched():
-        args = TrainingArguments(str(tmp_path / "trained"), **common)
-        names = {"Trainer": Trainer, "model": llama(), "args": args, "data": Tokens()}
         dpo = DPOConfig(str(tmp_path / "dpo"), bf16=False, **common)
         preferring = {"DPOTrainer": DPOTrainer, "args": dpo, "preferences": preferences, "tokenizer": tokenizer()}
         lora = LoraConfig(r=4, target_modules=["q_proj"])
@@ -52,8 +51,8 @@ def test_the_page_about_hosts(tmp_path: Path) -> None:
         quiet = {"accelerator": "cpu", "max_steps": 2, "logger": False, "default_root_dir": tmp_path}
         training = {"lightning": lightning, "Net": Net, "settings": quiet, "loader": DataLoader(Tokens(), batch_size=8)}
         weaving = {"fabric": lightning.Fabric(accelerator="cpu", devices=1), "model": llama()}
-        pages = run("docs/hosts.md", names, comparing, adapting, accelerating, training, weaving)
-        assert next(pages)["trainer"].state.global_step == 2
+        pages = run("docs/hosts.md", {}, comparing, adapting, accelerating, training, weaving)
+        assert next(pages)["trainer"].state.global_step == 8
         assert next(pages)["trainer"].state.global_step == 2
         assert [group["algorithm"] for group in next(pages)["optimizer"].param_groups] == ["muon"]
         assert next(pages)["optimizer"].optimizer.param_groups[0]["lr"] < 1e-2

@@ -28,7 +28,9 @@ def page(path: str) -> None:
         "model_chunks": chunks,
         "forward_backward": lambda chunks: host.backward(shape, chunks, None, 0),
     }
-    snippets = run("docs/megatron.md", names, {}, {"path": path})
+    snippets = run("docs/megatron.md", {}, names, {"path": path})
+    next(snippets)
+    assert megatrons.get_megatron_optimizer.keywords == {"muon": {"lr": 0.02, "momentum": 0.95}}
     found = next(snippets)
     optimizer = found["optimizer"]
     assert found["ok"]
@@ -37,8 +39,6 @@ def page(path: str) -> None:
     assert rates["muon"] == (0.02, 0.1)
     assert rates["muon[weight_decay=0.0]"] == (0.02, 0.0)
     before = gathered.gather(gathered.held(gathered.named(chunks)))
-    next(snippets)
-    assert megatrons.get_megatron_optimizer.keywords == {"muon": {"lr": 0.02}}
     next(snippets)
     after = gathered.gather(gathered.held(gathered.named(chunks)))
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
+import itertools
 import json
 import math
 import os
@@ -25,8 +27,6 @@ import torch.distributed as dist
 import typer
 from matplotlib.image import imread
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import muonmesh as mm
@@ -55,7 +55,7 @@ ONE_PROCESS = (
     "docs/internals/simulated.md",
 )
 SCRIPTS = ("docs/get-started.md",)  # whole scripts, each of which names its file in its first line
-RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md")
+RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md", "docs/transformer-engine.md")
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
@@ -480,19 +480,32 @@ def test_the_page_about_variants() -> None:
     assert powers[1] == [names["power_at"](1 / 1000)]
 
 
+@pytest.mark.filterwarnings("ignore:Model. found weights")  # the code of what is not in a file cannot be read
 def test_the_page_about_groups() -> None:
-    written = run("docs/groups.md", {"model": Net()}, {"nn": nn}, {})
+    written = run("docs/groups.md", {}, {}, {}, {})
     assert [group["lr"] for group in next(written)["optimizer"].param_groups][:2] == [0.02, 3e-4]
+    groups = {name: group for group in next(written)["groups"] for name in group["param_names"]}
+    assert groups["head.weight"]["algorithm"] == "muon"
+    assert groups["blocks.0.norm.weight"]["lr"] == 1e-4
+    fused = groups["blocks.0.qkv.weight"]
+    assert fused["matrices"][fused["param_names"].index("blocks.0.qkv.weight")] == ("rows", 128, 64)
     attention = next(written)["Attention"]()
     attention.qkv, attention.bias_table = nn.Linear(768, 1280, bias=False), nn.Parameter(torch.zeros(4, 4))
     muon, adamw = mm.split_params(attention)
     assert (muon["param_names"], muon["matrices"]) == (["qkv.weight"], [("rows", 768, 256, 256)])
     assert adamw["param_names"] == ["bias_table"]
-    groups = {name: group for group in next(written)["groups"] for name in group["param_names"]}
-    assert groups["lm_head.weight"]["algorithm"] == "muon"
-    assert groups["mlp.router.weight"]["lr"] == 1e-4
-    place = groups["attn.wqkv.weight"]["param_names"].index("attn.wqkv.weight")
-    assert groups["attn.wqkv.weight"]["matrices"][place] == ("heads", 3, 0)
+    assert [*next(written)["groups"].frozen] == ["embed.weight"]
+
+
+def test_the_table_on_the_page_about_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file, whose code `split_params` reads."""
+    _, script, _, table, *_ = re.split(r"^```(?:python)?\n", (ROOT / "docs/groups.md").read_text(), flags=re.MULTILINE)
+    (tmp_path / "page_about_groups.py").write_text(script)
+    monkeypatch.syspath_prepend(tmp_path)
+    printed = str(importlib.import_module("page_about_groups").groups).splitlines()
+    shown = table.splitlines()
+    assert len(shown) == 7
+    assert [line for line in shown[:-1] if line not in printed] == []
 
 
 def stamped(*shape: int, **attributes: Any) -> nn.Module:
@@ -510,11 +523,6 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
     rows = vocabulary // 2 + (rank == 0)
     locals_ = {"layers.0.qkv.weight": (24, 16), "layers.0.proj.weight": (16, 8), "head.weight": (rows, 4096)}
     first = {
-        "mm": mm,
-        "init_device_mesh": init_device_mesh,
-        "Replicate": Replicate,
-        "Shard": Shard,
-        "device_type": "cpu",
         "dp": 1,
         "tp": 2,
         "groups": [{"params": [(name, torch.empty(shape)) for name, shape in locals_.items()]}],
@@ -542,8 +550,9 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
     fourth["model"]["mlp"].fc1_weight = stamped(8, 6, **parallel).weight
     replicas = {"ddp_model": nn.parallel.DistributedDataParallel(nn.ModuleDict({"fc": nn.Linear(6, 16, bias=False)}))}
     found = []
-    for number, names in enumerate(run("docs/layouts.md", first, second, replicas, third, fourth)):
-        if number == 4:
+    pages = run("docs/layouts.md", {}, first, second, replicas), run("docs/transformer-engine.md", third, fourth)
+    for number, names in enumerate(itertools.chain(*pages)):
+        if number == 5:
             model = names["model"]
             names["optimizer"] = mm.Muon(list(model.named_parameters()), layouts=names["layouts"])
         found.append({member.name: member.storage.shape for member in placed_members(names["optimizer"])})
@@ -556,27 +565,26 @@ def test_the_page_about_layouts(workers: Callable[[int], Pool]) -> None:
     flat = {"q.weight": (16, 8), "qkv.weight": (96, 8)}
     last = {"mlp.router.weight": (4, 6), "mlp.fc1_weight": (16, 6)}
     expected = [declared, flat, {"fc.weight": (16, 6)}, {"fc.weight": (16, 6)}, last]
-    assert workers(2).run(shapes_on_the_page_about_layouts) == [expected] * 2
+    for sharded, *shapes in workers(2).run(shapes_on_the_page_about_layouts):
+        assert sharded["layers.1.linear1.weight"] == (128, 64)
+        assert shapes == expected
 
 
 def differences_on_the_page_about_deepspeed(folder: str) -> list[str]:
     """Return the names of the weights that differ after the state has gone from one engine to the other."""
     from tests.hosts import deepspeed_engine as ds
 
-    model, given = ds.build(), [ds.given(step, 0, dist.get_rank()) for step in range(2)]
-    written = run("docs/deepspeed.md", {"model": model, "batches": given}, {"path": folder})
+    os.chdir(folder)
     ds.ready()
+    written = run("docs/deepspeed.md", {}, {})
     names = next(written)
-    engine = names["engine"]
-    before = ds.weights(engine)
-    assert not torch.equal(before["lone.weight"], ds.values()["lone.weight"])
-    config = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    other = names["initialize"](model=ds.build(), config=config, optimizer={"lr": 3e-4, "weight_decay": 0.1})[0]
-    names["other_engine"] = other
+    torch.manual_seed(1)  # the other engine's model begins elsewhere
+    before = ds.weights(names["engine"])
     next(written)
-    after = ds.weights(other)
-    engine.destroy()
-    other.destroy()
+    assert len(before) == 7
+    after = ds.weights(names["other"])
+    names["engine"].destroy()
+    names["other"].destroy()
     gc.collect()
     return [name for name, weight in before.items() if not torch.equal(weight, after[name])]
 
