@@ -8,7 +8,7 @@ import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from muonmesh.auditing.probe import everyones, gathered, give_gradient, probing_
 from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
+from muonmesh.layout import Layout
 from muonmesh.names import canonical_name
 
 
@@ -170,6 +171,17 @@ def audit(
     return watch.report()
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What ranks tell each other of a weight: its shape (None if they do not agree), its matrices, who holds it."""
+
+    shape: tuple[int, ...] | None
+    layout: Layout | None
+    holders: int
+    muon: bool
+    spec: Any
+
+
 class _Watch:
     """The weights that this rank has, what should happen to them, and what did."""
 
@@ -191,21 +203,23 @@ class _Watch:
             raise ValueError(explain_error("audit", "no weight that is trained", "at least one"))
         held = [{id(one) for group in each.param_groups for one in group["params"]} for each in optimizers]
         self.holders = {name: sum(id(one) in ids for ids in held) for name, one in self.weights.items()}
-        self.right: dict[str, Any] = {}  # by name: the matrices, None for what is no matrix
+        self.right: dict[str, tuple[bool, Any]] = {}  # by name: the matrices, None for what is no matrix
         for group in groups:
             muon = group["algorithm"] != "adamw"
             specs = group["matrices"] if muon and "matrices" in group else [None] * len(group["params"])
             self.right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
-        self.device = next(iter(self.weights.values())).device
 
     def report(self) -> Audit:
         """Step and tell; collective."""
-        shapes: dict[str, Any] = {}
-        mine = {name: (each.shape, self.right.get(name, (False, None))) for name, each in self.storages.items()}
+        census: dict[str, _Known] = {}
+        mine = {
+            name: _Known(each.shape, each.layout, self.holders[name], *self.right.get(name, (False, None)))
+            for name, each in self.storages.items()
+        }
         for theirs in everyones(mine):
-            for name, (shape, right) in theirs.items():
-                same = name not in shapes or shapes[name][0] == shape
-                shapes[name] = (shape, right) if same else (None, right)
+            for name, one in theirs.items():
+                same = name not in census or census[name].shape == one.shape
+                census[name] = census.get(name, one) if same else replace(one, shape=None)
         norms = self._norms()
         raised, steps = self._step({name: 1.0 for name in self.weights})
         strengths: dict[str, float] = {}
@@ -217,19 +231,19 @@ class _Watch:
             strengths = {
                 name: dot / squared if squared else math.nan for name, (dot, squared) in _summed(pairs).items()
             }
-        seen = {}
-        for name, (shape, (_, spec)) in shapes.items():
-            seen[name] = Seen("raises") if raised else self._seen(name, shape, spec, steps.get(name))
+        seen = {
+            name: Seen("raises") if raised else self._seen(name, one, steps.get(name)) for name, one in census.items()
+        }
         scale, fit = best_scale(list(seen.values()))
         rows = []
-        for name, (shape, (muon, _)) in shapes.items():
-            what, layout = seen[name], self.storages[name].layout if name in self.storages else None
+        for name, one in census.items():
+            what, shape = seen[name], one.shape or ()
             size = what.sizes.get(scale, math.nan) / fit
             gradient, strength = norms.get(name, 0.0) if norms else math.nan, strengths.get(name, math.nan)
-            mend = mend_of(what.verdict, muon, gradient, strength, size) if len(shape or ()) > 1 or norms else ""
-            told = "" if layout is None or world_size() == 1 else layout.describe()
+            mend = mend_of(what.verdict, one.muon, gradient, strength, size)
+            told = "" if one.layout is None or world_size() == 1 else one.layout.describe()
             numbers = what.matrices, what.like, size, what.rms, gradient, strength
-            rows.append(AuditRow(name, tuple(shape or ()), told, what.verdict, *numbers, mend))
+            rows.append(AuditRow(name, shape, told, what.verdict, *numbers, mend))
         names = " and ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in self.optimizers)
         return Audit(names, world_size(), scale, fit, raised, tuple(rows))
 
@@ -258,21 +272,22 @@ class _Watch:
             after = {name: local_of(one).detach().float() for name, one in self.weights.items()}
             return raised, {name: each - before[name].float() for name, each in after.items()}
 
-    def _seen(self, name: str, shape: tuple[int, ...] | None, spec: Any, step: Tensor | None) -> Seen:
+    def _seen(self, name: str, known: _Known, step: Tensor | None) -> Seen:
         """Say what happened to one weight; collective, also for a rank that does not have it."""
-        if shape is None:
+        if known.shape is None:
             return Seen("unreadable")
-        parameter, storage = self.weights.get(name), self.storages.get(name)
+        parameter, storage, shape = self.weights.get(name), self.storages.get(name), known.shape
         device = device_without_parameters() if parameter is None else parameter.device
         most, least = gathered(step, storage, shape, device)
         weight, _ = gathered(None if parameter is None else local_of(parameter).detach(), storage, shape, device)
-        if bool((most == -torch.inf).any()) and bool((weight == -torch.inf).any()):
+        if bool((weight == -torch.inf).any()):
             return Seen("unreadable")
         if bool(most.isfinite().all()) and not torch.equal(most, least):
             return Seen("replicas differ", rms=float((most - least).square().mean().sqrt()))
-        where = next(each for each in everyones(storage) if each is not None) if storage is None else storage
-        found = judge(most, probing_gradient(name, shape, device), weight, where, spec)
-        return found
+        found = judge(most, probing_gradient(name, shape, device), weight, known.layout, known.spec)
+        if known.holders == 0 and found.verdict == "does not move":
+            return replace(found, verdict="not in the optimizer")
+        return replace(found, verdict="twice") if known.holders > 1 and found.verdict != "does not move" else found
 
 
 def _summed(mine: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
@@ -291,7 +306,10 @@ def best_scale(seen: Sequence[Seen]) -> tuple[str, float]:
         return "", 1.0
 
     def misfit(mode: str) -> float:
-        return sum(abs(math.log(max(each[mode], 1e-30))) for each in sizes)
+        """How unequal the ratios are, which counts most, and how far from 1."""
+        logs = [math.log(max(each[mode], 1e-30)) for each in sizes]
+        middle = statistics.median(logs)
+        return statistics.fmean(abs(each - middle) for each in logs) + 0.3 * abs(middle)
 
     best = min(sizes[0], key=misfit)
     fit = statistics.median(each[best] for each in sizes)

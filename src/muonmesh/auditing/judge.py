@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from muonmesh.auditing.probe import RANK
-from muonmesh.comm.storage import Storage
 from muonmesh.layout import Layout, MatrixSpec
 from muonmesh.layout.matrix import Matrix, split_matrices
 from muonmesh.layout.region import Block
@@ -53,25 +52,27 @@ class Seen:
     rms: float = math.nan
 
 
-def polar(matrix: Tensor, rank: int = RANK) -> Tensor:
-    """Return U Vᵀ of a matrix U S Vᵀ whose rank is at most ``rank``, by an SVD of what spans its columns."""
-    rank = min(rank + 8, *matrix.shape)
-    generator = torch.Generator().manual_seed(0)
+def polar(matrix: Tensor) -> Tensor:
+    """Return U Vᵀ of a matrix U S Vᵀ, where its rank is at most `RANK` by an SVD of what spans its columns."""
+    rank = min(RANK + 8, *matrix.shape)
     tall = matrix.double() if matrix.numel() < 1 << 22 else matrix
-    basis, _ = torch.linalg.qr(tall @ torch.randn(tall.shape[1], rank, generator=generator).to(tall))
+    mixing = torch.randn(tall.shape[1], rank, generator=torch.Generator().manual_seed(0))
+    basis, _ = torch.linalg.qr(tall @ mixing.to(tall))
+    if float((tall - basis @ (basis.mT @ tall)).norm()) > 1e-3 * float(tall.norm()):  # its rank is larger
+        basis = torch.eye(len(tall)).to(tall)
     left, values, right = torch.linalg.svd(basis.mT @ tall, full_matrices=False)
     kept = int((values > 1e-6 * values[0]).sum()) if float(values[0]) else 0
     factor: Tensor = (basis @ left[:, :kept]) @ right[:kept]
     return factor.to(matrix)
 
 
-def of_matrices(whole: Tensor, matrices: Sequence[Matrix], rank: int = RANK) -> Tensor:
+def of_matrices(whole: Tensor, matrices: Sequence[Matrix]) -> Tensor:
     """Return a parameter in which each of its matrices is the polar factor of what it was."""
     result = torch.empty_like(whole)
     for matrix in matrices:
         assembled = whole.new_empty(matrix.shape)
         _copy(whole, assembled, matrix.blocks, back=False)
-        _copy(result, polar(assembled, rank), matrix.blocks, back=True)
+        _copy(result, polar(assembled), matrix.blocks, back=True)
     return result
 
 
@@ -99,16 +100,16 @@ def _copy(whole: Tensor, memory: Tensor, blocks: Sequence[Block], *, back: bool)
 
 
 def candidates(
-    gradient: Tensor, storage: Storage, spec: MatrixSpec
+    gradient: Tensor, layout: Layout | None, spec: MatrixSpec
 ) -> Iterator[tuple[Verdict, Sequence[Matrix], Tensor]]:
     """Yield what an orthogonalization can have been, the right one first: verdict, matrices, polar factors."""
     shape = tuple(gradient.shape)
+    spec = ("whole" if len(shape) == 2 else "flatten") if spec is None else spec
     right = split_matrices("", shape, spec)
     yield "orthogonalized", right, of_matrices(gradient, right)
     if max(matrix.shape[0] for matrix in right) <= FEW_ROWS:  # AdaMuon takes signs first, which have full rank
-        yield "orthogonalized", right, of_matrices(gradient.sign(), right, rank=FEW_ROWS)
+        yield "orthogonalized", right, of_matrices(gradient.sign(), right)
     known = {tuple(matrix.blocks for matrix in right)}
-    layout = storage.layout
     if layout is not None and len(layout.replica(layout.ranks[0])) > 1:
         yield "each shard alone", right, of_shards(gradient, layout)
     others: list[tuple[Verdict, MatrixSpec]] = [("as one matrix", "whole" if len(shape) == 2 else "flatten")]
@@ -124,15 +125,15 @@ def candidates(
             yield verdict, matrices, of_matrices(gradient, matrices)
 
 
-def judge(step: Tensor, gradient: Tensor, weight: Tensor, storage: Storage, spec: MatrixSpec) -> Seen:
+def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None, spec: MatrixSpec) -> Seen:
     """Say what a step on fresh state and a learning rate of 1 was.
 
     Args:
         step: New weight minus old one, whole, fp32.
         gradient: The probing gradient, whole, fp32.
         weight: The old weight, whole, fp32: decay is a multiple of it, and is taken out.
-        storage: Where the weight lives.
-        spec: The matrices that it consists of, as `muonmesh.split_params` says; of vectors nothing is asked.
+        layout: Where the weight lives; None if every rank holds all of it.
+        spec: The matrices that it consists of, as `muonmesh.split_params` says; None where it says none.
     """
     if not bool(step.isfinite().all()):
         return Seen("not finite")
@@ -159,7 +160,11 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, storage: Storage, spec
         (cosine(gradient), Seen("follows the gradient", rms=rms)),
     ]
     right: Tensor | None = None
-    tried = candidates(gradient, storage, spec) if gradient.ndim > 1 and min(gradient.shape[-2:]) > 1 else iter(())
+    tried = (
+        candidates(gradient, layout, spec)
+        if min(gradient.flatten(1).shape if gradient.ndim > 1 else (1,)) > 1
+        else iter(())
+    )
     while max(like for like, _ in found) < SURE and (one := next(tried, None)) is not None:
         verdict, matrices, factors = one
         right = factors if right is None else right

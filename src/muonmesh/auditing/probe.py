@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,20 +29,20 @@ def probing_gradient(name: str, shape: Sequence[int], device: torch.device) -> T
 
     Args:
         name: Of the parameter; seeds the random numbers.
-        shape: Of the whole parameter; leading dims beyond two are a batch.
+        shape: Of the whole parameter. Three dims are a stack of matrices, more are a convolution, flattened.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if len(shape) < 2:
         gradient = torch.randn(tuple(shape), generator=generator)
     else:
-        *batch, rows, cols = shape
+        *batch, rows, cols = shape if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
         rank = max(1, min(RANK, rows // 2, cols // 2))
         left, right = (
             torch.randn(*batch, size, rank, generator=generator)
             * torch.exp(1.5 * torch.randn(*batch, size, 1, generator=generator))
             for size in (rows, cols)
         )
-        gradient = left.to(device) @ right.to(device).mT
+        gradient = (left.to(device) @ right.to(device).mT).reshape(tuple(shape))
     unit: Tensor = (gradient / gradient.norm().clamp(min=torch.finfo(torch.float32).tiny)).to(device)
     return unit
 
