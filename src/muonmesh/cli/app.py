@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from muonmesh.cli.audit_command import audit
 from muonmesh.cli.doctor import doctor
 from muonmesh.cli.plan_command import plan
 from muonmesh.cli.run_settings import Request, Settings, declared, option
@@ -23,6 +24,7 @@ app = typer.Typer(
 
 
 app.command()(plan)
+app.command()(audit)
 app.command()(doctor)
 
 
