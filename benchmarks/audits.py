@@ -139,7 +139,13 @@ def main() -> None:
             packages = [part.partition("}")[0] for part in title.split("{")[1:]]
             said = title.format(**{name: version(name) for name in packages})
             launch = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
-            text = f"### {said}\n\n```\n$ {launch}muonmesh audit benchmarks/audits.py:{maker}\n{done.stdout.strip()}\n```\n"
+            command = f"$ {launch}muonmesh audit benchmarks/audits.py:{maker}"
+            lines = [
+                line
+                for line in done.stdout.splitlines()
+                if not line.startswith("[") or (line[1].isdigit() and line[2] == "]")
+            ]
+            text = "\n".join([f"### {said}", "", "```", command, *lines, "```", ""])
             begin, end = f"<!-- {maker} -->\n", f"<!-- end {maker} -->"
             page = page.partition(begin)[0] + begin + text + end + page.partition(end)[2]
             PAGE.write_text(page)

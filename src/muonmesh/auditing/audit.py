@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muonmesh.auditing.judge import Seen, Verdict, judge
+from muonmesh.auditing.judge import AS_STORED, Seen, Verdict, judge
 from muonmesh.auditing.probe import everyones, gathered, give_gradient, probing_gradient, restored, step_all
 from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
 from muonmesh.errors import LayoutError, explain_error
@@ -89,17 +89,24 @@ class Audit:
 
     def __str__(self) -> str:
         """Return a table of at most 80 columns, and a line for what is to be mended. Layers that are alike are one."""
+        mends = Counter(row.mend for row in self.rows if row.mend)
         alike: dict[tuple[Any, ...], list[AuditRow]] = {}
         for row in self.rows:
             name = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", row.weight)
             alike.setdefault((name, row.shape, row.verdict, row.matrices, row.mend), []).append(row)
         table: list[tuple[str, ...]] = [("weight", "shape", "what happens to it", "like", "size")]
-        for (name, shape, verdict, matrices, _), rows in alike.items():
+        for (name, shape, verdict, matrices, mend), rows in alike.items():
+            note = f" [{[*mends].index(mend) + 1}]" if mend else ""
             count = f"{len(rows)}x " if len(rows) > 1 else ""
             many = f", {matrices} matrices" if matrices > 1 else ""
             name = rows[0].weight if len(rows) == 1 else name
             size = f"{statistics.median(row.size for row in rows):.2f}"
-            cells = count + "x".join(map(str, shape)), verdict + many, f"{min(row.like for row in rows):.2f}", size
+            cells = (
+                count + "x".join(map(str, shape)),
+                verdict + many + note,
+                f"{min(row.like for row in rows):.2f}",
+                size,
+            )
             table.append((name, *(cell.replace("nan", "") for cell in cells)))
         widths = [max(len(line[column]) for line in table) for column in range(5)]
         widths[0] = max(8, min(widths[0], 80 - sum(widths[1:]) - 8))
@@ -111,12 +118,13 @@ class Audit:
             lines.append("  ".join([*aligned, line[3].rjust(widths[3]), line[4].rjust(widths[4])]).rstrip())
         lines.insert(len(lines) - len(table) + 1, "  ".join("─" * width for width in widths))
         if self.scale:
-            lines.append(f"size 1.00 is what scale {self.scale!r} says, times {self.fit:.2f} (the median)")
+            lines.append(f"size 1.00 is scale {self.scale!r}")
+            lines.append(f"times {self.fit:.2f}, the median")
         if self.rows and math.isnan(self.rows[0].gradient):
             lines.append("No gradients were there. To see whether they arrive, call backward first.")
-        mends = Counter(row.mend for row in self.rows if row.mend)
-        told = [f"{count} of {len(self.rows)} weights: {mend}" for mend, count in mends.items()]
-        lines += [textwrap.fill(line, 80, subsequent_indent="  ") for line in told]
+        for number, (mend, count) in enumerate(mends.items(), 1):
+            told = f"[{number}] {count} of {len(self.rows)} weights: {mend}."
+            lines.append(textwrap.fill(told, 80, subsequent_indent="    ", break_on_hyphens=False))
         lines += ["Nothing to mend."] if self.ok else []
         return "\n".join(lines)
 
@@ -238,7 +246,7 @@ class _Watch:
         rows = []
         for name, one in census.items():
             what, shape = seen[name], one.shape or ()
-            size = what.sizes.get(scale, math.nan) / fit
+            size = what.sizes.get(scale.removesuffix(AS_STORED), math.nan) / fit
             gradient, strength = norms.get(name, 0.0) if norms else math.nan, strengths.get(name, math.nan)
             mend = mend_of(what.verdict, one.muon, gradient, strength, size)
             told = "" if one.layout is None or world_size() == 1 else one.layout.describe()
@@ -345,8 +353,11 @@ def mend_of(verdict: Verdict, muon: bool, gradient: float, strength: float, size
         return "an embedding or another weight that AdamW should have. Write muonmesh.split_params(model)"
     if verdict in wrong:
         return wrong[verdict]
-    if strength < 0.5:
-        return f"crushed: at its gradient's norm the step has {strength:.0%} of its size. Do not clip matrices"
+    if strength < 0.5 and verdict in ("orthogonalized", "elementwise"):
+        return "crushed: with a gradient of the norm that was there the step has less than half its size. Clip less"
     if not 0.6 < size < 1.6 and not math.isnan(size):
-        return f"its step is {size:.2f} of what the others' scale says. Check its group's settings"
+        return (
+            "its step has another size than the scale says. If it is stored in x out or is a convolution, the scale "
+            f"was told other rows and columns. {FROM_MODEL}, or check its group's settings"
+        )
     return ""

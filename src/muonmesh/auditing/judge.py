@@ -26,6 +26,9 @@ Verdict = Literal[
 SURE = 0.97
 """Cosine from which nothing else is tried."""
 
+AS_STORED = ", rows and columns as stored"
+"""Behind a scale mode that was given the last two dims, which of in × out weights and convolutions are others."""
+
 FEW_ROWS = 1024
 """Up to which an SVD of the smaller side is a matter of a second."""
 
@@ -209,4 +212,5 @@ def _sizes(down: Tensor, factors: Tensor, matrices: Sequence[Matrix]) -> dict[st
     measured = float((down * factors).sum() / factors.square().sum())
     first = matrices[0]
     modes: list[ScaleMode] = [mode for mode in get_args(ScaleMode) if mode != "shape_scaling"]
-    return {mode: measured / update_scale(first.rows, first.cols, mode) for mode in modes}
+    shapes = {"": (first.rows, first.cols), AS_STORED: (down.shape[-2], down.shape[-1])}
+    return {f"{mode}{how}": measured / update_scale(*shape, mode) for how, shape in shapes.items() for mode in modes}
