@@ -118,8 +118,7 @@ class Audit:
             lines.append("  ".join([*aligned, line[3].rjust(widths[3]), line[4].rjust(widths[4])]).rstrip())
         lines.insert(len(lines) - len(table) + 1, "  ".join("─" * width for width in widths))
         if self.scale:
-            lines.append(f"size 1.00 is scale {self.scale!r}")
-            lines.append(f"times {self.fit:.2f}, the median")
+            lines.append(f"size 1.00 is scale {self.scale!r} times {self.fit:.2f}")
         if self.rows and math.isnan(self.rows[0].gradient):
             lines.append("No gradients were there. To see whether they arrive, call backward first.")
         for number, (mend, count) in enumerate(mends.items(), 1):
