@@ -7,6 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from muonmesh.auditing.audit import Audit, AuditRow, audit
     from muonmesh.build import from_model, split_params
     from muonmesh.clip import ClipPolicy, GradNorms
     from muonmesh.comm.gradients import GradientSource
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Algorithm",
+    "Audit",
+    "AuditRow",
     "ClipPolicy",
     "CoefficientName",
     "CoefficientSet",
@@ -56,6 +59,7 @@ __all__ = [
     "Rule",
     "ScaleMode",
     "StateError",
+    "audit",
     "convert_settings",
     "from_model",
     "orthogonalize",
@@ -68,6 +72,7 @@ __all__ = [
 # Where each name is, which is imported when somebody asks for it: half the time of importing all is torch's DTensor and
 # its compiler, and `muonmesh plan` needs neither.
 _HOMES = {
+    "auditing.audit": "Audit AuditRow audit",
     "build": "from_model split_params",
     "clip": "ClipPolicy GradNorms",
     "comm.gradients": "GradientSource",

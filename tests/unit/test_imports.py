@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 # From the top down. A part imports itself and what lies below it, never its neighbours, never upwards.
 LEVELS = (
     ("cli", "testing"),
-    ("integrations",),
+    ("auditing", "integrations"),
     ("build",),
     ("optimizer",),
     ("checkpoint", "clip", "report"),
@@ -31,7 +31,7 @@ LEVELS = (
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 ANYONE = "errors"
 PUBLIC = ""  # muonmesh itself: the public names, which only the top level may use
-COMMUNICATES = ("comm", "checkpoint", "clip", "cli", "integrations", "testing")
+COMMUNICATES = ("auditing", "comm", "checkpoint", "clip", "cli", "integrations", "testing")
 BEYOND_TORCH = ("cli", "integrations")  # may import other packages
 
 # What sends or makes others wait, among the names of torch.distributed and its submodules.

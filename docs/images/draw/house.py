@@ -22,6 +22,7 @@ SAID = {
     "cli": "muonmesh train, plan",
     "integrations": "DeepSpeed, Megatron,\nTrainer, Lightning, …",
     "migration": "settings of others",
+    "auditing": "what a step of\nany optimizer does",
     "testing": "prove_rule",
     "build": "from_model",
     "optimizer": "one step on one screen",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from muonmesh.cli.audit_command import audit
 from muonmesh.cli.doctor import doctor
 from muonmesh.cli.plan_command import plan
 from muonmesh.cli.run_settings import Request, Settings, declared, option
@@ -49,6 +50,9 @@ app.command(
         "muonmesh plan --model deepseek-v3 --mesh fsdp=32,tp=8 --experts ep=32,fsdp=8",
     )
 )(plan)
+app.command(
+    epilog=examples("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make")
+)(audit)
 app.command(
     epilog=examples("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json")
 )(doctor)

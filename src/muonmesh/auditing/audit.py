@@ -1,0 +1,362 @@
+"""Audit: watches one step of an optimizer on a model, and says for each weight what really happens to it."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muonmesh.auditing.judge import AS_STORED, Seen, Verdict, judge
+from muonmesh.auditing.probe import everyones, gathered, give_gradient, probing_gradient, restored, step_all
+from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
+from muonmesh.errors import LayoutError, explain_error
+from muonmesh.groups import split_params
+from muonmesh.layout import Layout
+from muonmesh.names import canonical_name
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """What one step does to one weight.
+
+    Attributes:
+        weight: Canonical name.
+        shape: Of the whole weight.
+        layout: Where it lives; empty where every rank holds all of it.
+        verdict: What happens to it. See `muonmesh.audit`.
+        matrices: How many matrices are orthogonalized; 0 if none.
+        like: Cosine between the step and what ``verdict`` says it is: 1 is exact.
+        size: The step over what the optimizer's scale says; nan where nothing is orthogonalized.
+        rms: Root mean square of the step at a learning rate of 1.
+        gradient: Norm of the gradient that was there; 0 if none arrived, nan if no weight had one.
+        strength: The step that a gradient of this norm makes, over the one that a gradient of norm 1 makes.
+        mend: What is wrong and the line that mends it; empty if nothing is.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    layout: str
+    verdict: Verdict
+    matrices: int
+    like: float
+    size: float
+    rms: float
+    gradient: float
+    strength: float
+    mend: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `muonmesh.audit` found; ``print`` shows a table.
+
+    Attributes:
+        optimizer: Its class, for the title.
+        ranks: How many took part.
+        scale: The scale mode that fits the sizes best, and how well: the median of steps over what it says.
+        raised: What the step raised; empty if nothing.
+        rows: One per trainable weight.
+    """
+
+    optimizer: str
+    ranks: int
+    scale: str
+    fit: float
+    raised: str
+    rows: tuple[AuditRow, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing needs mending."""
+        return not self.raised and not any(row.mend for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for `json.dumps`, with None for what is not a number."""
+
+        def plain(value: Any) -> Any:
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        rows = [{key: plain(value) for key, value in asdict(row).items()} for row in self.rows]
+        return {**{key: plain(value) for key, value in asdict(self).items()}, "rows": rows, "ok": self.ok}
+
+    def __str__(self) -> str:
+        """Return a table of at most 80 columns, and a line for what is to be mended. Layers that are alike are one."""
+        mends = Counter(row.mend for row in self.rows if row.mend)
+        alike: dict[tuple[Any, ...], list[AuditRow]] = {}
+        for row in self.rows:
+            name = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", row.weight)
+            alike.setdefault((name, row.shape, row.verdict, row.matrices, row.mend), []).append(row)
+        table: list[tuple[str, ...]] = [("weight", "shape", "what happens to it", "like", "size")]
+        for (name, shape, verdict, matrices, mend), rows in alike.items():
+            note = f" [{[*mends].index(mend) + 1}]" if mend else ""
+            count = f"{len(rows)}x " if len(rows) > 1 else ""
+            many = f", {matrices} matrices" if matrices > 1 else ""
+            name = rows[0].weight if len(rows) == 1 else name
+            size = f"{statistics.median(row.size for row in rows):.2f}"
+            cells = (
+                count + "x".join(map(str, shape)),
+                verdict + many + note,
+                f"{min(row.like for row in rows):.2f}",
+                size,
+            )
+            table.append((name, *(cell.replace("nan", "") for cell in cells)))
+        widths = [max(len(line[column]) for line in table) for column in range(5)]
+        widths[0] = max(8, min(widths[0], 80 - sum(widths[1:]) - 8))
+        lines = [f"{self.optimizer}, {self.ranks} rank{'' if self.ranks == 1 else 's'}"]
+        lines += [textwrap.fill(f"step raises {self.raised}", 80)] if self.raised else []
+        for line in table:
+            first = line[0] if len(line[0]) <= widths[0] else "…" + line[0][1 - widths[0] :]
+            aligned = [first.ljust(widths[0]), line[1].rjust(widths[1]), line[2].ljust(widths[2])]
+            lines.append("  ".join([*aligned, line[3].rjust(widths[3]), line[4].rjust(widths[4])]).rstrip())
+        lines.insert(len(lines) - len(table) + 1, "  ".join("─" * width for width in widths))
+        if self.scale:
+            lines.append(f"size 1.00 is scale {self.scale!r} times {self.fit:.2f}")
+        if self.rows and math.isnan(self.rows[0].gradient):
+            lines.append("No gradients were there. To see whether they arrive, call backward first.")
+        for number, (mend, count) in enumerate(mends.items(), 1):
+            told = f"[{number}] {count} of {len(self.rows)} weights: {mend}."
+            lines.append(textwrap.fill(told, 80, subsequent_indent="    ", break_on_hyphens=False))
+        lines += ["Nothing to mend."] if self.ok else []
+        return "\n".join(lines)
+
+
+def audit(
+    optimizer: Any,
+    model: nn.Module,
+    *,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    layouts: Mapping[str, Any] | None = None,
+) -> Audit:
+    """Watch one step of any optimizer on a model, and say for each weight what really happens to it.
+
+    The optimizer steps on gradients of known structure, without state and at a learning rate of 1; the whole update is
+    gathered and compared with what it can be. Nothing is told by names of classes. Afterwards everything is as it was,
+    bit for bit: weights, gradients, optimizer state, groups, random numbers. Every rank calls it.
+
+    If `backward` was called before, and gradients were clipped, a second step with gradients of these norms shows
+    whether they arrive and whether clipping crushes them.
+
+    The verdicts:
+        "orthogonalized": every matrix by itself and whole, as it should be.
+        "as one matrix": fused matrices (q, k and v) as one, or a stack of experts.
+        "in blocks": pieces of a matrix, each by itself.
+        "each shard alone": what each rank stores, by itself.
+        "elementwise": the sign of the gradient, as the first step of AdamW is.
+        "follows the gradient": plain descent, not orthogonalized.
+        "twice": orthogonalized and elementwise, or held by two optimizers.
+        "only decays", "does not move", "not in the optimizer", "replicas differ", "not finite", "raises": as it says.
+        "unreadable": ranks hold other shapes under one name, or part of it is held by none; ``layouts`` may help.
+        "unknown": none of these.
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`, or a sequence of those that train the model together.
+        model: The model, wrapped and sharded as it is trained.
+        groups: How the weights should be treated, as param groups of muonmesh. Default: ``split_params(model)``.
+        layouts: Where plain local shards live, as for `Muon`.
+
+    Raises:
+        ValueError: weights lie on the meta device, or no weight is trained.
+        LayoutError: another rank found such an error.
+    """
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    problem: Exception | None = None
+    try:
+        watch = _Watch(optimizers, model, split_params(model) if groups is None else groups, layouts or {})
+    except Exception as error:
+        problem = error
+    for rank, text in enumerate(everyones("" if problem is None else str(problem))):
+        if text:
+            raise problem if problem is not None else LayoutError(f"rank {rank}: {text}")
+    return watch.report()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What ranks tell each other of a weight: its shape (None if they do not agree), its matrices, who holds it."""
+
+    shape: tuple[int, ...] | None
+    layout: Layout | None
+    holders: int
+    muon: bool
+    spec: Any
+
+
+class _Watch:
+    """The weights that this rank has, what should happen to them, and what did."""
+
+    def __init__(
+        self, optimizers: list[Any], model: nn.Module, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Any]
+    ) -> None:
+        self.optimizers = optimizers
+        self.weights: dict[str, Tensor] = {}
+        self.storages: dict[str, Storage] = {}
+        for given, parameter in model.named_parameters():
+            name = canonical_name(given)
+            if parameter.is_meta:
+                write = "Write model.to_empty(device=...) and load weights first"
+                raise ValueError(explain_error(name, "a weight on the meta device", "one with numbers", write))
+            if parameter.requires_grad:
+                self.weights[name] = parameter
+                self.storages[name] = storage_of(name, parameter, None, layouts.get(name), needed=False)
+        if not self.weights:
+            raise ValueError(explain_error("audit", "no weight that is trained", "at least one"))
+        held = [{id(one) for group in each.param_groups for one in group["params"]} for each in optimizers]
+        self.holders = {name: sum(id(one) in ids for ids in held) for name, one in self.weights.items()}
+        self.right: dict[str, tuple[bool, Any]] = {}  # by name: the matrices, None for what is no matrix
+        for group in groups:
+            muon = group["algorithm"] != "adamw"
+            specs = group["matrices"] if muon and "matrices" in group else [None] * len(group["params"])
+            self.right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
+
+    def report(self) -> Audit:
+        """Step and tell; collective."""
+        census: dict[str, _Known] = {}
+        mine = {
+            name: _Known(each.shape, each.layout, self.holders[name], *self.right.get(name, (False, None)))
+            for name, each in self.storages.items()
+        }
+        for theirs in everyones(mine):
+            for name, one in theirs.items():
+                same = name not in census or census[name].shape == one.shape
+                census[name] = census.get(name, one) if same else replace(one, shape=None)
+        norms = self._norms()
+        raised, steps = self._step({name: 1.0 for name in self.weights})
+        strengths: dict[str, float] = {}
+        if not raised and norms:
+            raised, weaker = self._step(norms)
+            pairs = {
+                name: (float((weaker[name] * step).sum()), float(step.square().sum())) for name, step in steps.items()
+            }
+            strengths = {
+                name: dot / squared if squared else math.nan for name, (dot, squared) in _summed(pairs).items()
+            }
+        seen = {
+            name: Seen("raises") if raised else self._seen(name, one, steps.get(name)) for name, one in census.items()
+        }
+        scale, fit = best_scale(list(seen.values()))
+        rows = []
+        for name, one in census.items():
+            what, shape = seen[name], one.shape or ()
+            size = what.sizes.get(scale.removesuffix(AS_STORED), math.nan) / fit
+            gradient, strength = norms.get(name, 0.0) if norms else math.nan, strengths.get(name, math.nan)
+            mend = mend_of(what.verdict, one.muon, gradient, strength, size)
+            told = "" if one.layout is None or world_size() == 1 else one.layout.describe()
+            numbers = what.matrices, what.like, size, what.rms, gradient, strength
+            rows.append(AuditRow(name, shape, told, what.verdict, *numbers, mend))
+        names = " and ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in self.optimizers)
+        return Audit(names, world_size(), scale, fit, raised, tuple(rows))
+
+    def _norms(self) -> dict[str, float]:
+        """Return the norms of the gradients that are there, of whole weights; empty if none is there on any rank."""
+        squares = {}
+        for name, parameter in self.weights.items():
+            if (gradient := parameter.grad) is not None:
+                local = local_of(gradient).detach()
+                dense = local.coalesce().values() if local.is_sparse else local
+                copies = world_size() if self.storages[name].layout is None else self.storages[name].copies
+                squares[name] = (float(dense.double().square().sum()) / copies,)
+        return {name: math.sqrt(square) for name, (square,) in _summed(squares).items()}
+
+    def _step(self, norms: Mapping[str, float]) -> tuple[str, dict[str, Tensor]]:
+        """Step on probing gradients of these norms, and return what was raised, and by how much local weights moved."""
+        with restored(self.optimizers, self.weights) as before:
+            for name, parameter in self.weights.items():
+                if name in norms:
+                    storage = self.storages[name]
+                    probe = probing_gradient(name, storage.shape, parameter.device) * norms[name]
+                    give_gradient(parameter, storage, probe)
+                else:
+                    parameter.grad = None
+            raised = step_all(self.optimizers)
+            after = {name: local_of(one).detach().float() for name, one in self.weights.items()}
+            return raised, {name: each - before[name].float() for name, each in after.items()}
+
+    def _seen(self, name: str, known: _Known, step: Tensor | None) -> Seen:
+        """Say what happened to one weight; collective, also for a rank that does not have it."""
+        if known.shape is None:
+            return Seen("unreadable")
+        parameter, storage, shape = self.weights.get(name), self.storages.get(name), known.shape
+        device = device_without_parameters() if parameter is None else parameter.device
+        most, least = gathered(step, storage, shape, device)
+        weight, _ = gathered(None if parameter is None else local_of(parameter).detach(), storage, shape, device)
+        if bool((weight == -torch.inf).any()):
+            return Seen("unreadable")
+        if bool(most.isfinite().all()) and not torch.equal(most, least):
+            return Seen("replicas differ", rms=float((most - least).square().mean().sqrt()))
+        found = judge(most, probing_gradient(name, shape, device), weight, known.layout, known.spec)
+        if known.holders == 0 and found.verdict == "does not move":
+            return replace(found, verdict="not in the optimizer")
+        return replace(found, verdict="twice") if known.holders > 1 and found.verdict != "does not move" else found
+
+
+def _summed(mine: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+    """Add up, over ranks, numbers by name; collective."""
+    total: dict[str, tuple[float, ...]] = {}
+    for theirs in everyones(dict(mine)):
+        for name, numbers in theirs.items():
+            total[name] = tuple(map(sum, zip(total[name], numbers, strict=True))) if name in total else numbers
+    return total
+
+
+def best_scale(seen: Sequence[Seen]) -> tuple[str, float]:
+    """Return the scale mode that fits the steps best, and the median of steps over what it says; "" if none fits."""
+    sizes = [each.sizes for each in seen if each.sizes]
+    if not sizes:
+        return "", 1.0
+
+    def misfit(mode: str) -> float:
+        """How unequal the ratios are, which counts most, and how far from 1."""
+        logs = [math.log(max(each[mode], 1e-30)) for each in sizes]
+        middle = statistics.median(logs)
+        return statistics.fmean(abs(each - middle) for each in logs) + 0.3 * abs(middle)
+
+    best = min(sizes[0], key=misfit)
+    fit = statistics.median(each[best] for each in sizes)
+    return (best, fit) if 0.7 < fit < 1.4 else ("", 1.0)  # five Newton-Schulz steps leave singular values of 0.7 to 1.2
+
+
+FROM_MODEL = "Write optimizer = muonmesh.from_model(model, lr=...)"
+
+
+def mend_of(verdict: Verdict, muon: bool, gradient: float, strength: float, size: float) -> str:
+    """Return what is wrong with a weight and the line that mends it; "" if nothing is."""
+    if gradient == 0.0:
+        return "no gradient arrives. Use the weight in the loss, or write weight.requires_grad_(False)"
+    wrong = {
+        "as one matrix": f"fused matrices are orthogonalized as one. {FROM_MODEL}: it splits them",
+        "in blocks": f"a matrix is orthogonalized in blocks. {FROM_MODEL}",
+        "each shard alone": f"each rank orthogonalizes its shard. {FROM_MODEL} after sharding: it gathers",
+        "twice": "two rules step it. Give the weight to one optimizer, or write group['params'] without it",
+        "only decays": "it only decays: its gradient is not used. Look for the parameter that the optimizer holds",
+        "does not move": "the step leaves it. Make the optimizer after the model is sharded and wrapped",
+        "not in the optimizer": "no optimizer holds it. Make the optimizer after the model is sharded and wrapped",
+        "replicas differ": "ranks end with other weights. Write process_group='world' in muonmesh.from_model",
+        "not finite": "the step is not finite at a gradient of norm 1. Do not train with it",
+        "unreadable": "ranks hold other shapes by this name. Write muonmesh.audit(..., layouts={name: (mesh, [...])})",
+        "raises": f"the step raises. {FROM_MODEL}",
+    }
+    if muon:
+        wrong |= {
+            "elementwise": f"a matrix that AdamW, or a rule like it, steps. {FROM_MODEL}",
+            "follows the gradient": f"a matrix that nobody orthogonalizes. {FROM_MODEL}",
+        }
+    elif verdict in ("in blocks", "each shard alone", "as one matrix", "orthogonalized"):
+        return "an embedding or another weight that AdamW should have. Write muonmesh.split_params(model)"
+    if verdict in wrong:
+        return wrong[verdict]
+    if strength < 0.5 and verdict in ("orthogonalized", "elementwise"):
+        return "crushed: with a gradient of the norm that was there the step has less than half its size. Clip less"
+    if not 0.6 < size < 1.6 and not math.isnan(size):
+        return (
+            "its step has another size than the scale says. If it is stored in x out or is a convolution, the scale "
+            f"was told other rows and columns. {FROM_MODEL}, or check its group's settings"
+        )
+    return ""

@@ -1,0 +1,216 @@
+"""Judge: which computation on a known gradient gave the step that was seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from muonmesh.auditing.probe import RANK
+from muonmesh.layout import Layout, MatrixSpec
+from muonmesh.layout.matrix import Matrix, split_matrices
+from muonmesh.layout.region import Block
+from muonmesh.numerics.scale import ScaleMode, update_scale
+
+Verdict = Literal[
+    "orthogonalized", "as one matrix", "in blocks", "each shard alone", "elementwise", "follows the gradient",
+    "twice", "only decays", "does not move", "not in the optimizer", "replicas differ", "not finite", "unreadable",
+    "raises", "unknown",
+]  # fmt: skip
+"""What happens to a weight: see `muonmesh.audit`."""
+
+SURE = 0.97
+"""Cosine from which nothing else is tried."""
+
+AS_STORED = ", rows and columns as stored"
+"""Behind a scale mode that was given the last two dims, which of in × out weights and convolutions are others."""
+
+FEW_ROWS = 1024
+"""Up to which an SVD of the smaller side is a matter of a second."""
+
+ALIKE = 0.85
+"""Cosine from which a step counts as a computation's. Five Newton-Schulz steps in bf16 stay above 0.9 of U Vᵀ."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step did to one weight.
+
+    Attributes:
+        verdict: What the step is like.
+        matrices: How many matrices were orthogonalized, 0 if none.
+        like: Cosine between the step and what the verdict says it is.
+        sizes: The step over what each scale mode would make it; empty where nothing was orthogonalized.
+        rms: Root mean square of the step at a learning rate of 1.
+    """
+
+    verdict: Verdict
+    matrices: int = 0
+    like: float = math.nan
+    sizes: dict[str, float] = field(default_factory=dict)
+    rms: float = math.nan
+
+
+def polar(matrix: Tensor) -> Tensor:
+    """Return U Vᵀ of a matrix U S Vᵀ, where its rank is at most `RANK` by an SVD of what spans its columns."""
+    rank = min(RANK + 8, *matrix.shape)
+    tall = matrix.double() if matrix.numel() < 1 << 22 else matrix
+    mixing = torch.randn(tall.shape[1], rank, generator=torch.Generator().manual_seed(0))
+    basis, _ = torch.linalg.qr(tall @ mixing.to(tall))
+    if float((tall - basis @ (basis.mT @ tall)).norm()) > 1e-3 * float(tall.norm()):  # its rank is larger
+        basis = torch.eye(len(tall)).to(tall)
+    left, values, right = torch.linalg.svd(basis.mT @ tall, full_matrices=False)
+    kept = int((values > 1e-6 * values[0]).sum()) if float(values[0]) else 0
+    factor: Tensor = (basis @ left[:, :kept]) @ right[:kept]
+    return factor.to(matrix)
+
+
+def of_matrices(whole: Tensor, matrices: Sequence[Matrix]) -> Tensor:
+    """Return a parameter in which each of its matrices is the polar factor of what it was."""
+    result = torch.empty_like(whole)
+    for matrix in matrices:
+        assembled = whole.new_empty(matrix.shape)
+        _copy(whole, assembled, matrix.blocks, back=False)
+        _copy(result, polar(assembled), matrix.blocks, back=True)
+    return result
+
+
+def of_shards(whole: Tensor, layout: Layout) -> Tensor:
+    """Return a parameter in which what each rank stores of it is orthogonalized by itself."""
+    result = torch.zeros_like(whole)
+    for rank in layout.replica(layout.ranks[0]):
+        shape = layout.local_shape(rank)
+        if math.prod(shape):
+            local = whole.new_empty(shape)
+            _copy(whole, local, layout.blocks(rank), back=False)
+            spec = "whole" if len(shape) == 2 else "stack"
+            _copy(result, of_matrices(local, split_matrices("", shape, spec)), layout.blocks(rank), back=True)
+    return result
+
+
+def _copy(whole: Tensor, memory: Tensor, blocks: Sequence[Block], *, back: bool) -> None:
+    memory = memory.contiguous()
+    for block in blocks:
+        region = block.region
+        sides = zip(region.offset, region.shape, region.step, strict=True)
+        box = whole[tuple(slice(low, low + size * step, step) for low, size, step in sides)]
+        stored = memory.as_strided(region.shape, block.strides, block.start)
+        (box if back else stored).copy_(stored if back else box)
+
+
+def candidates(
+    gradient: Tensor, layout: Layout | None, spec: MatrixSpec
+) -> Iterator[tuple[Verdict, Sequence[Matrix], Tensor]]:
+    """Yield what an orthogonalization can have been, the right one first: verdict, matrices, polar factors."""
+    shape = tuple(gradient.shape)
+    spec = ("whole" if len(shape) == 2 else "flatten") if spec is None else spec
+    right = split_matrices("", shape, spec)
+    yield "orthogonalized", right, of_matrices(gradient, right)
+    if max(matrix.shape[0] for matrix in right) <= FEW_ROWS:  # AdaMuon takes signs first, which have full rank
+        yield "orthogonalized", right, of_matrices(gradient.sign(), right)
+    known = {tuple(matrix.blocks for matrix in right)}
+    if layout is not None and len(layout.replica(layout.ranks[0])) > 1:
+        yield "each shard alone", right, of_shards(gradient, layout)
+    others: list[tuple[Verdict, MatrixSpec]] = [("as one matrix", "whole" if len(shape) == 2 else "flatten")]
+    others += [("in blocks", "stack")] if len(shape) > 2 else []
+    counts = [2, 3, 4, 6, 8, 12, 16, 24, 32, 64] if len(shape) == 2 else []
+    sides = [(k, dim) for dim in (0, 1) for k in counts if shape[dim] % k == 0 and shape[dim] > k]
+    others += [("in blocks", ("heads", k, dim)) for k, dim in sides]
+    for verdict, other in others:
+        matrices = split_matrices("", shape, other)
+        blocks = tuple(matrix.blocks for matrix in matrices)
+        if blocks not in known and min(matrices[0].shape) > 1:
+            known.add(blocks)
+            yield verdict, matrices, of_matrices(gradient, matrices)
+
+
+def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None, spec: MatrixSpec) -> Seen:
+    """Say what a step on fresh state and a learning rate of 1 was.
+
+    Args:
+        step: New weight minus old one, whole, fp32.
+        gradient: The probing gradient, whole, fp32.
+        weight: The old weight, whole, fp32: decay is a multiple of it, and is taken out.
+        layout: Where the weight lives; None if every rank holds all of it.
+        spec: The matrices that it consists of, as `muonmesh.split_params` says; None where it says none.
+    """
+    if not bool(step.isfinite().all()):
+        return Seen("not finite")
+    size = float(step.norm())
+    if not size:
+        return Seen("does not move", rms=0.0)
+
+    def without_decay(what: Tensor) -> Tensor:
+        squared = float(weight.square().sum())
+        return what - weight * (float((what * weight).sum()) / squared) if squared and weight.numel() >= 8 else what
+
+    down = without_decay(-step)
+    rms = float(down.square().mean().sqrt())
+    if float(down.norm()) < 1e-3 * size:
+        return Seen("only decays", rms=rms)
+
+    def cosine(other: Tensor) -> float:
+        other = without_decay(other)
+        return float((down * other).sum() / (down.norm() * other.norm()).clamp(min=1e-30))
+
+    signs = gradient.sign()
+    found = [
+        (cosine(signs), Seen("elementwise", rms=rms)),
+        (cosine(gradient), Seen("follows the gradient", rms=rms)),
+    ]
+    right: Tensor | None = None
+    tried = (
+        candidates(gradient, layout, spec)
+        if min(gradient.flatten(1).shape if gradient.ndim > 1 else (1,)) > 1
+        else iter(())
+    )
+    while max(like for like, _ in found) < SURE and (one := next(tried, None)) is not None:
+        verdict, matrices, factors = one
+        right = factors if right is None else right
+        # NorMuon and others normalise the rows or elements of the result: what comes last explains least.
+        for number, normalized in enumerate((factors, _rows(factors), _rows(factors.mT).mT, factors.sign())):
+            sizes = {} if number else _sizes(down, factors, matrices)
+            found.append((cosine(normalized) - 0.01 * bool(number), Seen(verdict, len(matrices), 0.0, sizes, rms)))
+    like, best = max(found, key=lambda pair: pair[0])
+    if like < ALIKE and right is not None:
+        both = torch.stack([without_decay(each).flatten() for each in (right, signs)], 1).double()
+        shares = torch.linalg.lstsq(both, down.flatten().double()[:, None]).solution
+        explained = float((both @ shares).norm() / down.norm())
+        if explained > 0.95:
+            return Seen("twice", best.matrices, explained, {}, rms)
+        if (flat := flatness(down)) > 0.95:
+            return Seen("orthogonalized", 1, flat, {}, rms)
+    if like < ALIKE:
+        return Seen("unknown", 0, like, {}, rms)
+    return Seen(best.verdict, best.matrices, like, best.sizes, rms)
+
+
+def flatness(step: Tensor) -> float:
+    """Return 1 for a step whose singular values, besides those that are noise, are all equal; less for others.
+
+    0 where an SVD would take long.
+    """
+    matrix = step.flatten(1)
+    if min(matrix.shape) > FEW_ROWS:
+        return 0.0
+    values = torch.linalg.svdvals(matrix)
+    values = values[values > 0.3 * values[0]]
+    return float(values.sum() / (math.sqrt(len(values)) * step.norm()))
+
+
+def _rows(factors: Tensor) -> Tensor:
+    """Return a matrix with its rows normalised."""
+    return torch.nn.functional.normalize(factors, dim=-1)
+
+
+def _sizes(down: Tensor, factors: Tensor, matrices: Sequence[Matrix]) -> dict[str, float]:
+    """Return the step over what each scale mode would make it, as if all matrices had the scale of the first one."""
+    measured = float((down * factors).sum() / factors.square().sum())
+    first = matrices[0]
+    modes: list[ScaleMode] = [mode for mode in get_args(ScaleMode) if mode != "shape_scaling"]
+    shapes = {"": (first.rows, first.cols), AS_STORED: (down.shape[-2], down.shape[-1])}
+    return {f"{mode}{how}": measured / update_scale(*shape, mode) for how, shape in shapes.items() for mode in modes}

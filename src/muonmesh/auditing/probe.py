@@ -1,0 +1,158 @@
+"""Probe: a gradient of known structure, one step on it, and everything put back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muonmesh.checkpoint.share import boxes_of
+from muonmesh.comm.storage import Storage, local_of, world_size
+
+RANK = 64
+"""Of a probing gradient, or half of its smaller side: what is known of its polar factor then costs no large SVD."""
+
+
+def probing_gradient(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return a gradient that is the same on every rank: fp32, Frobenius norm 1, for matrices of low rank.
+
+    The rows and columns of its factors have sizes that differ by orders of magnitude. So its polar factor, those of its
+    blocks, its signs and the gradient itself point in directions that no rounding confuses.
+
+    Args:
+        name: Of the parameter; seeds the random numbers.
+        shape: Of the whole parameter. Three dims are a stack of matrices, more are a convolution, flattened.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if len(shape) < 2:
+        gradient = torch.randn(tuple(shape), generator=generator)
+    else:
+        *batch, rows, cols = shape if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
+        rank = max(1, min(RANK, rows // 2, cols // 2))
+        left, right = (
+            torch.randn(*batch, size, rank, generator=generator)
+            * torch.exp(1.5 * torch.randn(*batch, size, 1, generator=generator))
+            for size in (rows, cols)
+        )
+        gradient = (left.to(device) @ right.to(device).mT).reshape(tuple(shape))
+    unit: Tensor = (gradient / gradient.norm().clamp(min=torch.finfo(torch.float32).tiny)).to(device)
+    return unit
+
+
+def give_gradient(parameter: Tensor, storage: Storage, whole: Tensor) -> None:
+    """Make a whole gradient, or what this rank stores of it, the gradient of a parameter, sparse where it was."""
+    sparse = parameter.grad is not None and parameter.grad.is_sparse
+    local = torch.zeros_like(local_of(parameter).detach(), memory_format=torch.contiguous_format)
+    for offset, box in boxes_of(local, storage.layout, storage.shape).items():
+        box.copy_(whole[_slices(offset, box.shape)])
+    wrapped = storage.wrap(local) if type(parameter.data) is not Tensor else local
+    parameter.grad = wrapped.to_sparse(1) if sparse else wrapped
+
+
+def gathered(local: Tensor | None, storage: Storage | None, shape: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return the largest and the smallest value that any rank has of each element of a whole tensor; collective.
+
+    A rank that has nothing of it passes None. Replicas that agree make the two equal; -inf is what nobody holds.
+    """
+    found = []
+    for sign in (1, -1):
+        whole = torch.full(tuple(shape), -torch.inf, device=device)
+        if local is not None and storage is not None:
+            for offset, box in boxes_of(local.contiguous(), storage.layout, storage.shape).items():
+                whole[_slices(offset, box.shape)] = sign * box.float()
+        if world_size() > 1:
+            dist.all_reduce(whole, dist.ReduceOp.MAX)
+        found.append(sign * whole)
+    return found
+
+
+def _slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=False))
+
+
+def nested(optimizers: Iterable[Any]) -> list[Optimizer]:
+    """Return optimizers with those that they hold, as wrappers and chains do, each once."""
+    found: list[Optimizer] = []
+    waiting = list(optimizers)
+    while waiting:
+        one = waiting.pop(0)
+        if isinstance(one, list | tuple):
+            waiting += [inner for inner in one if isinstance(inner, Optimizer)]
+        elif hasattr(one, "param_groups") and all(one is not other for other in found):
+            found.append(one)
+            waiting += [held for held in vars(one).values() if isinstance(held, Optimizer | list | tuple)]
+    return found
+
+
+@contextlib.contextmanager
+def restored(optimizers: Sequence[Any], parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Give optimizers no state and a learning rate of 1, and put everything back afterwards, bit for bit.
+
+    It yields what this rank has of the weights.
+
+    Weights, gradients, state, groups, what else the optimizers have as attributes, and random numbers. What was kept is
+    put aside, not copied; weights are copied.
+    """
+    weights = {name: local_of(one).detach().clone() for name, one in parameters.items()}
+    gradients = {name: one.grad for name, one in parameters.items()}
+    kept = []
+    for one in nested(optimizers):
+        state = dict(one.state) if "state" in vars(one) else None
+        kept.append((one, dict(vars(one)), state, [(group, dict(group)) for group in one.param_groups]))
+    devices = {one.device for one in parameters.values() if one.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        try:
+            for one, _, state, groups in kept:
+                if state is not None:
+                    one.state.clear()
+                for group, _ in groups:
+                    lr = group.get("lr")
+                    if lr is not None:
+                        group["lr"] = torch.ones_like(lr) if isinstance(lr, Tensor) else 1.0
+            yield weights
+        finally:
+            for one, attributes, state, groups in kept:
+                vars(one).clear()
+                vars(one).update(attributes)
+                if state is not None:
+                    one.state.clear()
+                    one.state.update(state)
+                for group, before in groups:
+                    group.clear()
+                    group.update(before)
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    local_of(parameter).detach().copy_(weights[name])
+                    parameter.grad = gradients[name]
+
+
+def step_all(optimizers: Iterable[Any]) -> str:
+    """Step; return what was raised on any rank, "" if nothing. A closure is given to those that do not go without."""
+    raised = ""
+    try:
+        for one in optimizers:
+            closure = inspect.signature(one.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                one.step(lambda: torch.zeros(()))
+            else:
+                one.step()
+    except Exception as error:  # whatever it is, it is what would happen in training
+        raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return next((each for each in everyones(raised) if each), "")
+
+
+def everyones(what: Any) -> list[Any]:
+    """Return what every rank has, in the order of ranks; collective."""
+    if world_size() == 1:
+        return [what]
+    found = [None] * world_size()
+    dist.all_gather_object(found, what)
+    return found

@@ -1,0 +1,87 @@
+"""The command ``muonmesh audit``: what a step of a script's own optimizer does to its own model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from muonmesh.errors import FileError, LayoutError
+
+OK, TO_MEND, NO_AUDIT = 0, 1, 2
+
+
+def audit(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py:FUNCTION or MODULE:FUNCTION. The function returns (model, optimizer), wrapped and sharded as "
+            "they train; for several optimizers a list of them. What it calls backward on is looked at too.",
+            show_default=False,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, each weight by its name.")] = False,
+) -> None:
+    """Watch one step of any optimizer on your model, and say for each weight what really happens to it.
+
+    For several ranks: torchrun --nproc-per-node 2 --no-python muonmesh audit train.py:make
+
+    Exit code 0: nothing to mend. 1: something. 2: it could not be looked at.
+    """
+    import torch.distributed as dist
+
+    from muonmesh.auditing.audit import audit as watch
+    from muonmesh.cli.terminal import complain, make_console
+
+    try:
+        made = function_at(target)()
+        if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[0], "named_parameters"):
+            raise FileError(f"{target}: found {type(made).__name__} returned. {NEEDED}")
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks > 1 and not dist.is_initialized():
+            raise FileError(
+                f"{target}: found no process group on {ranks} ranks; needed the one that it trains with. Call "
+                "torch.distributed.init_process_group() in it"
+            )
+        report = watch(made[1], made[0])
+    except (FileError, LayoutError) as error:  # another comes from the script, and keeps its traceback
+        raise SystemExit(complain("audit", str(error), code=NO_AUDIT)) from error
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        told = json.dumps(report.to_dict(), indent=1) if as_json else str(report)
+        make_console().print(told, soft_wrap=True, markup=False)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    raise SystemExit(OK if report.ok else TO_MEND)
+
+
+NEEDED = "Write muonmesh audit train.py:make, where make() returns (model, optimizer)"
+
+
+def function_at(target: str) -> Callable[[], Any]:
+    """Return the function of a script, which is imported.
+
+    Raises:
+        FileError: there is no such script or function.
+    """
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise FileError(f"{target}: found no function behind a colon. {NEEDED}")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise FileError(f"{place}: found no such file. {NEEDED}")
+        folder, place = str(Path(place).resolve().parent), Path(place).stem
+    else:
+        folder = os.getcwd()
+    sys.path.insert(0, folder)  # as Python does for a script
+    if importlib.util.find_spec(place) is None:
+        raise FileError(f"{place}: found no such module. {NEEDED}")
+    function = getattr(importlib.import_module(place), name, None)
+    if not callable(function):
+        raise FileError(f"{target}: found no function {name!r} there. {NEEDED}")
+    return function

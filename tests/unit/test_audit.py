@@ -1,0 +1,281 @@
+"""`muonmesh.audit` in one process: what it says of optimizers whose steps are known, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import muonmesh as mm
+from muonmesh.auditing.judge import of_matrices, polar
+from muonmesh.auditing.probe import probing_gradient
+from muonmesh.layout.matrix import split_matrices
+from tests.audited import MATRICES, Net, backward, halves, torchs, verdicts
+
+# ------------------------------------------------------------------ what it compares with
+
+
+@pytest.mark.parametrize("shape", [(12, 40), (96, 32), (300, 300), (1, 9)])
+def test_polar_factors_are_those_of_an_fp64_svd(shape: tuple[int, int]) -> None:
+    gradient = probing_gradient("w", shape, torch.device("cpu"))
+    left, values, right = torch.linalg.svd(gradient.double(), full_matrices=False)
+    kept = int((values > 1e-6 * values[0]).sum())
+    assert kept == max(1, min(64, shape[0] // 2, shape[1] // 2))
+    assert torch.allclose(polar(gradient).double(), left[:, :kept] @ right[:kept], atol=2e-3)
+    assert torch.equal(gradient, probing_gradient("w", shape, torch.device("cpu")))
+    assert not torch.equal(gradient, probing_gradient("v", shape, torch.device("cpu")))
+
+
+def test_polar_factors_of_parts_are_put_where_the_parts_are() -> None:
+    whole = probing_gradient("w", (24, 16), torch.device("cpu"))
+    for spec, parts in ((("rows", 8, 16), (whole[:8], whole[8:])), (("interleaved", 2, 0), (whole[::2], whole[1::2]))):
+        found = of_matrices(whole, split_matrices("w", (24, 16), spec))
+        placed = (found[:8], found[8:]) if spec[0] == "rows" else (found[::2], found[1::2])
+        for mine, part in zip(placed, parts, strict=True):
+            assert torch.allclose(mine, polar(part), atol=1e-5)
+
+
+# ------------------------------------------------------------------ what it says
+
+
+def test_of_muonmesh_there_is_nothing_to_mend() -> None:
+    model = Net()
+    report = mm.audit(mm.from_model(model, lr=1e-3), model)
+    assert report.ok, report
+    assert verdicts(report)["attn.in_proj_weight"] == "orthogonalized"
+    assert {row.matrices for row in report.rows if row.weight == "attn.in_proj_weight"} == {3}
+    assert verdicts(report)["embed.weight"] == verdicts(report)["up.bias"] == "elementwise"
+    assert report.scale == "match_rms_adamw"
+    assert all(0.9 < row.size < 1.1 for row in report.rows if not math.isnan(row.size))
+
+
+def test_of_torchs_muon_it_sees_the_fused_matrix_and_the_embedding() -> None:
+    model = Net()
+    report = mm.audit(torchs(model), model)
+    found = verdicts(report)
+    assert (found["attn.in_proj_weight"], found["up.weight"]) == ("as one matrix", "orthogonalized")
+    assert report.scale == "original"
+    assert not report.ok
+    matrices = [one for one in model.parameters() if one.ndim == 2]
+    rows = {row.weight: row for row in mm.audit(torch.optim.Muon(matrices), model).rows}
+    assert rows["embed.weight"].verdict == "orthogonalized"
+    assert "embedding" in rows["embed.weight"].mend
+    assert rows["up.bias"].verdict == "not in the optimizer"
+
+
+def test_what_is_not_orthogonalized_is_told() -> None:
+    model = Net()
+    for optimizer, verdict in (
+        (torch.optim.AdamW(model.parameters()), "elementwise"),
+        (torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True), "follows the gradient"),
+        ([*torchs(model), torch.optim.AdamW(halves(model)[0])], "twice"),
+    ):
+        report = mm.audit(optimizer, model)
+        assert {verdicts(report)[name] for name in MATRICES} == {verdict}, report
+        assert all(row.mend for row in report.rows if row.weight in MATRICES)
+    frozen = Net()
+    mm_groups = mm.split_params(frozen)
+    lost = mm.audit(torch.optim.AdamW(copy.deepcopy(frozen).parameters()), frozen, groups=mm_groups)
+    assert set(verdicts(lost).values()) == {"not in the optimizer"}
+
+
+class Blocks(Optimizer):
+    """Orthogonalises the upper and the lower half of each matrix, twice as far as it should."""
+
+    def __init__(self, params: Iterable[nn.Parameter], *, halves: int, times: float = 1.0, decay: float = 0.1) -> None:
+        self.halves, self.times = halves, times
+        super().__init__(params, {"lr": 0.1, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["decay"])
+                for part, gradient in zip(*(t.chunk(self.halves) for t in (parameter, parameter.grad)), strict=True):
+                    u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+                    rank = max(1, min(64, parameter.shape[0] // 2, parameter.shape[1] // 2))
+                    part.sub_(group["lr"] * self.times * (u[:, :rank] @ v[:rank]))
+
+
+def test_blocks_and_steps_of_another_size_are_told() -> None:
+    model = nn.ModuleDict({name: nn.Linear(24, 24, bias=False) for name in ("a", "b", "c")})
+    a, b, c = model.parameters()
+    both = [Blocks([a], halves=1), Blocks([b], halves=2), Blocks([c], halves=1, times=2.0)]
+    rows = {
+        row.weight: row for row in mm.audit(both, model, groups=mm.split_params(model, overrides={".*": "muon"})).rows
+    }
+    assert [row.verdict for row in rows.values()] == ["orthogonalized", "in blocks", "orthogonalized"]
+    assert rows["b.weight"].matrices == 2
+    assert 1.9 < rows["c.weight"].size < 2.1
+    assert "of what the others' scale says" in rows["c.weight"].mend
+    assert all(row.like > 0.99 for row in rows.values()), rows
+
+
+@pytest.mark.parametrize("rule", ["normuon", "adamuon", "muoneq", "muon_plus", "hyperball"])
+def test_rules_of_muonmesh_are_orthogonalizations(rule: str) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(96, 160, bias=False), "down": nn.Linear(160, 96, bias=False)})
+    groups = mm.split_params(model, overrides={".*": "muon"})
+    for group in groups:
+        group["algorithm"] = rule
+    report = mm.audit(mm.Muon(groups, lr=1e-3), model, groups=groups)
+    assert set(verdicts(report).values()) == {"orthogonalized"}, report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rounding_of_the_weights_hides_nothing(dtype: torch.dtype) -> None:
+    model = Net(width=32).to(dtype)
+    assert verdicts(mm.audit(torchs(model), model))["up.weight"] == "orthogonalized"
+    optimizer = (
+        mm.from_model(model, lr=1e-6, master_dtype=torch.float32) if dtype.itemsize == 2 else mm.from_model(model)
+    )
+    assert mm.audit(optimizer, model).ok
+
+
+def test_matrices_too_large_for_an_svd_are_judged_too() -> None:
+    model = nn.Sequential(nn.Linear(1300, 1100, bias=False))
+    report = mm.audit(
+        torch.optim.Muon(model.parameters()), model, groups=mm.split_params(model, overrides={".*": "muon"})
+    )
+    assert verdicts(report) == {"0.weight": "orthogonalized"}
+
+
+def test_convolutions_are_matrices_too() -> None:
+    model = nn.ModuleDict(
+        {"two": nn.Conv2d(12, 40, 3), "one": nn.Conv1d(12, 20, 5), "up": nn.Linear(48, 20), "head": nn.Linear(20, 9)}
+    )
+    report = mm.audit(mm.from_model(model), model)
+    rows = {row.weight: row for row in report.rows}
+    assert {rows[f"{name}.weight"].verdict for name in ("one", "two", "up")} == {"orthogonalized"}, report
+    assert all(0.9 < rows[f"{name}.weight"].size < 1.1 for name in ("one", "two", "up"))
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def test_gradients_that_never_arrive_and_clipping_that_crushes_are_told() -> None:
+    model = Net()
+    model.unused = nn.Parameter(torch.ones(8, 8))
+    backward(model)
+    groups = mm.split_params(model, overrides={"unused": "muon"})
+    report = mm.audit(mm.Muon(groups), model, groups=groups)
+    assert [row.weight for row in report.rows if row.mend] == ["unused"]
+    assert "no gradient arrives" in str(report)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
+    optimizers = torchs(model)
+    matrices = [row for row in mm.audit(optimizers, model).rows if row.weight in MATRICES]
+    assert all(row.strength < 0.5 for row in matrices)
+    assert "crushed" in matrices[1].mend
+    ours = [row for row in mm.audit(mm.Muon(groups), model, groups=groups).rows if row.weight in MATRICES]
+    assert all(0.95 < row.strength < 1.05 for row in ours), ours
+    exact = float(model.up.weight.grad.double().norm())  # type: ignore[union-attr]
+    assert next(row.gradient for row in ours if row.weight == "up.weight") == pytest.approx(exact)
+
+
+# ------------------------------------------------------------------ no trace
+
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "torch": torchs,
+    "muonmesh": lambda model: mm.from_model(model, lr=1e-2),
+    "int8": lambda model: mm.from_model(model, lr=1e-2, state_dtype="int8"),
+    "normuon": lambda model: mm.from_model(model, lr=1e-2, rule="normuon", master_dtype=torch.float64),
+}
+
+
+def trained(name: str, *, audited: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    model = Net()
+    made = MAKERS[name](model)
+    optimizers = made if isinstance(made, list) else [made]
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 2) for one in optimizers]
+    for step in range(5):
+        for one in optimizers:
+            one.zero_grad()
+        backward(model)
+        if audited and step in (0, 3):
+            gradients = [(one.grad, one.grad.clone()) for one in model.parameters() if one.grad is not None]
+            random = torch.get_rng_state()
+            mm.audit(made, model)
+            assert torch.equal(random, torch.get_rng_state())
+            for one, (kept, was) in zip(model.parameters(), gradients, strict=True):
+                assert one.grad is kept
+                assert torch.equal(kept, was)
+        for one, schedule in zip(optimizers, schedules, strict=True):
+            one.step()
+            schedule.step()
+    return [one.detach() for one in model.parameters()], [one.state_dict() for one in optimizers]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_training_that_is_audited_goes_on_bit_for_bit(name: str) -> None:
+    weights, states = trained(name, audited=True)
+    plain, kept = trained(name, audited=False)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
+    for state, before in zip(states, kept, strict=True):
+        assert str(state["param_groups"]) == str(before["param_groups"])
+        assert state["state"].keys() == before["state"].keys()
+        for key, held in state["state"].items():
+            for what, value in held.items():
+                other = before["state"][key][what]
+                assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
+
+
+# ------------------------------------------------------------------ odd input
+
+
+class Raising(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].add_(1.0)
+        raise RuntimeError("no such kernel\nand more")
+
+
+def test_an_optimizer_that_raises_is_told_and_leaves_no_trace() -> None:
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    report = mm.audit(Raising(model.parameters()), model)
+    assert report.raised == "RuntimeError: no such kernel"
+    assert set(verdicts(report).values()) == {"raises"}
+    assert not report.ok
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+
+
+def test_closures_sparse_gradients_and_tied_weights() -> None:
+    model = Net()
+    assert verdicts(mm.audit(torch.optim.LBFGS(model.parameters()), model))["up.weight"] != "raises"
+    model.embed.sparse = True
+    tied = nn.ModuleDict({"embed": nn.Embedding(24, 16, sparse=True), "up": nn.Linear(16, 24)})
+    sparse = torch.optim.SparseAdam(tied["embed"].parameters())
+    tied["embed"](torch.arange(24)).sum().backward()
+    rows = mm.audit([sparse, torch.optim.Muon([tied["up"].weight])], tied).rows
+    assert {row.weight: row.verdict for row in rows}["embed.weight"] == "elementwise"
+    tied["up"].weight = tied["embed"].weight
+    found = verdicts(mm.audit(torch.optim.AdamW(tied.parameters()), tied))
+    assert sorted(found) == ["embed.weight", "up.bias"]
+
+
+def test_what_cannot_be_stepped_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="found a weight on the meta device; needed one with numbers"):
+        mm.audit(torch.optim.AdamW(model.parameters()), model)
+    plain = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ValueError, match="none with requires_grad"):
+        mm.audit(torch.optim.AdamW(plain.parameters()), plain)
+
+
+def test_the_report_fits_a_terminal_and_json() -> None:
+    model = nn.ModuleDict({"a_very_long_name_of_a_module_that_goes_on_and_on_and_on_and_on": Net()})
+    report = mm.audit(torchs(model["a_very_long_name_of_a_module_that_goes_on_and_on_and_on_and_on"]), model)
+    assert max(map(len, str(report).splitlines())) <= 80
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert len(found["rows"]) == len(report.rows)
+    assert found["ok"] is False

@@ -1,0 +1,115 @@
+"""`muonmesh audit`: a script's function is called, its optimizer watched; also on two ranks of torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from muonmesh.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os
+import torch, muonmesh
+import helper
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn, self.up, self.head = (
+            torch.nn.MultiheadAttention(16, 2), torch.nn.Linear(16, 24), torch.nn.Linear(24, 8)
+        )
+
+    def forward(self, x):
+        return self.head(self.up(self.attn(x, x, x)[0]))
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+def ours():
+    model = net()
+    return model, muonmesh.from_model(model)
+
+def adamw():
+    model = net()
+    return model, torch.optim.AdamW(model.parameters())
+
+def sharded():
+    torch.distributed.init_process_group("gloo")
+    model = torch.distributed.fsdp.fully_shard(net())
+    return model, torch.optim.Muon([model.up.weight, model.attn.in_proj_weight])
+
+def alone():
+    return ours()
+
+def nothing():
+    return None
+
+number = 3
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "helper.py").write_text("")
+    path = tmp_path / f"train_{tmp_path.name}.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["audit", *arguments])
+
+
+def test_a_report_and_an_exit_code(script: Path) -> None:
+    result = command(f"{script}:ours")
+    assert result.exit_code == 0, result.output
+    assert "Nothing to mend." in result.stdout
+    result = command(f"{script}:adamw", "--json")
+    assert result.exit_code == 1
+    rows = {row["weight"]: row for row in json.loads(result.stdout)["rows"]}
+    assert rows["up.weight"]["verdict"] == "elementwise"
+    assert rows["up.weight"]["size"] is None
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("train.py", "found no function behind a colon"),
+        ("nowhere.py:make", "found no such file"),
+        ("no_such_module:make", "no_such_module: found no such module"),
+        ("{script}:missing", "found no function 'missing' there"),
+        ("{script}:number", "found no function 'number' there"),
+        ("{script}:nothing", "found NoneType returned"),
+    ],
+)
+def test_what_is_no_script_is_told(script: Path, target: str, told: str) -> None:
+    result = command(target.format(script=script))
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert "Write muonmesh audit train.py:make" in result.stderr
+
+
+def on_two_ranks(target: str) -> subprocess.CompletedProcess[str]:
+    code = "from muonmesh.cli import main; main()"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", sys.executable, "-c", code]
+    return subprocess.run([*command, "audit", target], capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_print_one_report(script: Path) -> None:
+    done = on_two_ranks(f"{script}:sharded")
+    assert done.stdout.count("torch.optim.Muon, 2 ranks") == 1, done.stderr
+    assert "as one matrix" in done.stdout
+    assert "not in the optimizer" in done.stdout
+    assert "found no process group on 2 ranks" in on_two_ranks(f"{script}:alone").stderr
