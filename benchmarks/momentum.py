@@ -1,48 +1,45 @@
-"""Record the momentum of a GPT-2 that learns the standard library byte by byte, for benchmarks/iterations.py.
+"""Record the momentum of models that learn the standard library byte by byte, for iterations.py and criteria.py.
 
-    python benchmarks/momentum.py --out momentum.safetensors          # two layers of 768, steps 21 and 159
+    python -m benchmarks.momentum --out momentum.safetensors       # four kinds of models, steps 5, 30 and 90
 
-What is written are the directions that Muon orthogonalises, fp32, the fused q, k, v cut into its three matrices, under
-names such as 159.0.attn.c_attn.k. Needs transformers and safetensors.
+What is written are the directions that Muon orthogonalises, fp32, fused parameters cut into their matrices, of the last
+block, under names such as gpt2.90.transformer.h.1.attn.c_attn.weight.0. Needs transformers and safetensors.
 """
 
 from __future__ import annotations
 
 import argparse
-import sysconfig
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor, nn
 
 import muonmesh as mm
+from tests.reference import split
 
-MOMENTUM, CONTEXT, BATCH, FILES = 0.95, 128, 4, 60
+sys.path.append(str(Path(__file__).parent))
+from byte_models import KINDS, build, loss, text, windows
 
-
-def text() -> Tensor:
-    """Bytes of some of the standard library, int64."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:FILES]
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+MOMENTUM, BATCH, SHOWN = 0.95, 4, 2
 
 
-def directions(model: GPT2LMHeadModel, optimizer: mm.Muon, step: int) -> dict[str, Tensor]:
-    """Nesterov's directions of the matrices inside the blocks, before this step."""
+def directions(model: nn.Module, optimizer: mm.Muon, block: str) -> dict[str, Tensor]:
+    """Nesterov's directions of the matrices of a block, before a step; of a stack of experts the first two."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim != 2 or ".c_" not in name:
-            continue
-        assert parameter.grad is not None
-        kept = optimizer.state[parameter]["momentum_buffer"]
-        direction = kept.lerp(parameter.grad, 1 - MOMENTUM).lerp(parameter.grad, 1 - MOMENTUM)
-        short = f"{step}.{name.removeprefix('transformer.h.').removesuffix('.weight')}"
-        if "c_attn" in name:
-            q, k, v = direction.split(parameter.shape[0], dim=1)
-            found |= {f"{short}.q": q.contiguous(), f"{short}.k": k.contiguous(), f"{short}.v": v.contiguous()}
-        else:
-            found[short] = direction
+    for group in optimizer.param_groups:
+        specs = group.get("matrices") or [None] * len(group["params"])
+        for parameter, spec in zip(group["params"], specs, strict=True):
+            if group["algorithm"] == "muon" and f".{block}." in names[parameter]:
+                assert parameter.grad is not None
+                kept = optimizer.state[parameter]["momentum_buffer"]
+                direction = kept.lerp(parameter.grad, 1 - MOMENTUM).lerp(parameter.grad, 1 - MOMENTUM)
+                matrices = split(direction, spec or ("stack" if parameter.ndim == 3 else "whole"))
+                experts = len(parameter) if len(matrices) % len(parameter) == 0 else 0
+                some = matrices[: SHOWN * len(matrices) // experts] if experts else matrices
+                found |= {f"{names[parameter]}.{n}": matrix.contiguous() for n, matrix in enumerate(some)}
     return found
 
 
@@ -50,26 +47,24 @@ def main() -> None:
     """Train and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--at", type=int, nargs="+", default=[21, 159], help="steps, from 2 on")
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--at", type=int, nargs="+", default=[5, 30, 90], help="steps, from 2 on")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    heads = max(1, options.width // 64)
-    sizes = {"n_embd": options.width, "n_layer": options.layers, "n_head": heads, "n_positions": CONTEXT}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes))
-    optimizer = mm.from_model(model, lr=1e-3, momentum=MOMENTUM)
     data, found = text(), dict[str, Tensor]()
-    for step in range(1, max(options.at) + 1):
-        starts = torch.randint(len(data) - CONTEXT, (BATCH,)).tolist()
-        batch = torch.stack([data[start : start + CONTEXT] for start in starts])
-        loss = model(input_ids=batch, labels=batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        if step in options.at:
-            found |= directions(model, optimizer, step)
-            print(f"step {step}: loss {loss.item():.2f}", flush=True)
-        optimizer.step()
+    for kind in options.kinds:
+        model = build(kind, width=options.width, layers=options.layers)
+        optimizer = mm.from_model(model, lr=3e-3, momentum=MOMENTUM, process_group="local")
+        for step in range(1, max(options.at) + 1):
+            value = loss(model, windows(data, BATCH))
+            optimizer.zero_grad()
+            value.backward()
+            if step in options.at:
+                some = directions(model, optimizer, str(options.layers - 1))
+                found |= {f"{kind}.{step}.{name}": direction for name, direction in some.items()}
+                print(f"{kind}, step {step}: loss {value.item():.2f}, {len(some)} matrices", flush=True)
+            optimizer.step()
     save_file(found, options.out)
 
 

@@ -24,8 +24,9 @@ def deflate(x: Tensor, vectors: int) -> None:
     """Bring the largest singular values of each matrix down to the smallest of them, in place.
 
     What is found are Ritz values: with Y = X Xᵀ Ω, where Ω has random signs, an orthonormal basis Q of Y's columns, and
-    Q Qᵀ X = U S Vᵀ, X becomes X − U (S − τ) Vᵀ, where τ is the smallest of S, or 1/32 of the largest if that is more.
-    Zeros stay zeros, and a matrix that is not finite becomes NaN.
+    Q Qᵀ X = U S Vᵀ, X becomes X − X V (1 − τ/S) Vᵀ, where τ is the smallest of S, or 1/32 of the largest if that is
+    more. V is nearer to vectors of X than U is, by as much as their values are above the others. Zeros stay zeros, and
+    a matrix that is not finite becomes NaN.
 
     On a CPU each matrix has one thread: sums round otherwise on another number of threads, LAPACK's too. On other
     devices the host waits for the decomposition of a small matrix.
@@ -89,10 +90,13 @@ def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
         # A decomposition of what is not finite raises; X is not finite then, and stays so.
         finite = gram.isfinite().flatten(-2).all(-1)[..., None, None]
         squares, turn = torch.linalg.eigh(torch.where(finite, gram, torch.eye(vectors, dtype=exact, device=x.device)))
-        values = squares.clamp_min(torch.finfo(exact).tiny).sqrt()
+        squares = squares.clamp_min(torch.finfo(exact).tiny)
+        values = squares.sqrt()
         target = torch.maximum(values[..., :1], values[..., -1:] * _FLOOR)
         less = (1 - target / values).clamp_min(0)
-        left = basis @ (turn * less[..., None, :] @ turn.mT)
+        # X V S = X Xᵀ Q of the right vectors, which are one product nearer than the left ones, Q times the turn.
+        inside = (turn.mT @ rest).to(x.dtype)
+        left = (x @ inside.mT).to(exact) * (less / squares)[..., None, :]
         subtract = x.addmm_ if x.ndim == 2 else x.baddbmm_
         subtract(left.to(x.dtype), inside, alpha=-1)
         if out is not x:

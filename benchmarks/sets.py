@@ -1,0 +1,70 @@
+"""Whether a coefficient set trains as well as another: models that learn bytes, with each set and several seeds.
+
+    python benchmarks/sets.py --json benchmarks/results/sets.json                 # GPT-2, Llama and convolutions: minutes
+    python benchmarks/sets.py --kinds experts --seeds 0 --steps 20
+
+What counts is the loss in nats on windows of files that are not trained on. Each model is trained with the same batches
+and the same learning rate by every set, in fp32, with a linear schedule down to a tenth. Trainings that are in the JSON
+already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from byte_models import KINDS, build, loss, text, windows
+from trainings import Trainings
+
+import muonmesh as mm
+
+LR, BATCH, HELD_OUT, WIDTH, LAYERS = 3e-3, 4, 32, 384, 2
+
+
+def train(kind: str, coefficients: str, seed: int, steps: int) -> dict[str, Any]:
+    """One training: the final loss on what is held out."""
+    model = build(kind, width=WIDTH, layers=LAYERS, seed=seed)
+    optimizer = mm.from_model(model, lr=LR, ns_coefficients=coefficients, process_group="local")
+    data, numbers = text(), torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (1 - 0.9 * step / steps)
+        loss(model, windows(data, BATCH, numbers)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held_out = windows(text(held_out=True), HELD_OUT, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return {"validation": sum(loss(model, some).item() for some in held_out.split(BATCH)) * BATCH / HELD_OUT}
+
+
+def main() -> None:
+    """Train, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["gpt2", "llama", "convolutions"])
+    parser.add_argument("--sets", nargs="+", default=["polar_express", "deflated"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--json", type=Path, help="keep each training in this file, and go on with what it has")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    same = {"steps": options.steps, "lr": LR, "batch": BATCH, "width": WIDTH, "layers": LAYERS}
+    trainings = Trainings(options.json, same)
+    print("| model | set | " + " | ".join(f"seed {seed}" for seed in options.seeds) + " | mean |")
+    print("|---" * (len(options.seeds) + 3) + "|")
+    for kind in options.kinds:
+        found: dict[str, list[float]] = {name: [] for name in options.sets}
+        for seed in options.seeds:
+            for name in options.sets:
+                key = {"kind": kind, "coefficients": name, "seed": seed}
+                run = trainings.one(lambda: train(**key, steps=options.steps), **key)  # noqa: B023 - called at once
+                found[name].append(run["validation"])
+        for name, losses in found.items():
+            cells = " | ".join(f"{value:.4f}" for value in losses)
+            print(f"| {kind} | {name} | {cells} | {statistics.mean(losses):.4f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
