@@ -20,8 +20,9 @@ max(computing − AdamW + that time, communicating).
 ``gradients``: backward and step under DDP, timed together: torch's AdamW, Muon, and Muon with
 ``gradients="to_owners"`` take turns. Reported is the median over the rounds of each one's time over AdamW's.
 
-``trace``: one step under torch.profiler. Its spans of gloo's collectives and of the exchange's parts are kept for
-`docs/images/draw/timeline.py`, and how much of each gather lies under the orthogonalisation of the bucket before.
+``trace``: one step under torch.profiler. The spans of its transfers, each of which a thread waits for, and of the
+exchange's parts are kept for `docs/images/draw/timeline.py`, and how much of each gather lies under the
+orthogonalisation of the bucket before.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -129,9 +131,7 @@ class Rank:
 
     def buckets(self) -> int:
         """How many of them travel."""
-        owner = self.exchange._strategies[0]
-        assert isinstance(owner, OwnerExchange)
-        return owner.schedule.stages
+        return self.exchange._owners.schedule.stages
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -158,7 +158,7 @@ def nothing_travels() -> Iterator[None]:
     swap = Wire.swap
 
     def over(wire: Wire, what: str, send: Tensor, receive: Tensor, **splits: Any) -> Transfer:
-        return Transfer(what, wire.ranks, (), None)
+        return Transfer(what, (), [])
 
     Wire.swap = over  # type: ignore[assignment,method-assign]
     try:
@@ -256,9 +256,26 @@ NAMES = {
 """What the exchange calls its parts, each with the number of its bucket, and what the picture does."""
 
 
+class Moving(threading.Thread):
+    """Waits for a transfer, to see when it is over."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
+        self.what, self.begin, self.end = transfer.what, time.time(), 0.0
+        self.works, transfer.works = transfer.works, []
+        self.start()
+
+    def run(self) -> None:
+        """Wait for all messages; nobody else does."""
+        for work in self.works:
+            work.wait()
+        self.end = time.time()
+
+
 @contextmanager
-def named_parts() -> Iterator[None]:
-    """Let the exchange's parts, and what is computed in them, have names in torch's profile."""
+def named_parts(moving: list[Moving]) -> Iterator[None]:
+    """Let the exchange's parts, and what is computed in them, have names in torch's profile; collect its transfers."""
+    under_way: dict[int, Moving] = {}
     before = {name: getattr(OwnerExchange, name) for name in NAMES}
     swap, finish, adamw = Wire.swap, Wire.finish, muonmesh.optimizer.step_elementwise
 
@@ -270,11 +287,14 @@ def named_parts() -> Iterator[None]:
         return call
 
     def named_swap(wire: Wire, what: str, *arguments: Any, **splits: Any) -> Transfer:
-        with record_function(f"muonmesh|begins|{what}"):
-            return swap(wire, what, *arguments, **splits)
+        transfer = swap(wire, what, *arguments, **splits)
+        under_way[id(transfer)] = Moving(transfer)
+        return transfer
 
     def named_finish(wire: Wire, transfer: Transfer) -> None:
         with record_function(f"muonmesh|waits|{transfer.what}"):
+            moving.append(under_way.pop(id(transfer)))
+            moving[-1].join()
             finish(wire, transfer)
 
     def named_adamw(*arguments: Any) -> None:
@@ -297,14 +317,17 @@ def named_parts() -> Iterator[None]:
 def traced(rank: Rank, rounds: int) -> Found:
     """Spans of the fastest of several steps, as torch's profiler has them, in seconds since 1970."""
     steps = []
-    with named_parts():
+    moving: list[Moving] = []
+    with named_parts(moving):
         for _ in range(WARM_UP + rounds):
+            moving.clear()
             dist.barrier()
             with profile(activities=[ProfilerActivity.CPU]) as one, record_function("muonmesh|step|"):
                 rank.optimizer.step()
             took = slowest(sum(e.duration_ns() for e in events(one) if e.name() == "muonmesh|step|") / 1e6)
-            steps.append((took, one))
-    return {"spans": spans_of(min(steps[WARM_UP:], key=lambda step: step[0])[1])}
+            steps.append((took, one, tuple(moving)))
+    _, one, moved = min(steps[WARM_UP:], key=lambda step: step[0])
+    return {"spans": spans_of(one, moved)}
 
 
 def events(one: Any) -> list[Any]:
@@ -312,26 +335,24 @@ def events(one: Any) -> list[Any]:
     return sorted(one.profiler.kineto_results.events(), key=lambda event: event.start_ns())
 
 
-def spans_of(one: Any) -> list[Found]:
-    """Spans of the host, and of the transfers: the n-th one of gloo is the n-th that the exchange began."""
-    spans, begun, moving = [], [], []
+def spans_of(one: Any, moved: Sequence[Moving]) -> list[Found]:
+    """Spans of the host, and of the transfers."""
+    spans = []
     for event in events(one):
-        begin, end = event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9
-        if event.name().startswith("gloo:all_to_all"):
-            moving.append((begin, end))
         if event.name().startswith("muonmesh|"):
+            begin, end = event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9
             _, stage, about = event.name().split("|")
-            if stage == "begins":
-                begun.append(about)
-                continue
-            numbers = [word for word in about.replace(",", " ").split() if word.isdigit()]
-            bucket = int(numbers[0]) if numbers else None
-            spans.append({"lane": "host", "stage": stage, "bucket": bucket, "begin": begin, "end": end})
-    for what, (begin, end) in zip(begun, moving, strict=True):
-        stage = "3 gather" if "gather" in what else "5 scatter"
-        bucket = int(next(word for word in what.replace(",", " ").split() if word.isdigit()))
-        spans.append({"lane": "wire", "stage": stage, "bucket": bucket, "begin": begin, "end": end})
+            spans.append({"lane": "host", "stage": stage, "bucket": bucket_in(about), "begin": begin, "end": end})
+    for moving in moved:
+        stage = "3 gather" if "gather" in moving.what else "5 scatter"
+        span = {"lane": "wire", "stage": stage, "bucket": bucket_in(moving.what)}
+        spans.append({**span, "begin": moving.begin, "end": moving.end})
     return without_waits(spans)
+
+
+def bucket_in(text: str) -> int | None:
+    """The first number in a name."""
+    return next((int(word) for word in text.replace(",", " ").split() if word.isdigit()), None)
 
 
 def without_waits(spans: list[Found]) -> list[Found]:

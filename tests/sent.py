@@ -23,7 +23,9 @@ class Sent(TorchDispatchMode):
                 whole, splits = args[1], args[4]
                 assert splits[dist.get_rank()] == 0
                 self.bytes += whole.numel() * whole.element_size()
-            else:
+            elif name == "send":
+                self.bytes += sum(t.numel() * t.element_size() for t in args[0])
+            elif name != "recv_":
                 assert name == "allreduce_", f"{name}: nothing is known of what it sends"
                 self.bytes += 2 * (self.ranks - 1) / self.ranks * sum(t.numel() * t.element_size() for t in args[0])
         return func(*args, **(kwargs or {}))

@@ -294,3 +294,22 @@ def test_all_steps_on_one_gram_matrix_do_not_either(
     for name, matrix in stress.stress(*shape):
         largest = stress.judged("deflated", matrix.bfloat16(), kernels="compiled", method="gram")["largest"]
         assert largest < (1.31 if name == "Hilbert" else 1.17), name
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_every_part_of_the_overlap_is_measured(tmp_path: Path) -> None:
+    file, spans = tmp_path / "overlap.json", tmp_path / "spans.json"
+    command = [sys.executable, "benchmarks/overlap.py", "--only", "bound", "gradients", "trace", "--ranks", "2"]
+    command += ["--megabits", "0", "--kinds", "ddp", "--blocks", "3", "--rounds", "1", "--vocabulary", "64"]
+    command += ["--json", str(file), "--trace", str(spans)]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    tables = json.loads(file.read_text())["tables"]
+    (bound,), (gradients,) = tables["bound"].values(), tables["gradients"].values()
+    assert bound["step"] > 0.0 < bound["communicating"]
+    assert gradients["to_owners over adamw"] > 0.0
+    for rank in json.loads(spans.read_text())["ranks"]:
+        moved = [span for span in rank if span["lane"] == "wire"]
+        assert len(moved) == bound["buckets"]  # nothing is gathered under DDP
+        assert all(span["stage"] == "5 scatter" and span["begin"] < span["end"] for span in moved)

@@ -21,7 +21,7 @@ from muonmesh.layout.routes import Leg, Routes
 class CompanionExchange:
     """Gathers the numbers of each matrix to its owner, and scatters them to all ranks that store them.
 
-    One ``all_to_all_single`` each way with unequal splits, unless nothing leaves its rank.
+    One `Wire.swap` each way with unequal splits, unless nothing leaves its rank.
 
     Args:
         carried: The plan by which these numbers travel.

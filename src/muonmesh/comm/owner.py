@@ -21,9 +21,9 @@ from muonmesh.numerics.kernels.threads import run_all
 class OwnerExchange:
     """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalise, scatter the results.
 
-    One bucket travels while another computes. A bucket moves by one ``all_to_all_single`` each way with unequal splits,
-    back by several where there are many replicas (`Plan.rounds`); what stays on a rank never enters it. One rank alone
-    runs the same code with nothing to move.
+    One bucket travels while another computes. A bucket moves by one `Wire.swap` each way with unequal splits, back by
+    several where there are many replicas (`Plan.rounds`); what stays on a rank never enters it. One rank alone runs the
+    same code with nothing to move.
 
     Args:
         plan: Whose buckets to run.

@@ -7,11 +7,13 @@ after an error (`agreement`, `meeting`).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +21,9 @@ from muonmesh.comm.meeting import meeting
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many wires of these ranks this process has made; they make them together."""
+
+_TAGS = 2**16
+"""How many tags of messages each wire has."""
 
 
 @dataclass
@@ -42,11 +47,11 @@ class Counts:
 
 @dataclass
 class Transfer:
-    """A collective under way, which holds the memory that it reads and writes; ``work`` is None when it is over."""
+    """An exchange under way, which holds the memory that it reads and writes; ``works`` is empty when it is over."""
 
     what: str
     memory: tuple[Tensor, ...]
-    work: dist.Work | None
+    works: list[dist.Work]
 
 
 class Wire:
@@ -66,6 +71,9 @@ class Wire:
         self.steps = 0
         self._key = f"waited/{ranks}/{_made[ranks]}"
         _made[ranks] += 1
+        self._gloo = group is not None and "cpu:gloo" in dist.get_backend_config(group)
+        first = _TAGS * (_made[ranks] % 2**14)
+        self._tags = itertools.cycle(range(first, first + _TAGS))
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
         """Return the elementwise reduction of a small vector over all ranks, in place; ``what`` names it in errors."""
@@ -75,7 +83,10 @@ class Wire:
         return values
 
     def swap(self, what: str, send: Tensor, receive: Tensor, *, sent: list[int], received: list[int]) -> Transfer:
-        """Start to move elements between all ranks of the connected set.
+        """Start to move elements between all ranks of the connected set; all of them call it.
+
+        One ``all_to_all_single``, but on gloo, whose own lets one direction of a link wait for the other: there a
+        message from each rank and to each rank that any elements come from and go to, all of them at once.
 
         Args:
             what: Names it in errors.
@@ -85,20 +96,32 @@ class Wire:
             received: Elements of each segment of ``receive``, likewise.
         """
         with self._meeting(what):
-            work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)
+            if self._gloo and send.device.type == "cpu":
+                works = self._messages(send, receive, sent, received)
+            else:
+                works = [dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)]
         self.counts.collectives += 1
         self.counts.bytes_sent += send.numel() * send.element_size()
         self.counts.bytes_received += receive.numel() * receive.element_size()
-        return Transfer(what, (send, receive), work)
+        return Transfer(what, (send, receive), [work for work in works if work is not None])
+
+    def _messages(self, send: Tensor, receive: Tensor, sent: list[int], received: list[int]) -> list[dist.Work | None]:
+        tag = next(self._tags)
+        arriving, leaving = torch.split(receive, received), torch.split(send, sent)
+        return [
+            *(dist.irecv(p, group=self.group, group_src=r, tag=tag) for r, p in enumerate(arriving) if p.numel()),
+            *(dist.isend(p, group=self.group, group_dst=r, tag=tag) for r, p in enumerate(leaving) if p.numel()),
+        ]
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer."""
-        if transfer.work is not None:
+        if transfer.works:
             started = time.perf_counter()
             with self._meeting(transfer.what):
-                transfer.work.wait()
+                for work in transfer.works:
+                    work.wait()
             self.counts.seconds_waiting += time.perf_counter() - started
-            transfer.work, transfer.memory = None, ()
+        transfer.works, transfer.memory = [], ()
 
     def _meeting(self, what: str) -> AbstractContextManager[None]:
         return meeting(self.ranks, self._key, f"step {self.steps}", what)
