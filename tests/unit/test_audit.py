@@ -114,7 +114,7 @@ def test_blocks_and_steps_of_another_size_are_told() -> None:
     assert [row.verdict for row in rows.values()] == ["orthogonalized", "in blocks", "orthogonalized"]
     assert rows["b.weight"].matrices == 2
     assert 1.9 < rows["c.weight"].size < 2.1
-    assert "of what the others' scale says" in rows["c.weight"].mend
+    assert "another size than the scale says" in rows["c.weight"].mend
     assert all(row.like > 0.99 for row in rows.values()), rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,12 +17,16 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
+import muonmesh as mm
 from muonmesh.checkpoint.folder import write
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, entry_of, write_manifest
 from muonmesh.checkpoint.place import before_at
+from muonmesh.cli import installation
 from muonmesh.cli.app import app
+from muonmesh.cli.doctor import products_here
 from muonmesh.numerics.kernels import auto_takes, compiled
 from tests.mutations import Acts
+from tests.workers import Pool
 
 STATE = {
     "model.weight": torch.ones(6, 5),
@@ -70,9 +75,7 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
     def asked() -> str:
         compiled.library.cache_clear()
         auto_takes.cache_clear()
-        result = CliRunner().invoke(app, ["doctor"])
-        assert result.exit_code == 0
-        return result.output
+        return products_here()["told"]
 
     here = asked()
     if auto_takes()[0]:
@@ -83,6 +86,38 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
     assert "compiled products: none. Found no products.so in the package" in told
     assert "torch multiplies. To have them, build the package where there is a C compiler" in told
     assert asked() == here
+
+
+@pytest.mark.slow
+def test_it_looks_at_the_machine(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json", "--folder", str(tmp_path)])
+    found = {one["looked_at"]: one for one in json.loads(result.stdout)["findings"]}
+    assert result.exit_code == int(any(one["do"] for one in found.values()))
+    assert found["torch"]["found"].startswith(torch.__version__)
+    assert found["gloo"]["found"].startswith("an all-reduce of two processes, ")
+    assert found["checkpoint folder"]["found"].startswith(f"{tmp_path}: ")
+    assert not [found[name] for name in ("torch", "orthogonalize", "gloo", "checkpoint folder") if found[name]["do"]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_with_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = installation._looked("checkpoint folder", lambda: installation._disk(tmp_path / "gone"))
+    assert "FileNotFoundError" in gone.found
+    assert gone.do
+    monkeypatch.setattr(installation, "_TWO_RANKS", "raise SystemExit('no such interface')")
+    assert installation._gloo().found == "an all-reduce of two processes failed: no such interface"
+    with monkeypatch.context() as patch:
+        patch.setattr(mm, "orthogonalize", lambda x, **given: x if given else -x)  # products that are wrong
+        assert installation._orthogonalize().do == "Write kernels='torch', and report it"
+    (line,) = installation.lines_of([installation.Finding("gloo", "nothing", "Write so")])
+    assert line == "do  gloo: nothing. Write so"
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_their_links(workers: Callable[[int], Pool]) -> None:
+    first, second = workers(2).run(installation.measured_links, torch.device("cpu"))
+    assert re.fullmatch(r"2 ranks: [\d.]+ ms, \d+ MB/s an all-reduce, clocks \d+ ms apart", first.found), first
+    assert first.do == second.do == ""
 
 
 def data(path: Path) -> Path:

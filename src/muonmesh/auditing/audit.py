@@ -121,8 +121,8 @@ class Audit:
             lines.append(f"size 1.00 is scale {self.scale!r} times {self.fit:.2f}")
         if self.rows and math.isnan(self.rows[0].gradient):
             lines.append("No gradients were there. To see whether they arrive, call backward first.")
-        for number, (mend, count) in enumerate(mends.items(), 1):
-            told = f"[{number}] {count} of {len(self.rows)} weights: {mend}."
+        for number, (mend, times) in enumerate(mends.items(), 1):
+            told = f"[{number}] {times} of {len(self.rows)} weights: {mend}."
             lines.append(textwrap.fill(told, 80, subsequent_indent="    ", break_on_hyphens=False))
         lines += ["Nothing to mend."] if self.ok else []
         return "\n".join(lines)

@@ -84,4 +84,5 @@ def function_at(target: str) -> Callable[[], Any]:
     function = getattr(importlib.import_module(place), name, None)
     if not callable(function):
         raise FileError(f"{target}: found no function {name!r} there. {NEEDED}")
-    return function
+    found: Callable[[], Any] = function
+    return found

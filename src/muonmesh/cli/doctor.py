@@ -1,9 +1,11 @@
-"""Doctor: ``muonmesh doctor``: what a checkpoint or a run holds, and whether it is whole."""
+"""Doctor: ``muonmesh doctor``: what a checkpoint or a run holds and whether it is whole; or what is right here."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,26 +24,37 @@ def doctor(
         Path | None,
         typer.Argument(
             help="A run of muonmesh train, a folder of muonmesh.checkpoint.save or of torch.distributed.checkpoint, a "
-            "file of torch.save, or an exported model. Without a path: which products multiply on this CPU.",
+            "file of torch.save, or an exported model. Without a path: this machine and this installation.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, each tensor by its name.")] = False,
+    folder: Annotated[
+        Path, typer.Option(help="Without a path: the folder that checkpoints will be written to, to try its disk.")
+    ] = Path(),
 ) -> None:
     """Say what is in a checkpoint and whether it is whole; or look at this installation.
 
     Nothing is executed, changed or loaded into a model, and the path needs no trust.
 
-    Exit code 0: whole. 1: damaged. 2: no checkpoint.
+    Exit code 0: whole, or nothing to do. 1: damaged, or something to do. 2: no checkpoint.
+
+    Under torchrun the links between ranks are looked at too: torchrun --nproc-per-node 2 --no-python muonmesh doctor
     """
     from muonmesh.cli.diagnosis import diagnose
     from muonmesh.cli.terminal import make_console
 
     console = make_console()
     if path is None:
+        from muonmesh.cli.installation import lines_of, look_around
+
         products = products_here()
-        console.print(json.dumps(products, indent=1) if as_json else products["told"], soft_wrap=True, markup=False)
-        return
+        findings = look_around(folder, products["told"])
+        told = {**products, "findings": [asdict(one) for one in findings]}
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            text = json.dumps(told, indent=1) if as_json else "\n".join(lines_of(findings))
+            console.print(text, soft_wrap=True, markup=False)
+        raise SystemExit(DAMAGED if any(one.do for one in findings) else WHOLE)
     found = diagnose(path)
     if as_json:
         console.print(json.dumps(found.as_json(), indent=1), soft_wrap=True, markup=False)

@@ -1,0 +1,190 @@
+"""Installation: whether this machine and this installation are right, looked at in a minute, a line each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 120  # that two processes may take to meet
+LEAST_SHARED = 64 << 20  # what Docker gives a container by itself, which NCCL and data loaders exceed
+LEAST_FREE = 1 << 30
+
+_TWO_RANKS = """
+import sys, torch, torch.distributed as dist
+rank, place = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+total = torch.full((1000,), rank + 1.0)
+dist.all_reduce(total)
+assert total.tolist() == [3.0] * 1000, total
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: what was found, and what to do about it; empty if it is right."""
+
+    looked_at: str
+    found: str
+    do: str = ""
+
+
+def look_around(folder: Path, products: str) -> list[Finding]:
+    """Look at everything; what cannot be looked at is a finding too.
+
+    Args:
+        folder: Where checkpoints will be written.
+        products: What is known of the compiled products.
+    """
+    looks: dict[str, Callable[[], Finding]] = {
+        "torch": _torch,
+        "processor": _processor,
+        "compiled products": lambda: Finding("compiled products", products.removeprefix("compiled products: ")),
+        "orthogonalize": _orthogonalize,
+        "gloo": _gloo,
+        "NCCL": _nccl,
+        "shared memory": _shared_memory,
+        "checkpoint folder": lambda: _disk(folder),
+    }
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # the first process of each host looks at it
+        looks = {}
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        looks["links"] = _links
+    return [_looked(name, look) for name, look in looks.items()]
+
+
+def _looked(name: str, look: Callable[[], Finding]) -> Finding:
+    try:
+        return look()
+    except Exception as error:
+        return Finding(name, f"{type(error).__name__}: {error}", "Mend this first")
+
+
+def _torch() -> Finding:
+    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+    return Finding(
+        "torch", f"{torch.__version__}, Python {platform.python_version()}", "pip install 'torch>=2.11'" * old
+    )
+
+
+def _processor() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return Finding(
+        "processor", f"{torch.backends.cpu.get_cpu_capability()}, {cores} cores, {', '.join(names) or 'no GPU'}"
+    )
+
+
+def _orthogonalize() -> Finding:
+    """The default iteration with this machine's products in bf16, against torch's in fp64."""
+    import muonmesh as mm
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(96, 160, generator=torch.Generator().manual_seed(0)).to(device)
+    exact = mm.orthogonalize(x.double(), dtype=torch.float64, kernels="torch")
+    apart = float((mm.orthogonalize(x).double() - exact).norm() / exact.norm())
+    wrong = "" if apart < 0.03 else "Write kernels='torch', and report it"
+    return Finding("orthogonalize", f"bf16 products on {device} are {apart:.1%} from fp64", wrong)
+
+
+def _gloo() -> Finding:
+    """A real all-reduce of two processes."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        code = [sys.executable, "-c", _TWO_RANKS]
+        ranks = [
+            subprocess.Popen([*code, str(rank), f"{place}/store"], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+        ]
+        try:
+            said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return Finding("gloo", f"two processes did not meet in {SECONDS} s", "Write GLOO_SOCKET_IFNAME=lo")
+        finally:
+            for rank in ranks:
+                rank.kill()
+    if any(rank.returncode for rank in ranks):
+        last = next((text.strip().splitlines()[-1] for text in said if text.strip()), "no message")
+        return Finding("gloo", f"an all-reduce of two processes failed: {last}", "Write GLOO_SOCKET_IFNAME=lo")
+    return Finding("gloo", f"an all-reduce of two processes, {time.monotonic() - begin:.1f} s with their start")
+
+
+def _nccl() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("NCCL", "no GPU, not needed")
+    if not dist.is_nccl_available():
+        return Finding("NCCL", "torch was built without it", "Install torch for CUDA")
+    return Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+
+
+def _shared_memory(place: str = "/dev/shm") -> Finding:
+    if not Path(place).is_dir():
+        return Finding("shared memory", f"no {place}")
+    total, _, free = shutil.disk_usage(place)
+    found = f"{place}: {total / 1e9:.2f} GB, {free / 1e9:.2f} GB free"
+    return Finding("shared memory", found, "In Docker write --shm-size=8g" if free <= LEAST_SHARED else "")
+
+
+def _disk(folder: Path) -> Finding:
+    """Write, flush and read 64 MB where checkpoints will be."""
+    content = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        begin = time.monotonic()
+        for _ in range(64):
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        rate = 64 * len(content) / max(time.monotonic() - begin, 1e-9) / 1e6
+        file.seek(63 << 20)
+        wrong = "" if file.read() == content else "It reads what was not written: use another disk"
+    free = shutil.disk_usage(folder).free
+    wrong = wrong or ("Make room, or write --folder" if free < LEAST_FREE else "")
+    return Finding("checkpoint folder", f"{folder}: {rate:.0f} MB/s written, {free / 1e9:.1f} GB free", wrong)
+
+
+def _links() -> Finding:
+    """What torchrun's ranks measure."""
+    from muonmesh.cli.worker import join
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    join("nccl" if device.type == "cuda" else "gloo", timeout=None, device_id=device if device.type == "cuda" else None)
+    try:
+        return measured_links(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def measured_links(device: torch.device) -> Finding:
+    """Latency and bandwidth of an all-reduce of all ranks, and how far their clocks are apart; collective."""
+    seconds = []
+    for numbers in (1, 4 << 20):
+        tensor = torch.ones(numbers, device=device)
+        for counted in (False, True):
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(3):
+                dist.all_reduce(tensor)
+            float(tensor[0])
+            seconds += [(time.perf_counter() - begin) / 3] * counted
+    dist.barrier()
+    clocks = [None] * dist.get_world_size()
+    dist.all_gather_object(clocks, time.time())
+    apart = max(clocks) - min(clocks)  # type: ignore[type-var, operator]
+    found = f"{len(clocks)} ranks: {seconds[0] * 1e3:.2f} ms, {16.8 / seconds[1]:.0f} MB/s an all-reduce"
+    wrong = "Set the hosts' clocks: logs and timeouts compare them" if apart > 1.0 + seconds[0] else ""
+    return Finding("links", f"{found}, clocks {apart * 1e3:.0f} ms apart", wrong)
+
+
+def lines_of(findings: list[Finding]) -> Iterator[str]:
+    """Yield a line for each finding."""
+    for one in findings:
+        yield f"{'do  ' if one.do else 'ok  '}{one.looked_at}: {one.found}" + (f". {one.do}" if one.do else "")
