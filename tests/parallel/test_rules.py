@@ -541,7 +541,7 @@ def on_the_page() -> None:
 
 
 def test_the_rule_of_the_page_is_proved(workers) -> None:
-    workers(2).run(on_the_page)
+    workers(2).run(on_the_page, timeout=180.0)
 
 
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
