@@ -191,6 +191,11 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
         [Shape(ep=2, flat=True, model=MOE + ONE_LAYER), Shape(model=MOE + ONE_LAYER)],
         {"rule": "hyperball"},
     ),
+    "what owners keep, by turns": (
+        Shape(tp=2, model=ONE_LAYER),
+        [Shape(tp=4, model=ONE_LAYER), Shape(flat=True, model=ONE_LAYER)],
+        {"rule": "soap", "soap_every": 3},
+    ),
     "GroupedMLP": (
         Shape(ep=2, dtype=BF16, model=GROUPED + ONE_LAYER),
         [Shape(tp=2, flat=True, dtype=BF16, model=GROUPED + SEQUENCE + ONE_LAYER)],

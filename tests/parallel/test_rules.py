@@ -537,11 +537,12 @@ def on_the_page() -> None:
     prove_rule("even-rows", examples=FEW, seed=1, settings={"row_beta": 0.5})
     prove_rule("as-large-as-the-weights", examples=FEW, seed=2)
     prove_rule("lion", examples=FEW, seed=3)
+    prove_rule("sign-sgd", examples=FEW, seed=5, settings={"decay_mode": "cautious"})
     prove_rule("whitened", examples=FEW, seed=4)
 
 
 def test_the_rule_of_the_page_is_proved(workers) -> None:
-    workers(2).run(on_the_page)
+    workers(2).run(on_the_page, timeout=180.0)
 
 
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)

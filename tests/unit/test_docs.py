@@ -458,10 +458,17 @@ def test_the_page_about_rules() -> None:
     assert tuple(optimizer.state[weight]["row_norm"].shape) == (48, 1)
     assert torch.allclose(optimizer.state[weight]["mean_weights"], 0.5 * weight.detach())
 
+    signs = mm.from_model(model, lr=0.01, overrides={"": {"algorithm": "sign-sgd"}}, adamw={"weight_decay": 0.0})
+    gradients = {name: p.grad.sign() for name, p in model.named_parameters() if p.grad is not None}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    signs.step()
+    for name, sign in gradients.items():
+        torch.testing.assert_close(model.get_parameter(name).detach(), before[name] - 0.01 * sign)
+
     optimizer = mm.from_model(model, lr=0.01, rule="as-large-as-the-weights", weight_decay=0.0)
-    before = weight.detach().clone()
+    start = weight.detach().clone()
     optimizer.step()
-    assert torch.allclose((weight.detach() - before).norm(), 0.01 * before.norm())
+    assert torch.allclose((weight.detach() - start).norm(), 0.01 * start.norm())
 
 
 def test_the_page_about_variants() -> None:
