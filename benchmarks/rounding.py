@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,16 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "nearest": {},
     "stochastic": {"stochastic_rounding": 0},
 }
-MODELS = {"64 × 2": (64, 2), "96 × 2": (96, 2), "96 × 4": (96, 4)}
-"""Width and layers."""
+MODELS = {"64 × 2": ("nano", 2), "64 × 4": ("nano", 4), "128 × 2": ("small", 2)}
+"""Width × layers: a preset of `muonmesh train`, and how many layers."""
 LR, BATCH = 6e-3, 4
 
 
-def train(name: str, seed: int, corpus: Corpus, shape: tuple[int, int], steps: int) -> dict[str, Any]:
+def train(name: str, seed: int, corpus: Corpus, shape: tuple[str, int], steps: int) -> dict[str, Any]:
     """One training: the last validation loss, and bytes of weights and state for each element of a half."""
     torch.manual_seed(seed)
-    width, layers = shape
-    config = replace(model_config("nano", vocab=corpus.vocab, seq=LENGTH), width=width, layers=layers)
+    config = model_config(shape[0], vocab=corpus.vocab, seq=LENGTH)
+    config.num_hidden_layers = shape[1]
     model = build_model(config).bfloat16()
     optimizer = mm.from_model(model, lr=LR, process_group="local", **WEIGHTS[name])
     windows = Windows(corpus.train(), length=LENGTH, seed=seed)
@@ -64,7 +63,7 @@ def train(name: str, seed: int, corpus: Corpus, shape: tuple[int, int], steps: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where the tokens are kept")
     parser.add_argument("--json", type=Path)

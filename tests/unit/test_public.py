@@ -135,6 +135,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "ns_coefficients": "quintic",
         "ns_steps": 4,
         "ns_method": "standard",
+        "rounding_step": 3,
         "adamw_betas": (0.8, 0.9),
         "adamw_eps": 1e-5,
         "compute_dtype": torch.float64,
@@ -149,7 +150,8 @@ def test_from_model_hands_every_argument_on() -> None:
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)
-    own = {"model", "muon", "adamw", "overrides", "per_head", "rule"}
+    own = {"model", "muon", "adamw", "overrides", "per_head", "rule", "stochastic_rounding"}
+    assert mm.from_model(nn.Linear(2, 3), stochastic_rounding=4).defaults["stochastic_rounding"] == 4  # without masters
     assert given.keys() == signature.parameters.keys() - own
     assert not [name for name in given if given[name] == signature.parameters[name].default]
     optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), **given)

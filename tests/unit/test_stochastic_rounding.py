@@ -88,7 +88,7 @@ def test_an_element_has_its_number_in_whatever_piece_it_lies(seed: int) -> None:
 
 
 def test_a_piece_of_no_block_is_an_error() -> None:
-    with pytest.raises(ValueError, match="none of these blocks"):
+    with pytest.raises(ValueError, match="needed one within a block"):
         number_in_whole(Piece((2,), 7, (1,), 0, (1,)), [Block(Region.box((0,), (3,)), 0, (1,))], (3,))
 
 

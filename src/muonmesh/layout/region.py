@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from muonmesh.errors import explain_error
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -91,7 +93,8 @@ def number_in_whole(piece: Piece, blocks: Sequence[Block], shape: tuple[int, ...
                     own // max(1, stride) for own, stride in zip(piece.storage_strides, block.strides, strict=True)
                 )
                 return number, tuple(step * stride for step, stride in zip(steps, whole, strict=True))
-    raise ValueError("a piece of none of these blocks")
+    found = f"a piece that begins at element {piece.storage_start}"
+    raise ValueError(explain_error("the storage", found, "one within a block of it"))
 
 
 def overlap(storage: Block, matrix: Block) -> Piece | None:
