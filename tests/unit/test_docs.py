@@ -248,7 +248,9 @@ def test_the_page_about_variants() -> None:
     assert (rules["lm_head.weight"], rules["model.layers.0.mlp.up_proj.weight"]) == ("scion_sign", "normuon")
 
 
-@pytest.mark.filterwarnings("ignore:Model. found weights")  # the code of what is not in a file cannot be read
+@pytest.mark.filterwarnings(
+    "ignore:Model. Muon trains these weights"
+)  # the code of what is not in a file cannot be read
 def test_the_page_about_groups() -> None:
     written = run("docs/groups.md", {}, {}, {}, {})
     assert [group["lr"] for group in next(written)["optimizer"].param_groups][:2] == [0.02, 3e-4]
