@@ -73,13 +73,12 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same in both", write))
         model = getattr(chunk, "config", None)
         if getattr(model, "qk_clip", False) and config.use_distributed_optimizer:
-            what = (
-                "qk_clip=True does not work with use_distributed_optimizer=True, because Megatron would scale a shard "
+            found = (
+                "qk_clip=True and use_distributed_optimizer=True: Megatron would scale a shard of the fp32 weights as "
             )
-            what += (
-                "of the fp32 weights as if it were the whole weight. Remove --qk-clip or --use-distributed-optimizer"
-            )
-            raise ValueError(about("TransformerConfig", what))
+            found += "if it were the whole weight"
+            write = "Remove --qk-clip or --use-distributed-optimizer"
+            raise ValueError(explain_error("TransformerConfig", found, "only one of them", write))
         _refuse_unreduced_experts(model, chunk)
         remat = getattr(model, "gtp_weight_remat_size", 1)
         if remat > 1:
