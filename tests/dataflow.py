@@ -193,7 +193,7 @@ def differences(model: nn.Module, outputs: Any, results: Any, heads: bool = True
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         groups = split_params(model)
-    guessed = {name for w in caught for name in re.findall(r"[\w.*]+", str(w.message).partition("; needed")[0])}
+    guessed = {name for w in caught for name in re.findall(r"[\w.*]+", str(w.message).partition(". Write")[0])}
     everything, last = flow(model, outputs), flow(model, results).last
     last = {groups.shared.get(name, name) for name in last}
     first = {groups.shared.get(name, name) for name in everything.first}

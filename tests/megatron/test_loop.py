@@ -253,7 +253,7 @@ def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:
     [
         ({"optimizer": "sgd"}, {}, "Set optimizer='adam'"),
         ({"use_distributed_optimizer": True}, {}, "Set both alike"),
-        ({"optimizer_cpu_offload": True}, {}, "optimizer_cpu_offload=True; needed it off. Remove it"),
+        ({"optimizer_cpu_offload": True}, {}, "optimizer_cpu_offload=True; needed False. Remove it"),
         ({"decoupled_weight_decay": False}, {}, "Set decoupled_weight_decay=True"),
         ({}, {"dump_param_to_param_group_map": "x"}, r"Write print\(optimizer.explain\(\)\)"),
         ({}, {"policy": "sometimes"}, "policy: found 'sometimes'"),

@@ -258,7 +258,7 @@ def test_experts_in_one_flat_weight_are_refused_by_split_params(workers) -> None
     """Their shape, hidden × (experts · ffn), is not how their memory is read: one wrong matrix for all experts."""
     for outcome in workers(2).run_expecting_errors(flattened):
         assert outcome.error is ValueError
-        assert "weight1: found weight1 of GroupedMLP" in outcome.message
+        assert "weight1: GroupedMLP stores all experts in weight1" in outcome.message
         assert "Use get_megatron_optimizer" in outcome.message
 
 

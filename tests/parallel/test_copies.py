@@ -256,12 +256,37 @@ def experts(kind: str, algorithm: str, process_group: str | None) -> float:
     ("kind", "algorithm", "process_group", "message"),
     [
         ("weights dtensor", "muon", None, ""),  # two parameters of one name: bits say so
-        ("zeros dtensor", "muon", None, "expert: found different gradients of equal weights on the ranks (0, 2) and"),
-        ("zeros dtensor", "adamw", "auto", "expert: found different gradients of equal weights on the ranks (0, 2)"),
+        (
+            "zeros dtensor",
+            "muon",
+            None,
+            "expert: Parameters of this name have different gradients of equal weights on the ranks (0, 2) and",
+        ),
+        (
+            "zeros dtensor",
+            "adamw",
+            "auto",
+            "expert: Parameters of this name have different gradients of equal weights on the ranks (0, 2)",
+        ),
         ("zeros dtensor", "muon", "local", ""),
-        ("weights plain", "muon", None, "expert: found different weights on the ranks (0,) and (1,)"),
-        ("weights plain", "adamw", "auto", "expert: found different weights on the ranks (0,) and (1,)"),
-        ("zeros plain", "adamw", None, "expert: found different gradients of equal weights on the ranks (0,) and"),
+        (
+            "weights plain",
+            "muon",
+            None,
+            "expert: Parameters of this name have different weights on the ranks (0,) and (1,)",
+        ),
+        (
+            "weights plain",
+            "adamw",
+            "auto",
+            "expert: Parameters of this name have different weights on the ranks (0,) and (1,)",
+        ),
+        (
+            "zeros plain",
+            "adamw",
+            None,
+            "expert: Parameters of this name have different gradients of equal weights on the ranks (0,) and",
+        ),
     ],
 )
 def test_parameters_of_one_name_that_are_no_copies(
@@ -292,7 +317,7 @@ def unknown_on_one_rank() -> None:
 def test_a_matrix_that_one_rank_alone_holds_is_an_error_on_every_rank(workers) -> None:
     outcomes = workers(2).run_expecting_errors(unknown_on_one_rank, timeout=30)
     assert [outcome.error for outcome in outcomes] == [mm.PlanError, mm.LayoutError]
-    assert all("free: found a plain tensor while 2 ranks run" in outcome.message for outcome in outcomes)
+    assert all("free: This parameter is a plain tensor while 2 ranks run" in outcome.message for outcome in outcomes)
 
 
 def in_slices() -> None:
@@ -311,5 +336,5 @@ def in_slices() -> None:
 def test_gradients_of_parts_of_the_tokens_are_an_error_on_every_rank(workers) -> None:
     for outcome in workers(2).run_expecting_errors(in_slices, timeout=30):
         assert outcome.error is mm.LayoutError
-        assert "found different gradients of equal weights on the ranks (0,) and (1,)" in outcome.message
+        assert "have different gradients of equal weights on the ranks (0,) and (1,)" in outcome.message
         assert "SequenceParallel() for a norm" in outcome.message

@@ -118,7 +118,7 @@ def wrapped_after(declare: bool) -> None:
 def test_an_optimizer_made_before_the_wrapper_is_told_of_it(workers) -> None:
     for outcome in workers(2).run_expecting_errors(wrapped_after, False):
         assert outcome.error is mm.LayoutError, outcome
-        assert "that FSDP1 has flattened" in outcome.message
+        assert "FSDP1 (FullyShardedDataParallel) has flattened" in outcome.message
         assert "layouts=muonmesh.integrations.fsdp1.declared_layouts(model)" in outcome.message
     workers(2).run(wrapped_after, True)
 

@@ -92,7 +92,7 @@ def different_setting(key: str, value: Any, waits: bool) -> bool:
     name = "vector" if key.startswith("adamw") else "matrix"
     if not waits:
         optimizer.step()  # the next step says it; AdamW's half is masked on CUDA only
-    with pytest.raises(mm.PlanError, match=f"{name}: found .* on rank 0 and .* on rank 1.*alike everywhere"):
+    with pytest.raises(mm.PlanError, match=f"{name}: found .* on rank 0 and .* on rank 1.*alike on every rank"):
         optimizer.step()
     return same(before if waits else before[:1], values(model) if waits else values(model)[:1])
 
@@ -228,7 +228,7 @@ def test_a_plan_that_changes_on_one_rank_is_made_anew_by_all(workers, how: str, 
 def test_where_the_host_does_not_wait_a_changed_plan_is_an_error_on_all(workers, algorithm: str, then: str) -> None:
     """The rank that has changed takes part in what the others wait for: gathers, sums over matrices, scatters."""
     for told in workers(2).run(changed, "add", then, False, algorithm, timeout=SOON):
-        assert told.startswith("PlanError: the groups: found other parameters or groups than in the step before"), told
+        assert told.startswith("PlanError: the groups: Some ranks changed their param groups or parameters"), told
 
 
 @pytest.mark.parametrize("then", ["step", "clip", "metrics"])
@@ -345,7 +345,7 @@ def alone(what: str) -> tuple[str, float]:
 )
 def test_a_rank_that_steps_alone_says_in_what_and_who_is_missing(workers, what: str, where: str) -> None:
     (told, seconds), _ = workers(2).run(alone, what, timeout=SOON)
-    assert f"the ranks 0, 1 did not meet in {where}; needed each of them there. Missing: 1." in told, told
+    assert f"The ranks 0, 1 did not meet in {where}. Missing: 1." in told, told
     assert told.startswith("step "), told
     assert seconds < 10
 
@@ -382,7 +382,7 @@ def test_a_rank_that_dies_inside_a_step_is_named_and_the_torn_state_is_not_saved
             break
         time.sleep(0.1)
     told = json.loads(file.read_text())
-    assert "did not meet in the gather of bucket 0; needed each of them there. Missing: 1." in told["step"], told
+    assert "did not meet in the gather of bucket 0. Missing: 1." in told["step"], told
     for name in ("then step", "then state_dict"):
         assert "interrupted while it wrote" in told[name]
 
@@ -543,8 +543,8 @@ def test_an_optimizer_made_before_its_parameters_were_replaced_says_so_at_the_fi
     workers, by: str, waits: bool
 ) -> None:
     told = workers(2).run(train_replaced, by, "before", waits, timeout=SOON)
-    assert "found no gradient, while the model now holds another parameter" in told[1]
-    assert "Make the optimizer after what replaces parameters" in told[1]
+    assert "has no gradient, and the model now holds another parameter" in told[1]
+    assert "Make the optimizer after fully_shard" in told[1]
     assert told[1].startswith("LayoutError: up.weight"), told
     assert told[0] == told[1] or (by == "hand" and told[0].startswith("PlanError: ")), told
 

@@ -64,7 +64,7 @@ def in_two_ways(ops: list[str]) -> None:
 @pytest.mark.parametrize(
     ("ops", "error", "message"),
     [
-        (["sum", "avg"], mm.PlanError, "w: found a gradient that the ranks (0, 1) hold in different ways"),
+        (["sum", "avg"], mm.PlanError, "w: The gradient is placed differently on the ranks (0, 1)"),
         (["product", "product"], mm.LayoutError, "w: found a gradient placed (Partial(product),)"),
     ],
 )

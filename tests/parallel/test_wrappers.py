@@ -73,9 +73,9 @@ def not_found(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("none", "0.weight: found a plain tensor while 2 ranks run"),
-        ("ignored", "2.weight: found a plain tensor that no DistributedDataParallel averages, while one averages 0"),
-        ("outside", "3.weight: found a plain tensor that no DistributedDataParallel averages, while one averages 0"),
+        ("none", "0.weight: This parameter is a plain tensor while 2 ranks run"),
+        ("ignored", "2.weight: No DistributedDataParallel averages this plain tensor, while one averages 0"),
+        ("outside", "3.weight: No DistributedDataParallel averages this plain tensor, while one averages 0"),
     ],
 )
 def test_what_no_wrapper_averages_is_an_error(workers: Any, kind: str, message: str) -> None:

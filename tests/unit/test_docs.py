@@ -487,7 +487,9 @@ def test_the_page_about_variants() -> None:
     assert powers[1] == [names["power_at"](1 / 1000)]
 
 
-@pytest.mark.filterwarnings("ignore:Model. found weights")  # the code of what is not in a file cannot be read
+@pytest.mark.filterwarnings(
+    "ignore:Model. Muon trains these weights"
+)  # the code of what is not in a file cannot be read
 def test_the_page_about_groups() -> None:
     written = run("docs/groups.md", {}, {}, {}, {})
     assert [group["lr"] for group in next(written)["optimizer"].param_groups][:2] == [0.02, 3e-4]

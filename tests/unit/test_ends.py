@@ -227,7 +227,7 @@ def test_a_fused_weight_is_cut_as_its_code_cuts_it(case: tuple[Any, ...]) -> Non
 
 def test_what_is_only_suspected_warns_with_the_line_to_paste() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList([Unreadable(), Unreadable()]), "head": nn.Linear(8, 5)})
-    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight; needed") as caught:
+    with pytest.warns(UserWarning, match=r"by a guess: blocks\.\*\.qkv\.weight\. Write") as caught:
         found = placed(split_params(model))
     assert found["blocks.0.qkv.weight"] == ("muon", "whole")
     assert len(caught) == 1

@@ -122,7 +122,7 @@ def test_half_a_head_is_refused() -> None:
 
 
 def test_what_is_asked_for_in_vain_is_refused() -> None:
-    with pytest.raises(ValueError, match="found no attention module whose q, k split_params knows"):
+    with pytest.raises(ValueError, match="per_head asks for q, k, but split_params knows no attention module"):
         mm.split_params(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), per_head=True)
     for wrong in ("q", ("x",), (), 1):
         with pytest.raises(ValueError, match=r"per_head=.*; needed True, which means"):

@@ -317,7 +317,7 @@ def test_among_several_ranks_the_guess_warns_and_in_one_process_it_does_not(work
     """One process holds no pipeline stage; with several, the model may be one. An override decides."""
     assert _warned(_mlp) == []
     for (message,) in workers(2).run(_warned, _mlp):
-        assert message.startswith("2.weight: found the last layer of a Sequential without a stack of blocks")
+        assert message.startswith("2.weight: This last layer of a Sequential is taken for the output layer by a guess")
         assert 'overrides={"2.weight": "muon"}' in message
 
 
@@ -349,7 +349,7 @@ def test_a_traced_stage_is_refused_and_gets_what_the_whole_model_decided() -> No
     seen: dict[str, Any] = {}
     for number in range(3):
         stage = traced.get_stage_module(number)
-        message = r"weight: found a parameter of a traced module, .* Write split_params\(model\)\.held_by\(stage\)"
+        message = r"weight: The module of this parameter was traced .* Write split_params\(model\)\.held_by\(stage\)"
         with pytest.raises(ValueError, match=message):
             split_params(stage)
         groups = whole.held_by(stage)
@@ -372,7 +372,9 @@ def test_what_the_whole_model_decided_reaches_tied_and_frozen_parameters_and_ref
     groups = whole.held_by(torch.compile(last))
     assert decided(groups) == {"output.weight": ("adamw.embeddings", None)}  # as the embedding it is tied to
     assert set(groups.frozen) == {"norm.weight", "norm.bias"}
-    with pytest.raises(ValueError, match=r"^head\.weight: found a parameter that the whole model's groups do not name"):
+    with pytest.raises(
+        ValueError, match=r"^head\.weight: The stage holds this parameter, and the groups of the whole model have none"
+    ):
         whole.held_by(nn.ModuleDict({"head": nn.Linear(WIDTH, VOCAB, bias=False)}))
     with pytest.raises(ValueError, match=r"^output\.weight: found shape \(3, 8\); needed \(11, 8\)"):
         whole.held_by(nn.ModuleDict({"output": nn.Linear(WIDTH, 3, bias=False)}))

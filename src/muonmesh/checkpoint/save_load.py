@@ -25,7 +25,7 @@ from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
-from muonmesh.errors import StateError, explain_error
+from muonmesh.errors import StateError, about, explain_error
 from muonmesh.layout import FlatShards
 from muonmesh.names import canonical_name
 from muonmesh.numerics.precision import plain_modes
@@ -229,13 +229,17 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
         for name, digest in digests.items():
             before, expected = first.setdefault(name, (rank, digest))
             if digest != expected:
-                found = (
-                    f"another tensor on rank {rank} than on rank {before}: of another shape, dtype or layout, or one "
+                what = (
+                    f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
                 )
-                found += "that each of them trains alone"
-                write = 'Say which ranks hold it: Muon(..., process_group="world") where each holds all of it, '
-                write += "layouts= where they hold shards; or save after the first step, in which ranks find copies"
-                raise StateError(explain_error(name, found, "one tensor by one name", write))
+                what += (
+                    "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
+                )
+                what += 'each rank holds all of it, write Muon(..., process_group="world"). If the ranks hold shards, '
+                what += (
+                    "declare them with layouts=. Copies that a tensor-parallel plan leaves out are found in the first "
+                )
+                raise StateError(about(name, what + "step, so save after it"))
     for record in records:
         layout = record.storage.layout
         holders = [rank for rank, digests in enumerate(said) if record.name in digests]
@@ -243,6 +247,7 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
         if isinstance(layout, FlatShards):  # of which a rank that holds nothing need not list a tensor
             needs = tuple(rank for rank in layout.ranks if layout.holds(rank))
         if not set(needs) <= set(holders):
-            found = f"it on ranks {holders}"
-            needed = f"it on ranks {tuple(needs)}, which hold it"
-            raise StateError(explain_error(record.name, found, needed, "Call save on all ranks, with their optimizers"))
+            what = (
+                f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save. "
+            )
+            raise StateError(about(record.name, what + "Call save on all ranks, each with its own optimizer"))

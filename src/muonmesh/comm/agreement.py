@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from muonmesh.comm.meeting import shared_store, wait_until
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
-from muonmesh.errors import PlanError, explain_error
+from muonmesh.errors import PlanError, about, explain_error
 from muonmesh.layout import Elementwise, FlatShards, Parameter, Plan
 from muonmesh.layout.parameter import describe
 
@@ -133,11 +133,11 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
                     name,
                     f"{mine} on rank {first} and {theirs} on rank {other}",
                     "the same settings and dtypes on every rank that holds it",
-                    "Set the groups alike everywhere; a schedule must not depend on the rank",
+                    "Set the groups alike on every rank; a schedule must not depend on the rank",
                 )
             )
-    found = "groups that the ranks have set differently"
-    raise PlanError(explain_error("the groups", found, "the same on every rank", "Set them alike everywhere"))
+    what = "The settings of the param groups differ between ranks. Set them alike on every rank"
+    raise PlanError(about("the groups", what))
 
 
 def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
@@ -219,11 +219,10 @@ def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) ->
         )
     found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
     return PlanError(
-        explain_error(
+        about(
             "the plans differ",
-            f"that rank {a} has '{found[0]}' where rank {b} has '{found[1]}'",
-            "the same parameters, in the same order, with the same settings on every rank",
-            "Build the model and the groups alike everywhere",
+            f"Rank {a} has '{found[0]}', where rank {b} has '{found[1]}'. Every rank needs the same parameters, in the "
+            "same order, with the same settings. Build the model and the param groups in the same way on every rank",
         )
     )
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from muonmesh.comm.telling import tell_all
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, about
 
 Copies = Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, ...]]]
 """For a parameter, by its name and the ranks of one copy, the ranks of each of its copies."""
@@ -90,12 +90,12 @@ def _differ(a: tuple[float, float] | None, b: tuple[float, float] | None) -> boo
 
 def _doubtful(name: str, what: str, first: Sequence[int], other: Sequence[int]) -> LayoutError:
     return LayoutError(
-        explain_error(
+        about(
             name,
-            f"different {what} on the ranks {tuple(first)} and {tuple(other)}, which hold a parameter of this name",
-            "to know whether these are copies of one parameter or two parameters; a wrong guess gives a wrong norm",
-            "For copies, broadcast the weights and let the plan of parallelize_module add up the gradients "
-            '(SequenceParallel() for a norm). For two parameters write Muon(..., process_group="local"), or '
-            "gradients= with a GradientSource whose group() tells them apart",
+            f"Parameters of this name have different {what} on the ranks {tuple(first)} and {tuple(other)}. If "
+            "these are copies of one parameter, broadcast the weights, and let the plan of parallelize_module sum the "
+            "gradients (SequenceParallel() for a norm). If these are two parameters, write "
+            'Muon(..., process_group="local"), or pass gradients= with a GradientSource whose group() returns the '
+            "ranks that share each. muonmesh does not guess, because a wrong guess gives a wrong norm",
         )
     )

@@ -150,7 +150,7 @@ def check_source(source: object) -> None:
     missing = [name for name in asked if not callable(getattr(source, name, None))]
     if source is not None and (missing or isinstance(source, type)):
         lacks = f" without {', '.join(f'{name}()' for name in missing)}" if missing else ", a class"
-        found, write = f"{source!r}{lacks}", "Write gradients=source, of a class derived from muonmesh.GradientSource"
+        found, write = f"{source!r}{lacks}", "Derive its class from muonmesh.GradientSource, and pass an instance"
         raise TypeError(explain_error("gradients", found, "a GradientSource", write))
 
 
@@ -203,7 +203,7 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None, source: Gra
             explain_error(
                 name,
                 f"{kinds[isinstance(gradient, DTensor)]} as gradient of {kinds[isinstance(parameter, DTensor)]}",
-                "the layout of the parameter",
+                "a gradient with the layout of the parameter",
                 "Let autograd set the gradient, or write grad = DTensor.from_local(grad, mesh, placements)",
             )
         )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.errors import PlanError, explain_error
+from muonmesh.errors import PlanError, about
 
 PATIENCE = 5.0
 """Seconds in which the others of a failed collective may say where they are."""
@@ -147,9 +147,9 @@ def wait_until(ready: Callable[[], bool], absent: Callable[[], Sequence[int]]) -
             raise PlanError(failed)
         if time.monotonic() >= until:
             missing = absent()
-            found = f"that the ranks {told_ranks(missing)} did not come to compare plans"
-            write = "Call step on every rank; a rank that has died is named by its launcher"
-            raise PlanError(explain_error("the first step", found, "all ranks that share parameters", write))
+            what = f"The ranks {told_ranks(missing)} did not come to compare plans. Call step on all ranks that share "
+            what += "parameters. If a rank has died, its launcher names it"
+            raise PlanError(about("the first step", what))
         time.sleep(pause)
         pause = min(0.05, 1.5 * pause)
 
@@ -194,11 +194,10 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
     except RuntimeError as error:
         if isinstance(error, PlanError):
             raise
-        found = f"that the ranks {told_ranks(ranks)} did not meet in {what}"
-        needed = f"each of them there. {_who_is_missing(ranks, key, when, what)}"
-        write = "A rank that has died is named by its launcher; one that runs must call the optimizer as often as the "
-        write += f"others. The cause as torch tells it: {_first_line(error)}"
-        raise PlanError(explain_error(when, found, needed, write)) from error
+        told = f"The ranks {told_ranks(ranks)} did not meet in {what}. {_who_is_missing(ranks, key, when, what)}. "
+        told += "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
+        told += f"The cause as torch tells it: {_first_line(error)}"
+        raise PlanError(about(when, told)) from error
 
 
 def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str:

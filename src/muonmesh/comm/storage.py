@@ -67,7 +67,7 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
                     name,
                     f"placement {placement!r} in {tuple(placements)}",
                     "Replicate, Shard or _StridedShard: a partial value is not a parameter",
-                    "Write parameter.redistribute(placements=[Replicate()]) before the optimizer sees it",
+                    "Write parameter.redistribute(placements=[Replicate()]) before you make the optimizer",
                 )
             )
     return tuple(translated)
@@ -184,11 +184,11 @@ def storage_of(
     if replicas is not None:
         if len(replicas) > 1 and getattr(tensor, "tensor_model_parallel", False):
             raise LayoutError(
-                explain_error(
+                about(
                     name,
-                    "tensor_model_parallel=True on a plain tensor that process_group= calls a replica",
-                    "to know how it is sharded, or that it is not",
-                    "Write Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))",
+                    "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
+                    "says that every rank holds all of it. Write "
+                    "Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))",
                 )
             )
         return Storage(MeshLayout.replicated(shape, tuple(replicas)), shape)
@@ -202,13 +202,12 @@ def storage_of(
 def nobody_said(name: str) -> LayoutError:
     """Return the error of a plain tensor of which nobody has said which ranks hold it."""
     return LayoutError(
-        explain_error(
+        about(
             name,
-            f"a plain tensor while {world_size()} ranks run",
-            "to know which ranks hold the same parameter; guessing wrong would train silently wrong",
-            'Write Muon(..., process_group="world") under DDP, process_group="local" if every rank trains a '
-            "copy of its own, or a ProcessGroup; a sharded parameter must be a DTensor (fully_shard) or declared: "
-            f"layouts={{{name!r}: (mesh, placements)}}",
+            f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
+            'same parameter. Under DDP, write Muon(..., process_group="world"). If every rank trains its own copy, '
+            'write process_group="local". If some ranks share it, pass their ProcessGroup. If it is a shard, make it a '
+            f"DTensor (fully_shard), or declare it: layouts={{{name!r}: (mesh, placements)}}",
         )
     )
 
@@ -221,13 +220,12 @@ def refuse_flattened(name: str, tensor: Tensor) -> None:
     """
     if world_size() > 1 and getattr(tensor, "_fsdp_flattened", False):  # as torch.distributed.fsdp marks them
         raise LayoutError(
-            explain_error(
+            about(
                 name,
-                "a parameter that FSDP1 has flattened (FullyShardedDataParallel)",
-                "to know which of its elements each rank holds",
-                "Shard with fully_shard instead, or wrap with use_orig_params=True before the optimizer is made and "
-                "write Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model)), with groups of "
-                "split_params(model) from before the wrapper",
+                "FSDP1 (FullyShardedDataParallel) has flattened this parameter, and nothing says which elements each "
+                "rank holds. Shard with fully_shard instead. Or call groups = split_params(model), then wrap the model "
+                "with use_orig_params=True, then write "
+                "Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model))",
             )
         )
 
@@ -313,12 +311,12 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
     everyone = [rank for copy in copies for rank in copy]
     if ranks not in copies or len(set(everyone)) < len(everyone) or not set(everyone) <= set(range(world_size())):
         raise LayoutError(
-            explain_error(
+            about(
                 name,
-                f"a DTensor on ranks {ranks} and process_group= with ranks {tuple(replicas)}",
-                "to know which ranks hold the same shards; they are no regular grid",
-                "Slice the DTensor's mesh from one mesh of all ranks with names for its dims, put the replicate axis "
-                "into it (HSDP), or pass the ProcessGroup of this rank's replicas",
+                f"This DTensor lives on the ranks {ranks}, and process_group= has the ranks {tuple(replicas)}. These "
+                "form no regular grid, so nothing says which ranks hold the same shards. Slice the DTensor's mesh from "
+                "one mesh of all ranks with named dims, put the replicate axis into the mesh (HSDP), or pass the "
+                "ProcessGroup of this rank's replicas",
             )
         )
     return _copied(layout, copies)

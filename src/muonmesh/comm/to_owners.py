@@ -19,7 +19,7 @@ from muonmesh.comm.agreement import host_group, new_group
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
 from muonmesh.comm.storage import Storage, local_of
 from muonmesh.comm.wire import Counts, Transfer, Wire
-from muonmesh.errors import LayoutError, PlanError, explain_error
+from muonmesh.errors import LayoutError, PlanError, about, explain_error
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.layout.flat import Interval
 
@@ -125,9 +125,9 @@ class ToOwners(GradientSource):
         """
         if scale is not None:
             return None
-        found = "gradients that scaler.unscale_(optimizer) has not seen, since they are at their owners"
-        write = "Leave out scaler.unscale_(optimizer): step() takes the scale out of all gradients"
-        return LayoutError(explain_error("gradients='to_owners'", found, "gradients of one scale", write))
+        what = "scaler.unscale_(optimizer) has divided only some of the gradients, because the others are at their "
+        what += "owners. Leave out scaler.unscale_(optimizer): step() takes the scale out of all gradients"
+        return LayoutError(about("gradients='to_owners'", what))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class ToOwners(GradientSource):
                     explain_error(
                         name,
                         f"{storage.placements} with gradients='to_owners'",
-                        "a mesh without replicas, since FSDP2 averages over those of its mesh itself",
+                        "a mesh without replicas, because FSDP2 averages gradients over the replicas of its mesh",
                         'Write fully_shard(module, mesh=mesh["shard"]) and process_group=mesh["replicate"].get_group()',
                     )
                 )
@@ -296,9 +296,8 @@ class ToOwners(GradientSource):
         most, low, high, *flags = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on gradients").tolist()
         if low + high != 255:
             self._even_out(links, len(self._dropped) + rounds)
-            found = "gradients that zero_grad() dropped on some of the ranks and not on others"
-            write = "Call zero_grad() on all of them"
-            raise PlanError(explain_error("the gradients", found, "the same on every replica", write))
+            what = "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks"
+            raise PlanError(about("the gradients", what))
         for transfer in itertools.chain(*self._dropped):
             links.wire.finish(transfer.transfer)
         self._dropped = []

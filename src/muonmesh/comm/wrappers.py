@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, about, explain_error
 
 Living = TypeVar("Living")
 
@@ -34,8 +34,8 @@ def leave_gradients(model: nn.Module) -> None:
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         if inner.static_graph:
-            found, needed = "a DistributedDataParallel with static_graph=True", "one that may leave gradients alone"
-            raise ValueError(explain_error("gradients='to_owners'", found, needed, "Leave out static_graph"))
+            what = "The model is in a DistributedDataParallel with static_graph=True, which cannot leave gradients "
+            raise ValueError(about("gradients='to_owners'", what + "to muonmesh. Leave out static_graph"))
         inner.require_backward_grad_sync = False
 
 
@@ -80,17 +80,16 @@ def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | No
             if isinstance(tensor, DTensor):
                 continue
             raise LayoutError(
-                explain_error(
+                about(
                     name,
-                    f"a plain tensor that no DistributedDataParallel averages, while one averages {first}",
-                    "to know which ranks hold it; guessing wrong would train silently wrong",
-                    'Write Muon(..., process_group="world") if your loop averages its gradient among all ranks, or '
-                    "leave it out of the groups",
+                    f"No DistributedDataParallel averages this plain tensor, while one averages {first}. If your loop "
+                    'averages its gradient over all ranks, write Muon(..., process_group="world"). Otherwise leave it '
+                    "out of the param groups",
                 )
             )
         other = dist.get_process_group_ranks(held[name])
         if other != ranks:
             found_ranks = f"a DistributedDataParallel of ranks {other}, while that of {first} has ranks {ranks}"
-            write = "Give each its own optimizer, or write gradients= with a GradientSource whose group() tells them"
+            write = "Give each its own optimizer, or pass gradients= with a GradientSource whose group() returns them"
             raise LayoutError(explain_error(name, found_ranks, "one group for all parameters", write))
     return group

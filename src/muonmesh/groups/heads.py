@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 from torch import nn
 
-from muonmesh.errors import explain_error
+from muonmesh.errors import about, explain_error
 from muonmesh.groups.fused_projections import WHOLE, class_names
 from muonmesh.groups.sites import Role, Site
 
@@ -117,12 +117,9 @@ def refuse_none(model: nn.Module, missing: Collection[str]) -> None:
         ValueError: there are some.
     """
     if missing:
-        found = f"no attention module whose {', '.join(missing)} split_params knows"
-        needed = f"one for each of the projections in per_head, {', '.join(missing)} too"
-        write = (
-            'Write overrides={"name": {"algorithm": "muon", "matrices": ("heads", 12, 0)}} for each, or leave it out'
-        )
-        raise ValueError(explain_error(type(model).__name__, found, needed, write))
+        what = f"per_head asks for {', '.join(missing)}, but split_params knows no attention module with these "
+        what += 'projections. Write overrides={"name": {"algorithm": "muon", "matrices": ("heads", 12, 0)}} for each '
+        raise ValueError(about(type(model).__name__, what + "weight, or leave per_head out"))
 
 
 def named_parts(attribute: str) -> tuple[str, ...]:
@@ -216,8 +213,4 @@ def refuse_heads(site: Site, owner: nn.Module, part: str, count: int | None, siz
     each = "of unknown size" if size is None else f"of {size}"
     found = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {each}"
     write = f'overrides={{"{site.name}": {{"algorithm": "muon", "matrices": ("heads", n, 0)}}}}'
-    raise ValueError(
-        explain_error(
-            site.name, found, "whole heads: half a head is no matrix of its own", f"Write {write}, or leave it out"
-        )
-    )
+    raise ValueError(explain_error(site.name, found, "whole heads only", f"Write {write}, or leave per_head out"))

@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
-from muonmesh.errors import explain_error
+from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.fused_projections import (
     LOOKS_FUSED,
@@ -284,10 +284,11 @@ def _refuse_unknowable(site: Site) -> None:
             explain_error(site.name, found, "its shape", "Run one forward pass before split_params(model)")
         )
     if "InterpreterModule" in class_names(module):  # torch.export's, also of torch.distributed.pipelining.pipeline
-        found = "a parameter of a traced module, which has lost its class"
-        needed = "the module that was traced, since an embedding is no matrix"
-        write = "Write split_params(model).held_by(stage), with the model as it was before tracing"
-        raise ValueError(explain_error(site.name, found, needed, write))
+        what = (
+            "The module of this parameter was traced and has lost its class, so nothing says whether the parameter is "
+        )
+        what += "a matrix or an embedding. Write split_params(model).held_by(stage), with the model from before tracing"
+        raise ValueError(about(site.name, what))
     flat = getattr(parameter, "_is_flat_param", False)
     weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
     if flat or (weight and len(site.shape) < 2):
@@ -295,7 +296,7 @@ def _refuse_unknowable(site: Site) -> None:
             explain_error(
                 site.name,
                 f"a weight of {class_of(module)} flattened to shape {site.shape}",
-                "its own shape: AdamW would train a flat piece as if it were a vector",
+                "the weight with its own shape, because a flat piece would be trained as a vector",
                 "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard",
             )
         )

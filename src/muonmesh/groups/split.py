@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from muonmesh.errors import explain_error, warn
+from muonmesh.errors import about, explain_error, warn
 from muonmesh.groups.fused_projections import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import GUESS, by_shape, declarations, declared_by, ends, role, without_decay
@@ -94,9 +94,9 @@ class ParamGroups(list[dict[str, Any]]):
                 continue
             first = self.shared.get(name, name)
             if first not in known:
-                found, needed = "a parameter that the whole model's groups do not name", "a name that it has there"
-                write = "Call split_params(model) on the model that the stage was cut from, and keep the names"
-                raise ValueError(explain_error(name, found, needed, write))
+                what = "The stage holds this parameter, and the groups of the whole model have none of this name. Call "
+                what += "split_params(model) on the model that the stage was cut from, and keep its names"
+                raise ValueError(about(name, what))
             if (shape := global_shape(parameter)) != (needed_shape := global_shape(known[first])):
                 needed, write = f"{needed_shape} as in the whole model", "Cut the stage from that model"
                 raise ValueError(explain_error(name, f"shape {shape}", needed, write))
@@ -250,21 +250,18 @@ def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
         key = r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in entry.name.split("."))
         one = f'{{"algorithm": "muon", "matrices": ("rows", {rows // 2}, {rows - rows // 2})}}'
         write = (
-            f'overrides={{r"{key}": {one}}} if it is two matrices one below the other, {{r"{key}": "muon"}} if it is '
+            f'overrides={{r"{key}": {one}}} if a weight holds two matrices one below the other, '
+            f'{{r"{key}": "muon"}} if it is '
         )
-        write += f'one, {{r"{key}": "adamw"}} if it is none'
-        needed = "to know whether each is one matrix, several or none"
-        found = f"weights that Muon trains as one matrix by a guess: {of}"
-        warn(explain_error(type(model).__name__, found, needed, f"Write {write}"))
+        write += f'one matrix, {{r"{key}": "adamw"}} if it is none'
+        what = f"Muon trains these weights as one matrix each by a guess: {of}. Write {write}"
+        warn(about(type(model).__name__, what))
     for entry in entries if ranks > 1 else ():  # one process holds no stage
         if entry.role.reason.endswith(GUESS) and not entry.overridden_by:
-            found = f"the last layer of a {type(model).__name__} without a stack of blocks before it, taken as the head"
-            write = (
-                f'If this is a pipeline stage that has more behind it, write overrides={{"{entry.name}": "muon"}}; '
-                'else "adamw" there says that it is meant'
-            )
-            needed = "to know whether it is the whole model's output layer"
-            warn(explain_error(entry.name, found, needed, write))
+            what = f"This last layer of a {type(model).__name__} is taken for the output layer by a guess, because no "
+            what += "stack of blocks comes before it. If this is a pipeline stage and more layers follow, write "
+            what += f'overrides={{"{entry.name}": "muon"}}. To keep AdamW without this warning, write "adamw" there'
+            warn(about(entry.name, what))
 
 
 def _order(group: dict[str, Any]) -> int:
@@ -382,7 +379,8 @@ def _said(key: Any, value: Any) -> dict[str, Any]:
     """One override as settings."""
     where = f"overrides[{key!r}]"
     if not isinstance(key, str):
-        raise TypeError(explain_error(where, "a key that is no string", "one", "Write a name or a regular expression"))
+        write = "Write the name of a parameter or a regular expression"
+        raise TypeError(explain_error(where, f"the key {key!r}", "a string", write))
     base = ("muon", "adamw")
     said = {"algorithm": value} if isinstance(value, str) else value
     if not isinstance(said, Mapping):
@@ -424,7 +422,7 @@ def _check_possible(entry: _Entry) -> None:
             named = "AdamW" if algorithm == "adamw" else algorithm
             found = f'"matrices" from override {keys} for a parameter of {named} ({entry.role.reason})'
             write = f'Write {{"algorithm": "muon", "matrices": {entry.settings["matrices"]!r}}}'
-            raise ValueError(explain_error(entry.name, found, "Muon for that", write))
+            raise ValueError(explain_error(entry.name, found, "Muon as its algorithm", write))
         return
     if len(shape) < 2:
         found, needed = f"Muon from override {keys} for shape {shape}", "two or more dims: a vector has no matrix"
@@ -434,7 +432,7 @@ def _check_possible(entry: _Entry) -> None:
         stored = f"{entry.role.matrices!r} and {entry.differing[0]!r}"
         found = f"one parameter shared by {', '.join(entry.names)}, whose modules store it differently, as {stored}"
         write = f'overrides={{{entry.name!r}: {{"algorithm": "muon", "matrices": {entry.role.matrices!r}}}}}'
-        raise ValueError(explain_error(entry.name, found, "one meaning", f"Write {write}"))
+        raise ValueError(explain_error(entry.name, found, "one form for all of them", f"Write {write}"))
     if entry.settings.get("matrices", entry.role.matrices) is None:
         default = by_shape(shape)
         if default is None:

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from muonmesh.build import from_model
 from muonmesh.clip import ClipPolicy, Limits
 from muonmesh.comm.wrappers import living
-from muonmesh.errors import explain_error
+from muonmesh.errors import about, explain_error
 from muonmesh.integrations.accelerate import for_deepspeed, tell_of_skipped_steps
 from muonmesh.integrations.arguments import check_settings
 from muonmesh.optimizer import Muon
@@ -64,8 +64,8 @@ class MuonFactory:
             write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args, "momentum": 0.95})'
             raise ValueError(explain_error("TrainingArguments", found, needed, write))
         if args.optim not in _DEFAULTS:
-            found, needed = f"optim={OptimizerNames(args.optim).value!r} beside MuonFactory", "one optimizer"
-            write = "Remove optim= for muonmesh, or optimizer_cls_and_kwargs= for the other"
+            found, needed = f"optim={OptimizerNames(args.optim).value!r} and MuonFactory", "only one optimizer"
+            write = "To train with muonmesh, remove optim=. To train with the other, remove optimizer_cls_and_kwargs="
             raise ValueError(explain_error("TrainingArguments", found, needed, write))
         given = {
             "lr": args.learning_rate,
@@ -135,10 +135,8 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             args.max_grad_norm = 0.0
         if not isinstance(held, Muon):
             if self.metrics:
-                found, needed = "metrics=True under DeepSpeed", "none: its engine frees gradients before they are asked"
-                raise ValueError(
-                    explain_error("MuonCallback", found, needed, "Remove metrics; rates are logged anyway")
-                )
+                what = "metrics=True does not work under DeepSpeed, whose engine frees the gradients first. Remove "
+                raise ValueError(about("MuonCallback", what + "metrics=True. Learning rates are logged anyway"))
             if self.clips:
                 held.clip_by(self._limits)
         elif self.metrics:

@@ -20,7 +20,7 @@ from muonmesh.comm.meeting import meet
 from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
-from muonmesh.errors import LayoutError, explain_error, warn
+from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels import KernelName, auto_takes
@@ -145,10 +145,9 @@ def _agree_on_products(group: dist.ProcessGroup | None, runtime: Runtime, planne
         return False
     runtime.precision = replace(runtime.precision, kernels=kernels)
     if kernels != runtime.asked and this_rank() == first:
-        found = f"compiled products that rank {first} and rank {other} do not have alike"
-        needed = "the same on every rank, so all ranks multiply with torch's products"
-        write = 'Install the same wheel on hosts with the same kind of CPU, or write kernels="torch"'
-        warn(explain_error('kernels="auto"', found, needed, write))
+        what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
+        what += 'Install the same wheel on hosts with the same kind of CPU, or write kernels="torch"'
+        warn(about('kernels="auto"', what))
     return True
 
 
@@ -193,7 +192,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
     for name, tensor in zip(names, tensors, strict=True):
         if name in taken and world_size() == 1:  # among several ranks, those that share it tell them apart
             write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
-            needed = "a name of its own for each, by which ranks and checkpoints know it"
+            needed = "a unique name for each, because ranks and checkpoints know parameters by name"
             raise ValueError(explain_error(name, "two parameters of this name", needed, write))
         taken.add(name)
         shared: object = runtime.source.group(tensor)

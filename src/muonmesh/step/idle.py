@@ -8,7 +8,7 @@ from weakref import ReferenceType
 
 from torch import Tensor, nn
 
-from muonmesh.errors import LayoutError, explain_error, warn
+from muonmesh.errors import LayoutError, about, warn
 from muonmesh.groups.sites import sites
 
 PATIENCE = 100
@@ -42,11 +42,10 @@ class IdleParameters:
             some: Whether others have one.
         """
         if self._steps == 0 and not some and missing and all(map(_is_frozen, missing.values())):
-            found, needed = "frozen parameters, which are all that the optimizer holds", "some that are trained"
-            write = "Make the optimizer after the model has its adapters: "
-            write += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
-            write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
-            return LayoutError(explain_error(_listed([*missing]), found, needed, write))
+            what = "All parameters of this optimizer are frozen. Make the optimizer after the model has its adapters: "
+            what += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
+            what += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
+            return LayoutError(about(_listed([*missing]), what))
         fresh = missing.keys() - self._looked_at
         model = None if self.model is None or not fresh else self.model()
         if model is None:
@@ -58,9 +57,13 @@ class IdleParameters:
         names = [name for name, other in others.items() if other.grad is not None]
         if not names:
             return None
-        found = "no gradient, while the model now holds another parameter of this name, which has one"
-        write = "Make the optimizer after what replaces parameters: fully_shard, parallelize_module, to_empty"
-        return LayoutError(explain_error(_listed(names), found, "the parameters that the model trains", write))
+        what = (
+            "The optimizer's parameter has no gradient, and the model now holds another parameter of this name, which "
+        )
+        what += (
+            "has one. Make the optimizer after fully_shard, parallelize_module or to_empty, which replace parameters"
+        )
+        return LayoutError(about(_listed(names), what))
 
     def count(self, missing: Mapping[str, Tensor], *, some: bool) -> None:
         """Count one step, and warn of what has learned nothing for long.

@@ -22,7 +22,7 @@ from muonmesh.comm.storage import (
     this_rank,
     world_size,
 )
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import FlatParameter, FlatShards, MeshLayout
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, ProcessGroup
@@ -96,9 +96,8 @@ def members_of(
         or not as declared, or an entry of ``layouts`` fits no name.
     """
     if layouts == LOST_LAYOUTS:
-        found = "an optimizer that was unpickled without its layouts, since meshes cannot be pickled"
-        write = "Write optimizer.layouts = layouts before the first step"
-        raise ValueError(explain_error("layouts", found, "them again", write))
+        what = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
+        raise ValueError(about("layouts", what + "optimizer.layouts = layouts before the first step"))
     members: list[Member] = []
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
@@ -145,8 +144,8 @@ def members_of(
         error = error or unknown_matrix(members)
     unknown = {name: entry for name, entry in unknown.items() if _holds_some(entry)}
     if unknown:
-        write = "Correct the names: they have no prefixes such as module. and _orig_mod. in front"
-        needed = "names of parameters in the groups, of all that this rank holds some of"
+        write = "Correct the names. They have no prefixes such as module. or _orig_mod."
+        needed = "names of parameters in the groups of this rank"
         error = error or LayoutError(explain_error("layouts", f"{sorted(unknown)}", needed, write))
     return members, sets, error
 
@@ -155,8 +154,8 @@ def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutErro
     """Return the error of the first name that several parameters of the same ranks have."""
     for (name, _), count in names.items():
         if count > 1:
-            found, needed = f"{count} parameters of this name", "a name of its own for each, by which ranks and "
-            needed += "checkpoints know it"
+            found, needed = f"{count} parameters of this name", "a unique name for each, because ranks and checkpoints "
+            needed += "know parameters by name"
             write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
             return LayoutError(explain_error(name, found, needed, write))
     return None
@@ -277,9 +276,8 @@ def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
         ValueError: the group was lost in pickling.
     """
     if process_group == LOST_GROUP:
-        found = "an optimizer that was unpickled without its ProcessGroup, which cannot be pickled"
-        write = "Write optimizer.process_group = group before the first step"
-        raise ValueError(explain_error("process_group", found, "it again", write))
+        what = "This optimizer was unpickled, and its ProcessGroup is lost, because process groups cannot be pickled. "
+        raise ValueError(about("process_group", what + "Write optimizer.process_group = group before the first step"))
     if process_group == "local" or (process_group is not None and world_size() == 1):
         return (this_rank(),)
     if process_group == "world":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Storage, local_of, local_shape
-from muonmesh.errors import LayoutError, StateError, explain_error
+from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.layout import Piece
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
@@ -214,8 +214,8 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
     """
     held, state, state_layouts = local_of(entry.tensor), entry.state, entry.state_layouts
     if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
-        found, write = "a parameter without memory, which FSDP or ZeRO has freed", "Reshard it first: module.reshard()"
-        raise LayoutError(explain_error(entry.name, found, "its elements to update", write))
+        what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
+        raise LayoutError(about(entry.name, what))
     foreign = "exp_avg" if muon else "momentum_buffer"
     if foreign in state:
         algorithm, other = ("muon", "adamw") if muon else ("adamw", "muon")

@@ -12,7 +12,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.work import Idle
-from muonmesh.errors import PlanError, explain_error
+from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.settings import SettingsFound
 from muonmesh.step.flag_vector import DIGEST, ReducedFlags
@@ -27,11 +27,10 @@ from muonmesh.step.settings_digest import SettingsDigest
 def changed_groups() -> PlanError:
     """Return the error of ranks whose groups changed alone; where the host waits for the flags, all plan again."""
     return PlanError(
-        explain_error(
+        about(
             "the groups",
-            "other parameters or groups than in the step before on some of the ranks and the same on others",
-            "the same change on every rank that shares them, before the same step",
-            "Call add_param_group, and replace parameters, on all of these ranks",
+            "Some ranks changed their param groups or parameters since the last step, and other ranks did not. Call "
+            "add_param_group, and replace parameters, on every rank that shares them, before the same step",
         )
     )
 
@@ -211,23 +210,22 @@ def _raise_errors(
     for flag in answers.half_missing().nonzero().flatten().tolist():
         parameter = parameters[flag_vector.owners[flag]]
         raise PlanError(
-            explain_error(
+            about(
                 parameter.name,
-                f"a gradient on some of the ranks {parameter.target.ranks} and none on others",
-                "one on every replica or on none, since replicas would drift apart",
-                "Let DDP handle parameters that some ranks do not use (find_unused_parameters=True)",
+                f"Some of the ranks {parameter.target.ranks} have a gradient and others have none, so their replicas "
+                "would drift apart. Every replica needs a gradient, or none. If some ranks do not use the parameter, "
+                "write DistributedDataParallel(..., find_unused_parameters=True)",
             )
         )
     axes = [number for number, _, count in flag_vector.axes for _ in range(count)]
     for flag in answers.mixed().nonzero().flatten().tolist():
         parameter = parameters[axes[flag]]
         raise PlanError(
-            explain_error(
+            about(
                 parameter.name,
-                f"a gradient that the ranks {parameter.target.ranks} hold in different ways: partial and whole, or "
-                "partial by different reductions",
-                "the same kind on every rank",
-                "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
+                f"The gradient is placed differently on the ranks {parameter.target.ranks}: partial on some and whole "
+                "on others, or partial with different reductions. Write "
+                "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)",
             )
         )
     insist_on_equal(exchange.group, lines())

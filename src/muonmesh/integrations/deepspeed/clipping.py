@@ -37,7 +37,7 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
             raise TypeError(explain_error("clip", f"the argument {key!r}", f"one of {known}", "Rename or remove it"))
     if config.get("gradient_clipping"):
         found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
-        raise ValueError(explain_error("clip", found, "one of them", "Remove gradient_clipping"))
+        raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
     limits = Limits(
         given.get("max_norm", math.inf), given.get("policy", "adamw_only"), given.get("skip_above", math.inf), True, 2.0
     )

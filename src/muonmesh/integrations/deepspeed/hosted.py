@@ -50,7 +50,7 @@ def prepare_host_config(config: dict[str, Any]) -> None:
         ValueError: it says to.
     """
     if config.setdefault("zero_force_ds_cpu_optimizer", False):
-        found, needed = "zero_force_ds_cpu_optimizer true", "false: DeepSpeed's Adam would take the place of Muon"
+        found, needed = "zero_force_ds_cpu_optimizer true", "false, because DeepSpeed's Adam would replace Muon"
         raise ValueError(explain_error("config", found, needed, "Remove it"))
 
 

@@ -75,9 +75,9 @@ def initialize(
     assembly = assemble(model, optimizer or {})
     if "model_parameters" in deepspeed_kwargs:
         write = (
-            'Remove it; what to leave out is frozen with requires_grad_(False), what AdamW shall take is "overrides"'
+            'Remove it. To leave a parameter out, call requires_grad_(False). To choose AdamW for it, use "overrides"'
         )
-        raise ValueError(explain_error("model_parameters", "a list", "none: the model is split by role", write))
+        raise ValueError(explain_error("model_parameters", "a list", "none, because the model is split by role", write))
     return assembly.initialize(deepspeed.initialize, assembly.make_optimizer, config, clip, deepspeed_kwargs)
 
 
@@ -179,7 +179,8 @@ class Assembly:
             missing = [name for name in names if name not in parameters]
             if missing:
                 found = "a module without it after DeepSpeed replaced modules"
-                raise LayoutError(explain_error(missing[0], found, "the same names", "Leave its module as it is"))
+                write = "Exclude its module from what replaces modules, such as AutoTP"
+                raise LayoutError(explain_error(missing[0], found, "all names of the model", write))
             specs = group.get("matrices") or [None] * len(names)
             reasons = group.get("reasons") or [""] * len(names)
             made: dict[str | None, dict[str, Any]] = {}

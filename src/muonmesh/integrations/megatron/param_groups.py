@@ -157,7 +157,7 @@ def _schedule(keys: Mapping[Any, Any], parameter: nn.Parameter, name: str, group
     schedule = dict(combine_param_group_overrides(said)) if said else {}
     if "lr" in schedule or ("max_lr" in schedule and "lr" in group):
         found = f"a rate of its own from config_overrides and lr={group.get('lr')!r} from muon=, adamw= or overrides="
-        raise ValueError(explain_error(name, found, "one of them", "Remove one"))
+        raise ValueError(explain_error(name, found, "only one of them", "Remove one of the two"))
     if group.get("weight_decay") == 0:
         schedule.pop("wd_mult", None)  # vectors have none as it is
     return schedule

@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from muonmesh.errors import PlanError, explain_error
+from muonmesh.errors import PlanError, about
 
 
 def failed_elsewhere() -> PlanError:
     """Return the error of a rank that has found nothing wrong itself."""
-    return PlanError(
-        explain_error(
-            "step", "an error on another rank", "none on any", "Read that rank's message, which names what is wrong"
-        )
-    )
+    return PlanError(about("step", "Another rank found an error, so every rank stops. Read the message of that rank"))
 
 
 def raise_together(error: Exception | None, device: torch.device) -> None:

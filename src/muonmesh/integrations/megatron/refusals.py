@@ -51,7 +51,7 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
         raise ValueError(explain_error("OptimizerConfig", found, "decoupled decay", "Set decoupled_weight_decay=True"))
     for field, write in _CONFIG.items():
         if getattr(config, field, False):
-            raise ValueError(explain_error("OptimizerConfig", f"{field}=True", "it off", write))
+            raise ValueError(explain_error("OptimizerConfig", f"{field}=True", "False", write))
     if dump is not None:
         found, write = f"dump_param_to_param_group_map={dump!r}", "Write print(optimizer.explain()) instead"
         raise ValueError(explain_error("get_megatron_optimizer", found, "None", write))
@@ -62,7 +62,7 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
         ddp = chunk.ddp_config
         for field, write in _DDP.items():
             if getattr(ddp, field, False):
-                raise ValueError(explain_error("DistributedDataParallelConfig", f"{field}=True", "it off", write))
+                raise ValueError(explain_error("DistributedDataParallelConfig", f"{field}=True", "False", write))
         if ddp.num_distributed_optimizer_instances > 1:
             found = f"num_distributed_optimizer_instances={ddp.num_distributed_optimizer_instances}"
             raise ValueError(explain_error("DistributedDataParallelConfig", found, "1", "Set it to 1"))
@@ -70,15 +70,15 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             found = f"use_distributed_optimizer={ddp.use_distributed_optimizer} there and "
             found += f"{config.use_distributed_optimizer} in OptimizerConfig"
             write = "Set both alike"
-            raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same", write))
+            raise ValueError(explain_error("DistributedDataParallelConfig", found, "the same in both", write))
         model = getattr(chunk, "config", None)
         if getattr(model, "qk_clip", False) and config.use_distributed_optimizer:
             found = (
-                "qk_clip=True with use_distributed_optimizer=True: Megatron would scale a shard of the master as if "
+                "qk_clip=True and use_distributed_optimizer=True: Megatron would scale a shard of the fp32 weights as "
             )
-            found += "it were the whole weight"
+            found += "if it were the whole weight"
             write = "Remove --qk-clip or --use-distributed-optimizer"
-            raise ValueError(explain_error("TransformerConfig", found, "one of them", write))
+            raise ValueError(explain_error("TransformerConfig", found, "only one of them", write))
         _refuse_unreduced_experts(model, chunk)
         remat = getattr(model, "gtp_weight_remat_size", 1)
         if remat > 1:
@@ -118,4 +118,4 @@ def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:
         found = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
         found += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
         write = f"Set expert_model_parallel_size={tensor}, or expert_tensor_parallel_size={tensor}"
-        raise ValueError(explain_error("TransformerConfig", found, "copies of experts that stay alike", write))
+        raise ValueError(explain_error("TransformerConfig", found, "sizes for which it averages them", write))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from muonmesh.errors import explain_error
+from muonmesh.errors import about
 from muonmesh.groups.fused_projections import class_names
 from muonmesh.groups.sites import Kind, Role, Site
 
@@ -26,10 +26,9 @@ def megatron_role(site: Site) -> Role | None:
     if getattr(site.parameter, "is_embedding_or_output_parameter", False) and len(site.shape) == 2:
         return _table(site)
     if "GroupedMLP" in class_names(site.module, "megatron"):
-        found = f"{site.key} of GroupedMLP, whose memory is (experts, hidden, -1) whatever its shape says"
-        needed = "an optimizer that takes the experts out of it"
-        write = "Use get_megatron_optimizer of muonmesh.integrations.megatron, or set moe_grouped_gemm=False"
-        raise ValueError(explain_error(site.name, found, needed, write))
+        what = f"GroupedMLP stores all experts in {site.key}, in another order than its shape says, so split_params "
+        what += "cannot take the experts apart. Use get_megatron_optimizer of muonmesh.integrations.megatron, or set "
+        raise ValueError(about(site.name, what + "moe_grouped_gemm=False"))
     held, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
     if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:
         return None
