@@ -19,7 +19,7 @@ help:
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
 	@echo "make test-gpu    the tests and the benchmark that need CUDA"
 	@echo "make package     builds wheel and sdist, checks them and installs them in a clean environment"
-	@echo "make docs        builds the site of the documentation into site/ and checks its links"
+	@echo "make docs        builds the site of the documentation into site/, checks its links and opens its pages in Chromium"
 	@echo "make bench       one optimizer step against its peers"
 	@echo "make guard       fails if a step has become slower against its peers than a recorded run"
 
@@ -145,7 +145,7 @@ package: $(PACKAGE)/.ready
 	$(PACKAGE)/bin/python -m pytest --noconftest tests/package $(ARGS)
 
 # The site, built from the pages and the docstrings without importing the package; links are checked, and that nothing
-# is loaded from elsewhere when a page is read.
+# is loaded from elsewhere when a page is read. Each page is opened in headless Chromium, where that is installed.
 DOCS := .venv-docs
 $(DOCS)/.ready: constraints-docs.txt
 	$(PYTHON) -m venv $(DOCS)
@@ -155,6 +155,7 @@ $(DOCS)/.ready: constraints-docs.txt
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --clean
 	$(DOCS)/bin/python docs/site/check.py site
+	$(DOCS)/bin/python docs/site/browser.py site
 
 clean:
 	rm -rf $(VENV) $(MEGATRON) $(HOSTS) $(HOSTS_ALL) $(TIMM) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

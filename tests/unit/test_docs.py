@@ -96,6 +96,11 @@ def test_every_page_has_a_place_in_the_site() -> None:
     assert {page for page in pages if not page.startswith("decisions/")} - listed == set()  # its hook adds decisions
 
 
+def test_no_page_is_in_the_navigation_twice() -> None:
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    assert sorted(listed) == sorted(set(listed))
+
+
 def test_every_public_name_has_a_place_in_the_reference() -> None:
     written = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     assert set(mm.__all__) - set(re.findall(r"^::: muonmesh\.(\w+)$", written, re.MULTILINE)) == set()
