@@ -1,6 +1,6 @@
 """Whether a coefficient set trains as well as another: models that learn bytes, with each set and several seeds.
 
-    python benchmarks/sets.py --json benchmarks/results/sets.json                 # GPT-2, Llama and convolutions: minutes
+    python benchmarks/sets.py --json benchmarks/results/sets.json         # GPT-2, Llama and convolutions
     python benchmarks/sets.py --kinds experts --seeds 0 --steps 20
 
 What counts is the loss in nats on windows of files that are not trained on. Each model is trained with the same batches

@@ -13,6 +13,7 @@ in the Frobenius norm, with U and V of the singular values that are above 1/2000
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Iterator
@@ -43,9 +44,15 @@ SETS: dict[str, Any] = {**{name: name for name in COEFFICIENT_SETS}, "cubic5": C
 
 def with_values(s: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
     """A matrix (rows, cols) with random singular vectors and the singular values s (rows,), fp64."""
+    u, vh = _vectors(rows, cols, seed)
+    return (u * s) @ vh
+
+
+@functools.cache
+def _vectors(rows: int, cols: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     u, _, vh = torch.linalg.svd(torch.randn(rows, cols, dtype=torch.float64, generator=generator), full_matrices=False)
-    return (u * s) @ vh
+    return u, vh
 
 
 def hadamard(size: int) -> Tensor:

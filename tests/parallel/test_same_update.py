@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import muonmesh as mm
 from muonmesh.numerics import kernels
+from muonmesh.numerics.coefficients import COEFFICIENT_SETS
 from tests import problem
 from tests.workers import Pool
 
@@ -86,6 +89,56 @@ def test_bit_for_bit_where_auto_takes_compiled_products(
 ) -> None:
     for differing, _ in workers(2).run(run_as_with_avx512, layout, ns_coefficients=coefficients):
         assert differing == []
+
+
+GUARDED = {"high": (384, 800), "tall": (410, 384), "flat": (384, 800), "small": (30, 40)}
+"""The first two need two more polynomials than "deflated" has, the third none, and the fourth is not deflated."""
+
+
+@functools.cache
+def plateaus(step: int) -> dict[str, Tensor | None]:
+    """Of the first two matrices 100 singular values are 300 times the others."""
+    found: dict[str, Tensor | None] = {}
+    for number, (name, shape) in enumerate(GUARDED.items()):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        if name in ("high", "tall"):
+            u, v = (torch.linalg.qr(one).Q[:, : min(shape)] for one in (x, x.mT))
+            x = (u * torch.where(torch.arange(min(shape)) < 100, 1.0, 1 / 300)) @ v.mT
+        found[name] = x.float() * 2.0**step
+    return found
+
+
+def run_guarded(layout: str, threads: int) -> tuple[list[str], list[bool]]:
+    """Step in a layout, and alone on one thread; return what differs, and which matrices got more polynomials."""
+    before, known = torch.get_num_threads(), dict(problem.PARAMETERS)
+    unguarded = replace(COEFFICIENT_SETS["deflated"], finish=())
+    mm.register_coefficients("test-unguarded", unguarded)
+    problem.PARAMETERS.update({name: (shape, "whole") for name, shape in GUARDED.items()})
+    try:
+        found = []
+        for held, count in ((layout, threads), ("local", 1)):
+            torch.set_num_threads(count)
+            *_, (model, optimizer) = problem.steps(held, 2, plateaus(0), plateaus, ns_coefficients="deflated")
+            found.append(problem.result(model, optimizer))
+        more = [
+            not torch.equal(*(mm.orthogonalize(x, coefficients=name) for name in ("deflated", "test-unguarded")))
+            for name, x in plateaus(0).items()
+            if name != "small"
+        ]
+        return problem.differing(*found), more
+    finally:
+        torch.set_num_threads(before)
+        problem.PARAMETERS.clear()
+        problem.PARAMETERS.update(known)
+
+
+@pytest.mark.parametrize("layout", problem.LAYOUTS)
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+def test_what_some_matrices_need_more_of_is_bit_for_bit_too(workers, ranks: int, threads: int, layout: str) -> None:
+    """On a CPU "deflated" decides by each result how many polynomials it takes."""
+    for differing, more in workers(ranks).run(run_guarded, layout, threads, timeout=300):
+        assert differing == []
+        assert more == [True, True, False]
 
 
 def as_on_a_device(optimizer: mm.Muon) -> None:
