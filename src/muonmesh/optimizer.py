@@ -96,7 +96,8 @@ class Muon(torch.optim.Optimizer):
         scale_mode: How the update of a matrix is scaled, see `update_scale`. With "match_rms_adamw" (Moonlight) one
             learning rate serves both halves.
         ns_coefficients: The Newton–Schulz coefficients: the name of a set, or polynomials of your own. See
-            `orthogonalize`.
+            `orthogonalize`. "auto" takes "deflated" for matrices on a CPU with at least 384 rows and columns if
+            ``compute_dtype`` is bf16, and "polar_express" for all others.
         ns_steps: Newton–Schulz steps. None takes what the set is made for: 10 for "deepseekv4", 4 for "aol", 3 for
             "deflated", 1 for "qdwh", 5 for the others, and of your own polynomials all.
         adamw_betas: AdamW's decay rates of the moments. ``betas`` is accepted too, as in torch.optim.AdamW.

@@ -92,7 +92,7 @@ class GroupSettings(TypedDict, total=False):
     decay_mode: Annotated[DecayMode, _choice("full", DecayMode)]
     scale_mode: Annotated[ScaleMode, _choice("match_rms_adamw", ScaleMode)]
     extra_scale_factor: Annotated[float, _number(1.0, lambda value: value > 0, "a positive number")]
-    ns_coefficients: Annotated[Coefficients, Setting("polar_express")]
+    ns_coefficients: Annotated[Coefficients, Setting("auto")]
     ns_steps: Annotated[int | None, Setting(None, _are_steps, _STEPS)]
     ns_method: Annotated[Method, _choice("auto", Method)]
     stochastic_rounding: Annotated[

@@ -242,13 +242,36 @@ def test_who_goes_on_with_other_products_is_told_once(tmp_path: Path, products: 
 
     mm.checkpoint.save(tmp_path / "checkpoint", *stepped("torch"))
     with pytest.warns(
-        UserWarning, match=r"by the products 'torch'; needed those .* 'compiled 1'.* kernels=\"torch\""
+        UserWarning,
+        match=r"by the products 'torch, deflated'; needed those .* 'compiled 1, deflated'.* kernels=\"torch\"",
     ) as told:
         mm.checkpoint.load(tmp_path / "checkpoint", *stepped("compiled"))
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mm.checkpoint.load(tmp_path / "checkpoint", *stepped("torch"))
+
+
+def test_who_goes_on_where_auto_is_another_set_is_told_once(tmp_path: Path) -> None:
+    """In fp32 it is Polar Express, as on a device. A run that named its set goes on with it."""
+
+    def stepped(**settings: Any) -> tuple[nn.Module, mm.Muon]:
+        model = nn.Linear(130, 100, bias=False)
+        optimizer = mm.Muon(model.named_parameters(), process_group="local", kernels="torch", **settings)
+        advance(model, optimizer, 1)
+        return model, optimizer
+
+    mm.checkpoint.save(tmp_path / "auto", *stepped())
+    with pytest.warns(UserWarning, match=r"'torch, deflated'; needed those of this process, 'torch, polar_ex") as told:
+        mm.checkpoint.load(tmp_path / "auto", *stepped(compute_dtype=torch.float32))
+    assert len(told) == 1
+    mm.checkpoint.save(tmp_path / "named", *stepped(ns_coefficients="polar_express"))
+    model, optimizer = stepped()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.checkpoint.load(tmp_path / "named", model, optimizer)
+        mm.checkpoint.load(tmp_path / "auto", *stepped())
+    assert [group["ns_coefficients"] for group in optimizer.param_groups] == ["polar_express"]
 
 
 def test_momentum_in_int8_is_saved_in_fp32_and_goes_on_alike(tmp_path: Path) -> None:

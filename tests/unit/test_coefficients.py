@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 import muonmesh as mm
-from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientName, CoefficientSet, coefficient_schedule
+from muonmesh.numerics.coefficients import (
+    COEFFICIENT_SETS,
+    CoefficientName,
+    CoefficientSet,
+    choose,
+    coefficient_schedule,
+)
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 # As other implementations print it: the paper's polynomials at x / 1.01, to four decimals; the last is the limit.
@@ -175,3 +181,43 @@ def registered_otherwise() -> None:
     weight = torch.nn.Parameter(torch.ones(6, 8))
     weight.grad = torch.eye(6, 8)
     mm.Muon([weight], ns_coefficients="test-ranks", process_group="world").step()
+
+
+def test_auto_is_deflated_on_a_cpu_in_bf16_and_else_polar_express() -> None:
+    cpu, device = torch.device("cpu"), torch.device("meta")
+    assert choose("auto", None, device=cpu) == "deflated"
+    for steps, where, dtype in (
+        (5, cpu, torch.bfloat16),
+        (None, cpu, torch.float32),
+        (None, cpu, torch.float64),
+        (None, device, torch.bfloat16),
+        (None, None, torch.bfloat16),
+    ):
+        assert choose("auto", steps, device=where, dtype=dtype) == "polar_express"
+    assert choose("quintic", None, device=cpu) == "quintic"
+    assert choose([JORDAN], None, device=cpu) == [JORDAN]
+    with pytest.raises(ValueError, match="'auto', a published set"):
+        mm.register_coefficients("auto", CoefficientSet((JORDAN,), "cycle"))
+
+
+@pytest.mark.parametrize(("shape", "named"), [((390, 400), "deflated"), ((400, 384), "deflated"), ((383, 400), None)])
+def test_an_optimizer_takes_the_set_that_suits_its_matrix(shape: tuple[int, int], named: str | None) -> None:
+    """By default on a CPU; the ranks compare its name, and explain() tells it with what it costs at most."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = mm.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, scale_mode="none")
+    weight.grad = gradient.clone()
+    (row,) = optimizer.explain().rows
+    optimizer.step()
+    expected = mm.orthogonalize(gradient.bfloat16(), coefficients=named or "polar_express")
+    assert torch.equal(weight.detach(), -expected.float())
+    assert row.sets == {named or "polar_express": 1}
+    rows, cols = sorted(shape)
+    more = 2 * (rows**3 + 3 * rows**2 * cols)  # of two quintics: A², A, and a product with X each
+    assert row.flops_at_most == row.flops + (more if named else 0)
+    assert ("orthogonalised: 1 by deflated, " in str(optimizer.explain())) == bool(named)
+    assert optimizer._runtime.planned is not None
+    assert optimizer._runtime.planned.plan.parameters[0].settings.startswith("deflated, 3 steps, auto")
+    optimizer.param_groups[0]["ns_steps"] = 5
+    assert optimizer.explain().rows[0].sets == {"polar_express": 1}
+    assert optimizer._runtime.planned.plan.parameters[0].settings.startswith("polar_express, 5 steps, auto")

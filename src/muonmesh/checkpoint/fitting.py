@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -142,14 +142,17 @@ def fit(
     groups: dict[int, list[Record]] = {}
     for record in records:
         groups.setdefault(id(record.group), []).append(record)
+    here, there_products = set[str](), saved.get("products")
     for some in groups.values():
-        found.settings.append((some[0].group, fitting_settings(some[0].group, some, saved)))
-    here, there_products = {record.products for record in records if record.is_matrix}, saved.get("products")
+        settings = fitting_settings(some[0].group, some, saved)
+        found.settings.append((some[0].group, settings))
+        here |= {replace(one, group=one.group | settings).products for one in some if one.is_matrix}
     if there_products and not here <= {*there_products}:
-        told = f"a run that multiplied matrices by the products {', '.join(map(repr, there_products))}"
+        told = f"a run that orthogonalised matrices by the products {', '.join(map(repr, there_products))}"
         needed = f"those of this process, {', '.join(map(repr, sorted(here)))}, for the same bits"
-        write = "The run goes on and rounds otherwise. torch's products are to be had everywhere"
-        found.told = explain_error(str(path), told, needed, f'{write}: Muon(..., kernels="torch")')
+        write = "The run goes on with other bits. torch's products and Polar Express are to be had everywhere"
+        write = f'{write}: Muon(..., kernels="torch", ns_coefficients="polar_express")'
+        found.told = explain_error(str(path), told, needed, write)
     return found
 
 

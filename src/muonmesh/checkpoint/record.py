@@ -15,6 +15,7 @@ from muonmesh.checkpoint.share import Share, boxes_of, first_copy
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Layout, split_matrices
+from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
@@ -110,9 +111,12 @@ class Record:
 
     @property
     def products(self) -> str:
-        """Which products multiply its matrices."""
-        told = self.precision
-        return told_products(told.kernels, device=local_of(self.tensor).device, dtype=told.compute)
+        """Which products multiply its matrices, and which coefficient set "auto" is."""
+        told, device = self.precision, local_of(self.tensor).device
+        asked, steps = self.group["ns_coefficients"], self.group["ns_steps"]
+        named = choose(asked, steps, device=device, dtype=told.compute)
+        products = told_products(told.kernels, device=device, dtype=told.compute)
+        return f"{products}, {named}" if asked == "auto" else products
 
     @property
     def weights(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def cost(rows: int, cols: int, *, degrees: Sequence[int], gram: bool, at_once: bool = False) -> int:
+def cost(rows: int, cols: int, *, degrees: Sequence[int], gram: bool, at_once: bool = False, deflated: int = 0) -> int:
     """Return the floating-point operations of one orthogonalisation (a multiply-add counts 2).
 
     Args:
@@ -13,13 +13,15 @@ def cost(rows: int, cols: int, *, degrees: Sequence[int], gram: bool, at_once: b
         degrees: Number of coefficients of each step's odd polynomial (2 cubic, 3 quintic, 5 degree 9).
         gram: Whether Newton–Schulz runs on the Gram matrix, two steps, one, two, ... at a time.
         at_once: Whether all steps are taken on one Gram matrix (`numerics.gram_form`).
+        deflated: How many singular values are brought down first, by five products so thin (`numerics.deflation`).
 
     Products with a symmetric result count half: only one block triangle is computed. A polynomial of degree 9 takes two
     such products of squares, as one of degree 7 does.
     """
     m, n = min(rows, cols), max(rows, cols)
     half_square, wide = m * m * m, 2 * m * m * n
-    powers = half_square * sum(max(0, degree - 2 - (degree == 5)) for degree in degrees)  # bA + cA² and on
+    thin = 10 * deflated * m * n
+    powers = thin + half_square * sum(max(0, degree - 2 - (degree == 5)) for degree in degrees)  # bA + cA² and on
     if at_once:  # each step after the first: Z R, once in full, Z R Z, and the factor in full
         return powers + wide // 2 + wide + ((len(degrees) - 1) * 4 + (len(degrees) > 1)) * half_square
     if not gram:

@@ -8,6 +8,8 @@ from itertools import chain, cycle, islice, repeat
 from math import isfinite
 from typing import Literal, TypeAlias, get_args
 
+import torch
+
 from muonmesh.errors import explain_error
 
 CoefficientName: TypeAlias = Literal[
@@ -19,8 +21,8 @@ Polynomial: TypeAlias = tuple[float, ...]
 """(a, b, c, ...) is the odd polynomial a·x + b·x³ + c·x⁵ + ..."""
 
 Coefficients: TypeAlias = CoefficientName | str | Sequence[Sequence[float]]
-"""A set by name, published or registered by `register_coefficients`, or one odd polynomial a step; the last polynomial
-of such a sequence is repeated."""
+"""A set by name, published or registered by `register_coefficients`, "auto" for one of two of these (see `choose`), or
+one odd polynomial a step; the last polynomial of such a sequence is repeated."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,31 @@ DEFLATED_FROM_ROWS = 384
 """Rows from which on deflation saves more than it costs [measured]."""
 
 
+def choose(
+    coefficients: Coefficients,
+    steps: int | None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Coefficients:
+    """Return the coefficients that "auto" stands for; all others are returned as they are.
+
+    That is "deflated" for matrices on a CPU that are computed in bf16, unless a number of steps is asked for. Else, and
+    where the device is not known, it is "polar_express": on a device the host would wait for a decomposition, and
+    fp32 and fp64 are chosen for exactness.
+
+    Args:
+        coefficients: As for `orthogonalize`.
+        steps: As for `orthogonalize`.
+        device: Where the matrices are.
+        dtype: The compute dtype.
+    """
+    if not isinstance(coefficients, str) or coefficients != "auto":
+        return coefficients
+    on_cpu = device is not None and device.type == "cpu"
+    return "deflated" if on_cpu and dtype == torch.bfloat16 and steps is None else "polar_express"
+
+
 def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[Coefficients, int | None]:
     """Return the coefficients and steps for a matrix of so many rows.
 
@@ -177,7 +204,7 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
     Raises:
         ValueError: the name is that of a published set, or a polynomial is no polynomial.
     """
-    if name in get_args(CoefficientName):
+    if name in ("auto", *get_args(CoefficientName)):
         write = f'Write register_coefficients("my-{name}", ...)'
         raise ValueError(explain_error("name", f"{name!r}, a published set", "a name of its own", write))
     COEFFICIENT_SETS[name] = replace(chosen, polynomials=coefficient_set(chosen.polynomials).polynomials)
@@ -199,7 +226,7 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     """
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
-            known = ", ".join(map(repr, COEFFICIENT_SETS))
+            known = ", ".join(map(repr, ("auto", *COEFFICIENT_SETS)))
             raise ValueError(
                 explain_error(
                     "coefficients",

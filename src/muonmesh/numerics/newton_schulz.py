@@ -20,6 +20,7 @@ from muonmesh.numerics.coefficients import (
     Coefficients,
     CoefficientSet,
     Polynomial,
+    choose,
     coefficient_schedule,
     coefficient_set,
     for_rows,
@@ -73,7 +74,8 @@ def orthogonalize(
 
     Args:
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
-        coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step.
+        coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step. "auto",
+            an optimizer's default, is "deflated" on a CPU in bf16 without `steps`, and else "polar_express".
         steps: Number of steps, at least 1. None: as many as a sequence has polynomials; of a published set 5, of
             "deepseekv4" 10, of "aol" 4, of "deflated" 3, of "qdwh" 1 after its rational step.
         method: "standard", "gram" or "auto", see `resolve_method`.
@@ -114,7 +116,8 @@ class Orthogonalizer:
 
     Attributes:
         rows, cols: Of each matrix as it is iterated on, rows ≤ cols.
-        prepared: The coefficient set that such matrices get: what they need before and after the polynomials.
+        coefficients: What such matrices get: a set by name, or polynomials.
+        prepared: That set: what they need before and after the polynomials.
         method: How the polynomials are applied.
         segments: The polynomials, those together that one product with X applies.
         whole: Whether all steps are taken on one Gram matrix: those after deflation, by kernels that keep its rounding.
@@ -125,6 +128,7 @@ class Orthogonalizer:
 
     rows: int
     cols: int
+    coefficients: Coefficients
     prepared: CoefficientSet
     method: Literal["standard", "gram"]
     segments: tuple[tuple[Polynomial, ...], ...]
@@ -147,6 +151,7 @@ class Orthogonalizer:
     ) -> Orthogonalizer:
         """Resolve what was asked for; see `orthogonalize`."""
         rows, cols = sorted((rows, cols))
+        coefficients = choose(coefficients, steps, device=device, dtype=dtype)
         coefficients, steps = for_rows(coefficients, steps, rows)
         chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
@@ -155,7 +160,7 @@ class Orthogonalizer:
         segments = (schedule,) if whole else tuple(_segments(schedule, chosen))
         finishes = device.type == "cpu" and steps in (None, prepared.steps)  # else somebody asks for another number
         prepared = replace(prepared, finish=prepared.finish if finishes else ())
-        return Orthogonalizer(rows, cols, prepared, chosen, segments, whole, kernels, dtype, device)
+        return Orthogonalizer(rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device)
 
     @property
     def degrees(self) -> list[int]:
@@ -166,6 +171,12 @@ class Orthogonalizer:
         """
         rational = [] if self.prepared.rational is None else [3]
         return rational + [len(polynomial) for segment in self.segments for polynomial in segment]
+
+    @property
+    def finishing(self) -> tuple[list[int], Literal["standard", "gram"]]:
+        """The same of what only some results get, see `_Iteration.finish`, and how it is applied."""
+        degrees = [len(polynomial) for polynomial in self.prepared.finish]
+        return degrees, "gram" if len(self.segments) < self.prepared.steps else "standard"
 
     def products(self) -> Matmuls:
         """Return the products, for one thread; raises ValueError where the kernels cannot be."""
@@ -273,7 +284,7 @@ def resolve_method(
     if dtype not in COMPUTE_DTYPES:
         raise TypeError(explain_error("dtype", f"{dtype}", NEEDED_COMPUTE, "Write dtype=torch.bfloat16"))
     short, long = sorted((rows, cols))
-    coefficients, steps = for_rows(coefficients, steps, short)
+    coefficients, steps = for_rows(choose(coefficients, steps), steps, short)
     schedule = coefficient_schedule(coefficients, steps)
     if method == "gram":
         if coefficient_set(coefficients).rational is not None:
@@ -417,7 +428,7 @@ class _Iteration:
                 self.begin(segments[0][0])
                 self._take(segments)
             if prepared.finish and not before > _NARROWED * self._norm:
-                self.finish(prepared, "gram" if len(segments) < prepared.steps else "standard")
+                self.finish(prepared, self._resolved.finishing[1])
         else:
             self._take(segments)
 

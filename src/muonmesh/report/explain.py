@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from muonmesh.comm.wire import Counts
-from muonmesh.layout import Parameter, Plan
+from muonmesh.layout import Parameter, Plan, cost
 from muonmesh.layout.balance import imbalance
+from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.traffic import carried, traffic
@@ -36,6 +38,8 @@ class Row:
         rms: Root mean square of one step.
         spectral: Spectral norm of one step; nan for AdamW.
         state: Bytes that this rank keeps of it from step to step, in the dtypes in which they are kept.
+        sets: How many matrices each coefficient set orthogonalises, by its name.
+        flops_at_most: FLOPs a step over all ranks if every result of "deflated" needs two more polynomials.
     """
 
     parameter: str
@@ -49,6 +53,8 @@ class Row:
     rms: float
     spectral: float
     state: int = 0
+    sets: dict[str, int] = field(default_factory=dict)
+    flops_at_most: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,14 @@ class Explanation:
             f"{self.collectives} collectives, {self.bytes_sent / 1e6:.3g} MB sent, "
             f"{self.bytes_received / 1e6:.3g} MB received a step"
         )
+        sets = sum((Counter(row.sets) for row in self.rows), Counter[str]())
+        if set(sets) - {"polar_express"}:
+            told = ", ".join(f"{count} by {name}" for name, count in sorted(sets.items()))
+            expected, most = (
+                sum(of) / 1e9 for of in zip(*((r.flops, r.flops_at_most) for r in self.rows), strict=True)
+            )
+            more = f", {most:.3g} GFLOP if every result needs more polynomials" if most > expected else ""
+            table.append(f"orthogonalised: {told}{more}")
         if self.gradients.collectives:
             moved = self.gradients
             table.append(
@@ -180,7 +194,7 @@ def explain(
     for member in planned.members:
         kept_of[id(member.tensor)] += kept[member.name].total
     rows = []
-    for group in groups:
+    for of, group in enumerate(groups):
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
         for name, tensor, reason in zip(group["param_names"], group["params"], reasons, strict=True):
             shape = tuple(tensor.shape)
@@ -192,7 +206,14 @@ def explain(
             for number in numbers[id(tensor)]:
                 parameter = plan.parameters[number]
                 row = _muon_row(group, plan, number, parameter, reason, sent[number] * itemsize)
-                rows.append(replace(row, state=kept[parameter.name].total))
+                how = [planned.orthogonalizers[of, matrix.shape] for matrix in parameter.matrices]
+                sets = Counter(one.coefficients if isinstance(one.coefficients, str) else "polynomials" for one in how)
+                if not rule_of(group).orthogonalizes:
+                    how, sets = [], Counter[str]()
+                more = sum(map(_finishing, how))
+                rows.append(
+                    replace(row, state=kept[parameter.name].total, sets=dict(sets), flops_at_most=row.flops + more)
+                )
     return Explanation(
         tuple(rows),
         rank,
@@ -224,6 +245,12 @@ def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Para
         max(step.rms for step in steps),
         max(step.spectral for step in steps),
     )
+
+
+def _finishing(how: Orthogonalizer) -> int:
+    """Return the FLOPs of what only some results get."""
+    degrees, method = how.finishing
+    return cost(how.rows, how.cols, degrees=degrees, gram=method == "gram") if degrees else 0
 
 
 def _owners(owners: Mapping[int, int]) -> str:

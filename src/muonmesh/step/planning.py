@@ -37,7 +37,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.layout.routes import pieces
-from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, coefficient_set
+from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
@@ -322,7 +322,9 @@ def _parameter(
     assert member.storage.layout is not None
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
-    steps = len(coefficient_schedule(group["ns_coefficients"], group["ns_steps"]))
+    device = member.tensor.device
+    named = choose(group["ns_coefficients"], group["ns_steps"], device=device, dtype=precision.compute)
+    steps = len(coefficient_schedule(named, group["ns_steps"]))
     rule: Rule = rule_of(group)
     flops = {}
     for shape in {matrix.shape for matrix in matrices}:  # most parameters are many matrices of few shapes
@@ -330,18 +332,17 @@ def _parameter(
         if resolved is None:
             resolved = orthogonalizers[member.group, shape] = Orthogonalizer.of(
                 *shape,
-                coefficients=group["ns_coefficients"],
+                coefficients=named,
                 steps=group["ns_steps"],
                 method=group["ns_method"],
                 dtype=precision.compute,
                 kernels=precision.kernels,
-                device=member.tensor.device,
+                device=device,
             )
         gram, at_once = resolved.method == "gram", resolved.whole
-        own = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once)
+        own = cost(*shape, degrees=resolved.degrees, gram=gram, at_once=at_once, deflated=resolved.prepared.deflated)
         # Without it a rule makes a pass or two over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
-    named = group["ns_coefficients"]
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
