@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from muonmesh.auditing.judge import AS_STORED, Seen, Verdict, judge
 from muonmesh.auditing.probe import everyones, gathered, give_gradient, probing_gradient, restored, step_all
 from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
-from muonmesh.errors import LayoutError, explain_error
+from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
 from muonmesh.names import canonical_name
@@ -174,7 +174,7 @@ def audit(
         problem = error
     for rank, text in enumerate(everyones("" if problem is None else str(problem))):
         if text:
-            raise problem if problem is not None else LayoutError(f"rank {rank}: {text}")
+            raise problem if problem is not None else LayoutError(about(f"rank {rank}", text))
     return watch.report()
 
 
