@@ -382,13 +382,16 @@ def test_the_commands_that_pages_show_are_understood() -> None:
     shown = [
         shlex.split(line.partition(" > ")[0], comments=True)[1:]
         for path in (ROOT / "docs").glob("*.md")
-        for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
         for line in block.splitlines()
         if line.startswith("muonmesh ")
     ]
     assert len(shown) > 15
     for name, *rest in shown:
-        commands.commands[name].make_context(name, rest)
+        if name.startswith("-"):
+            assert name in {option for parameter in commands.params for option in parameter.opts}
+        else:
+            commands.commands[name].make_context(name, rest)
 
 
 def test_the_page_about_clipping() -> None:
