@@ -136,7 +136,7 @@ def test_a_sequence_of_one_s_own_may_mix_lengths_and_repeats_its_last() -> None:
 @pytest.mark.parametrize(
     ("coefficients", "steps", "error", "says"),
     [
-        ("polar", 5, ValueError, "found 'polar'; needed one of 'simple'"),
+        ("polar", 5, ValueError, "found 'polar'; needed one of 'auto', 'simple'"),
         ([], 5, ValueError, "empty sequence"),
         ([(1.5,)], 5, ValueError, r"\(1\.5,\); needed two or more"),
         ([(1.5, float("nan"))], 5, ValueError, "finite"),

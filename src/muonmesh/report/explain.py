@@ -13,7 +13,6 @@ from torch import Tensor
 from muonmesh.comm.wire import Counts
 from muonmesh.layout import Parameter, Plan, cost
 from muonmesh.layout.balance import imbalance
-from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
