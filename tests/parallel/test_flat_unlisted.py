@@ -154,7 +154,7 @@ def differing(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("forgotten", r"layouts: found \['first'\]; needed .* of all that this rank holds some of"),
+        ("forgotten", r"layouts: found \['first'\]; needed names of parameters in the groups of this rank"),
         ("rate", r"third: found lr=0.1 on rank 0 and lr=0.2 on rank 2"),
     ],
     ids=["a part is not listed", "a rate differs"],

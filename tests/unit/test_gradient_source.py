@@ -266,7 +266,7 @@ def test_copies_of_an_optimizer_have_the_source_too() -> None:
 
 @pytest.mark.parametrize("given", ["main_grad", MainGrad, object()])
 def test_what_is_no_source_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"gradients: found .*; needed a GradientSource\. Write gradients="):
+    with pytest.raises(TypeError, match=r"gradients: found .*; needed a GradientSource\. Derive its class from"):
         mm.Muon([nn.Parameter(torch.ones(2, 2))], gradients=given)
 
 

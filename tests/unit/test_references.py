@@ -43,7 +43,9 @@ def test_every_test_that_the_page_names_is_in_the_file_it_names() -> None:
 def test_every_argument_is_described(public: Any) -> None:
     described = re.search(r"Args:\n(.*?)(\n\n|\Z)", inspect.getdoc(public) or "", re.DOTALL)
     assert described is not None
-    entries = set(re.findall(r"^ {4}(\w+): ", described[1], re.MULTILINE))
+    rare = re.search(r"Other Parameters:\n(.*?)(\n\n|\Z)", inspect.getdoc(public) or "", re.DOTALL)
+    sections = described[1] + "\n" + (rare[1] if rare else "")
+    entries = set(re.findall(r"^ {4}(\w+): ", sections, re.MULTILINE))
     taken = set(inspect.signature(public).parameters)
     if public is mm.from_model:  # which describes its own, and hands those of Muon on
         taken = taken - SETTINGS.keys() | {"settings"}

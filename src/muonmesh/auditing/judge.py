@@ -59,10 +59,11 @@ def polar(matrix: Tensor) -> Tensor:
     """Return U Vᵀ of a matrix U S Vᵀ, where its rank is at most `RANK` by an SVD of what spans its columns."""
     rank = min(RANK + 8, *matrix.shape)
     tall = matrix.double() if matrix.numel() < 1 << 22 else matrix
-    mixing = torch.randn(tall.shape[1], rank, generator=torch.Generator().manual_seed(0))
+    seeded = torch.Generator().manual_seed(0)
+    mixing = torch.randn(tall.shape[1], rank, generator=seeded, dtype=torch.float32, device="cpu")
     basis, _ = torch.linalg.qr(tall @ mixing.to(tall))
     if float((tall - basis @ (basis.mT @ tall)).norm()) > 1e-3 * float(tall.norm()):  # its rank is larger
-        basis = torch.eye(len(tall)).to(tall)
+        basis = torch.eye(len(tall), dtype=tall.dtype, device=tall.device)
     left, values, right = torch.linalg.svd(basis.mT @ tall, full_matrices=False)
     kept = int((values > 1e-6 * values[0]).sum()) if float(values[0]) else 0
     factor: Tensor = (basis @ left[:, :kept]) @ right[:kept]

@@ -7,6 +7,7 @@ import inspect
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,13 @@ def probing_gradient(name: str, shape: Sequence[int], device: torch.device) -> T
         shape: Of the whole parameter. Three dims are a stack of matrices, more are a convolution, flattened.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    drawn = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     if len(shape) < 2:
-        gradient = torch.randn(tuple(shape), generator=generator)
+        gradient = drawn(tuple(shape))
     else:
         *batch, rows, cols = shape if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
         rank = max(1, min(RANK, rows // 2, cols // 2))
-        left, right = (
-            torch.randn(*batch, size, rank, generator=generator)
-            * torch.exp(1.5 * torch.randn(*batch, size, 1, generator=generator))
-            for size in (rows, cols)
-        )
+        left, right = (drawn((*batch, size, rank)) * torch.exp(1.5 * drawn((*batch, size, 1))) for size in (rows, cols))
         gradient = (left.to(device) @ right.to(device).mT).reshape(tuple(shape))
     unit: Tensor = (gradient / gradient.norm().clamp(min=torch.finfo(torch.float32).tiny)).to(device)
     return unit
@@ -64,7 +62,7 @@ def gathered(local: Tensor | None, storage: Storage | None, shape: Sequence[int]
     """
     found = []
     for sign in (1, -1):
-        whole = torch.full(tuple(shape), -torch.inf, device=device)
+        whole = torch.full(tuple(shape), -torch.inf, dtype=torch.float32, device=device)
         if local is not None and storage is not None:
             for offset, box in boxes_of(local.contiguous(), storage.layout, storage.shape).items():
                 whole[_slices(offset, box.shape)] = sign * box.float()
@@ -141,7 +139,7 @@ def step_all(optimizers: Iterable[Any]) -> str:
         for one in optimizers:
             closure = inspect.signature(one.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
-                one.step(lambda: torch.zeros(()))
+                one.step(lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
             else:
                 one.step()
     except Exception as error:  # whatever it is, it is what would happen in training

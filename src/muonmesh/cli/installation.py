@@ -90,7 +90,7 @@ def _orthogonalize() -> Finding:
     import muonmesh as mm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.randn(96, 160, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(96, 160, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(device)
     exact = mm.orthogonalize(x.double(), dtype=torch.float64, kernels="torch")
     apart = float((mm.orthogonalize(x).double() - exact).norm() / exact.norm())
     wrong = "" if apart < 0.03 else "Write kernels='torch', and report it"
@@ -167,7 +167,7 @@ def measured_links(device: torch.device) -> Finding:
     """Latency and bandwidth of an all-reduce of all ranks, and how far their clocks are apart; collective."""
     seconds = []
     for numbers in (1, 4 << 20):
-        tensor = torch.ones(numbers, device=device)
+        tensor = torch.ones(numbers, dtype=torch.float32, device=device)
         for counted in (False, True):
             dist.barrier()
             begin = time.perf_counter()
