@@ -419,6 +419,11 @@ def test_the_page_about_clipping() -> None:
 def test_the_page_about_performance() -> None:
     *_, names = run("docs/performance.md", {})
     assert names["run"].launches > 0
+    tables = json.loads((ROOT / "benchmarks/results/step.json").read_text())["tables"]
+    text = (ROOT / "docs/performance.md").read_text()
+    for name, peer in (("torch.optim.Muon 2.13", "torch.optim.Muon"), ("Muon of microsoft/dion", "dion Muon")):
+        ratios = [tables[layout]["contenders"][peer]["ratio"] for layout in ("one", "ddp2", "fsdp2")]
+        assert f"| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |" in text
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
