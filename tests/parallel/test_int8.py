@@ -31,16 +31,19 @@ def random(name: str, seed: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed + len(name)))
 
 
-def made(dim: int | None, state_dtype: Any, *, device: bool = False) -> tuple[Bag, mm.Muon]:
-    """A model sharded along a dim, or alone on this rank."""
-    values = {name: random(name, 0) for name in SHAPES}
+def made(
+    dim: int | None, state_dtype: Any, *, device: bool = False, rounded: int | None = None
+) -> tuple[Bag, mm.Muon]:
+    """A model sharded along a dim, or alone on this rank; in bf16 if its weights are rounded at random."""
+    values = {name: random(name, 0).to(torch.float32 if rounded is None else torch.bfloat16) for name in SHAPES}
     if dim is not None:
         mesh = mesh_of((dist.get_world_size(),))
         values = {name: distribute_tensor(value, mesh, [Shard(dim % value.ndim)]) for name, value in values.items()}
     model = Bag(values)
     group = {"params": list(model.parameters()), "param_names": list(SHAPES)}
     where = "local" if dim is None else None
-    optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float32, state_dtype=state_dtype, process_group=where)
+    kept: dict[str, Any] = {"state_dtype": state_dtype, "stochastic_rounding": rounded}
+    optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float32, process_group=where, **kept)
     if device:
         optimizer._runtime.waits, optimizer._runtime.together = False, True
     return model, optimizer
@@ -49,7 +52,7 @@ def made(dim: int | None, state_dtype: Any, *, device: bool = False) -> tuple[Ba
 def train(model: Bag, optimizer: mm.Muon, steps: range) -> None:
     for step in steps:
         for name, parameter in model.named_parameters():
-            gradient = random(name, 10 * step + 1)
+            gradient = random(name, 10 * step + 1).to(parameter.dtype)
             if isinstance(parameter, DTensor):
                 gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
             parameter.grad = gradient
@@ -70,9 +73,9 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def sharded(dim: int, device: bool) -> tuple[bool, bool]:
+def sharded(dim: int, device: bool, rounded: int | None) -> tuple[bool, bool]:
     """Step sharded and alone; also whether explain() told the collectives."""
-    (model, optimizer), (twin, alone) = made(dim, "int8", device=device), made(None, "int8", device=device)
+    (model, optimizer), (twin, alone) = (made(of, "int8", device=device, rounded=rounded) for of in (dim, None))
     train(model, optimizer, range(3))
     train(twin, alone, range(3))
     told = optimizer.explain().collectives == optimizer.counts.collectives
@@ -81,8 +84,11 @@ def sharded(dim: int, device: bool) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("device", [False, True], ids=["as on a cpu", "as on a device"])
 @pytest.mark.parametrize("dim", [0, -1])
-def test_blocks_that_shards_cut_have_the_scale_of_the_whole_block(workers, dim: int, device: bool) -> None:
-    assert workers(2).run(sharded, dim, device) == [(True, True)] * 2
+@pytest.mark.parametrize("rounded", [None, 5], ids=["fp32", "bf16, rounded at random"])
+def test_blocks_that_shards_cut_have_the_scale_of_the_whole_block(
+    workers, dim: int, device: bool, rounded: int | None
+) -> None:
+    assert workers(2).run(sharded, dim, device, rounded) == [(True, True)] * 2
 
 
 def resumed(folder: Path) -> list[bool]:
