@@ -71,7 +71,7 @@ def test_what_a_gpu_is_compared_with_is_modelled() -> None:
 
 def test_products_cost_what_the_plan_says(gpt2: DryRun) -> None:
     """The same FLOPs, counted by the operations that run and by the cost model that balances ranks."""
-    optimizer = mm.Muon([nn.Parameter(torch.empty(shape)) for shape in GPT2])
+    optimizer = mm.Muon([nn.Parameter(torch.empty(shape)) for shape in GPT2], ns_coefficients="polar_express")
     optimizer.explain()
     planned = optimizer._runtime.planned
     assert planned is not None
