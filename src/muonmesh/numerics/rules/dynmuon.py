@@ -84,7 +84,8 @@ def power_at(
 
     Args:
         progress: Steps taken over all steps, 0 to 1.
-        first, last: Its limits.
+        first: Its value at the beginning.
+        last: Its value at the end.
         middle: Where it is between the two.
         width: A quarter of the way, about.
     """
