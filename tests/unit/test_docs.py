@@ -367,8 +367,29 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
         text = (f"{found[lr]:.3f}" if lr in found else "" for lr in (0.001, 0.002, 0.003, 0.005, 0.006, 0.01, 0.012))
         cells = (f"**{cell}**" if cell == f"{best:.3f}" else cell for cell in text)
         rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    for name in ("variants", "variants_small"):
+        rows += rows_of_variants(recorded(name)["runs"])
     page = (ROOT / "docs/how-we-know.md").read_text()
     assert [row for row in rows if row not in page] == []
+
+
+def rows_of_variants(runs: list[dict[str, Any]]) -> list[str]:
+    """Return how the rows of a table begin, one for each rule: rate, loss, spread, and what each seed gains on Muon."""
+    finals: dict[str, dict[float, dict[int, float]]] = {}
+    for one in runs:
+        by_rate = finals.setdefault(one["rule"], {})
+        by_rate.setdefault(one["multiple"], {})[one["seed"]] = one["validation"][-1][1]
+    best = {rule: min(by_rate.items(), key=lambda item: item[1][0]) for rule, by_rate in finals.items()}
+    named = {"adamw": "AdamW", "per head": "a matrix for each head (`per_head=True`)", "cautious": "cautious decay"}
+    named["scion head"] = "Scion's head"
+    muon, rows = best["muon"][1], []
+    for rule, (rate, losses) in best.items():
+        gains = (f"{muon[seed] - loss:.{2 if rule == 'adamw' else 3}f}" for seed, loss in losses.items())
+        cells = (f"× {rate:g}", f"{statistics.mean(losses.values()):.3f}")
+        spread = f"{max(losses.values()) - min(losses.values()):.3f}"
+        told = "" if rule == "muon" else f" {', '.join(gains)}".replace("-", "−")
+        rows.append(f"| {named.get(rule, f'`{rule}`')} | {' | '.join(cells)} | {spread} |{told} |")
+    return rows
 
 
 def test_the_page_of_questions() -> None:
