@@ -50,6 +50,7 @@ ONE_PROCESS = (
     "docs/groups.md",
     "docs/rules.md",
     "docs/variants.md",
+    "docs/qk-clip.md",
     "docs/performance.md",
     "docs/migrating.md",
     "docs/internals/simulated.md",
@@ -366,8 +367,29 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
         text = (f"{found[lr]:.3f}" if lr in found else "" for lr in (0.001, 0.002, 0.003, 0.005, 0.006, 0.01, 0.012))
         cells = (f"**{cell}**" if cell == f"{best:.3f}" else cell for cell in text)
         rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    for name in ("variants", "variants_small"):
+        rows += rows_of_variants(recorded(name)["runs"])
     page = (ROOT / "docs/how-we-know.md").read_text()
     assert [row for row in rows if row not in page] == []
+
+
+def rows_of_variants(runs: list[dict[str, Any]]) -> list[str]:
+    """Return how the rows of a table begin, one for each rule: rate, loss, spread, and what each seed gains on Muon."""
+    finals: dict[str, dict[float, dict[int, float]]] = {}
+    for one in runs:
+        by_rate = finals.setdefault(one["rule"], {})
+        by_rate.setdefault(one["multiple"], {})[one["seed"]] = one["validation"][-1][1]
+    best = {rule: min(by_rate.items(), key=lambda item: item[1][0]) for rule, by_rate in finals.items()}
+    named = {"adamw": "AdamW", "per head": "a matrix for each head (`per_head=True`)", "cautious": "cautious decay"}
+    named["scion head"] = "Scion's head"
+    muon, rows = best["muon"][1], []
+    for rule, (rate, losses) in best.items():
+        gains = (f"{muon[seed] - loss:.{2 if rule == 'adamw' else 3}f}" for seed, loss in losses.items())
+        cells = (f"× {rate:g}", f"{statistics.mean(losses.values()):.3f}")
+        spread = f"{max(losses.values()) - min(losses.values()):.3f}"
+        told = "" if rule == "muon" else f" {', '.join(gains)}".replace("-", "−")
+        rows.append(f"| {named.get(rule, f'`{rule}`')} | {' | '.join(cells)} | {spread} |{told} |")
+    return rows
 
 
 def test_the_page_of_questions() -> None:
@@ -489,16 +511,29 @@ def test_the_page_about_variants() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, tie_word_embeddings=False))
     rules, powers = [], []
-    for names in run("docs/variants.md", {"model": model}, {}, {}):
+    for names in run("docs/variants.md", {"model": model}, {}):
         optimizer = names["optimizer"]
         model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
         optimizer.step()
         rules.append({name: g["algorithm"] for g in optimizer.param_groups for name in g["param_names"]})
         powers.append([g["dynmuon_power"] for g in optimizer.param_groups if "dynmuon_power" in g])
-    assert [tuple(some.shape) for some in names["clip"].largest.values()] == [(4,)]
     assert (rules[0]["lm_head.weight"], rules[0]["model.layers.0.mlp.up_proj.weight"]) == ("scion_sign", "normuon")
     assert rules[1]["model.layers.0.mlp.up_proj.weight"] == "dynmuon"
     assert powers[1] == [names["power_at"](1 / 1000)]
+
+
+def test_the_page_about_qk_clip() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, tie_word_embeddings=False))
+    (names,) = run("docs/qk-clip.md", {"model": model})
+    names["clip"].threshold = 1e-8  # below the log-sum-exp of several keys, whatever the weights
+    queries = model.model.layers[0].self_attn.q_proj.weight
+    before = queries.detach().norm()
+    model(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+    names["optimizer"].step()
+    (largest,) = names["clip"].largest.values()
+    assert largest.shape == (4,)
+    assert queries.norm() < 1e-3 * before
 
 
 @pytest.mark.filterwarnings(
@@ -690,6 +725,9 @@ def test_user_pages_are_short() -> None:
         "plan",
         "migrating",
         "questions",
+        "variants",
+        "rules",
+        "qk-clip",
     ]
     paths = [ROOT / "docs" / f"{page}.md" for page in pages]
     script = ROOT / "docs" / "site" / "words.py"
