@@ -274,7 +274,7 @@ def test_a_dry_run_tells_what_a_run_would_take_and_leaves_nothing(parallel: str,
     result = CliRunner().invoke(app, ["train", *map(str, line), "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.stderr
     assert "nano on 4 ranks" in result.stdout
-    assert re.search(r"Rank \d, counted(.*\n)+ weights, stored .*(.*\n)+ momentum, stored", result.stdout)
+    assert re.search(r"Rank \d, counted(.*\n)+ weights, stored .*(.*\n)+ state of matrices, stored", result.stdout)
     figures = CliRunner().invoke(app, ["train", *map(str, line), "--json"]).stdout
     assert json.loads(figures)["ranks"] == 4
     assert not (tmp_path / "run").exists()

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from muonmesh.checkpoint.entries import flat
 from muonmesh.checkpoint.fitting import nearest
-from muonmesh.checkpoint.ranks import agreed
 from muonmesh.comm.storage import this_rank
+from muonmesh.comm.telling import agreed
 from muonmesh.errors import StateError, explain_error
 
 _SHOWN = 8  # of what does not fit
@@ -67,7 +67,7 @@ def load_full(
             write = "Load it into the model and the optimizer that it was saved with"
             raise StateError(explain_error("full state dict", "; ".join(wrong[:_SHOWN]) + more, needed, write))
 
-    agreed(check)
+    agreed(check, kind=StateError)
     first = this_rank() == 0
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=torch.distributed.is_initialized())
     set_model_state_dict(model, dict(weights or {}) if first else {}, options=options)
