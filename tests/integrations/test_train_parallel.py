@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,7 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
-NEW = ("hsdp", *(pytest.param(name, marks=pytest.mark.soak) for name in ("fsdp", "zero1", "zero2", "zero3")))
+NEW = ("hsdp", pytest.param("fsdp", marks=pytest.mark.soak))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,6 @@ def train_both(run: Path) -> list[str]:
 
 
 def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]:
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun sets it; DeepSpeed asks
     training = Training(optimizer, load_settings(run), load_corpus_of(run), torch.device("cpu"))
     training.restore()
     training.engine.explain()
@@ -130,9 +128,7 @@ def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]
     training.run(log, StopAfter(stop_after))
     if log is not None:
         log.close()
-    differing = differing_copies(training.model)
-    training.engine.close()
-    return differing
+    return differing_copies(training.model)
 
 
 def differing_copies(model: torch.nn.Module) -> list[str]:
@@ -190,8 +186,7 @@ def test_the_parts_of_a_step_are_measured(parallel: Parallel, finished: Callable
     ("parallel", "other"),
     [
         pytest.param("hsdp", "ddp", marks=pytest.mark.soak),
-        pytest.param("zero2", "fsdp", marks=pytest.mark.soak),
-        pytest.param("zero3", "zero1", marks=pytest.mark.soak),
+        pytest.param("fsdp", "hsdp", marks=pytest.mark.soak),
     ],
 )
 def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(

@@ -31,9 +31,7 @@ def random(name: str, seed: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed + len(name)))
 
 
-def made(
-    dim: int | None, state_dtype: Any, *, device: bool = False, rounded: int | None = None
-) -> tuple[Bag, mm.Muon]:
+def made(dim: int | None, state_dtype: Any, *, device: bool = False, rounded: int | None = None) -> tuple[Bag, mm.Muon]:
     """A model sharded along a dim, or alone on this rank; in bf16 if its weights are rounded at random."""
     values = {name: random(name, 0).to(torch.float32 if rounded is None else torch.bfloat16) for name in SHAPES}
     if dim is not None:

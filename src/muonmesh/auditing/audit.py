@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.auditing.judge import AS_STORED, Seen, Verdict, judge
-from muonmesh.auditing.probe import everyones, gathered, give_gradient, probing_gradient, restored, step_all
+from muonmesh.auditing.probe import gathered, give_gradient, probing_gradient, restored, step_all
 from muonmesh.comm.storage import Storage, device_without_parameters, local_of, storage_of, world_size
-from muonmesh.errors import LayoutError, about, explain_error
+from muonmesh.comm.telling import agreed, tell_all
+from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
 from muonmesh.names import canonical_name
@@ -85,7 +86,7 @@ class Audit:
             return None if isinstance(value, float) and not math.isfinite(value) else value
 
         rows = [{key: plain(value) for key, value in asdict(row).items()} for row in self.rows]
-        return {**{key: plain(value) for key, value in asdict(self).items()}, "rows": rows, "ok": self.ok}
+        return {**asdict(self), "rows": rows, "ok": self.ok}
 
     def __str__(self) -> str:
         """Return a table of at most 80 columns, and a line for what is to be mended. Layers that are alike are one."""
@@ -167,14 +168,10 @@ def audit(
         LayoutError: another rank found such an error.
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    problem: Exception | None = None
-    try:
-        watch = _Watch(optimizers, model, split_params(model) if groups is None else groups, layouts or {})
-    except Exception as error:
-        problem = error
-    for rank, text in enumerate(everyones("" if problem is None else str(problem))):
-        if text:
-            raise problem if problem is not None else LayoutError(about(f"rank {rank}", text))
+    watch = _Watch(optimizers)
+    agreed(
+        lambda: watch.find(model, split_params(model) if groups is None else groups, layouts or {}), kind=LayoutError
+    )
     return watch.report()
 
 
@@ -192,12 +189,14 @@ class _Known:
 class _Watch:
     """The weights that this rank has, what should happen to them, and what did."""
 
-    def __init__(
-        self, optimizers: list[Any], model: nn.Module, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, optimizers: list[Any]) -> None:
         self.optimizers = optimizers
         self.weights: dict[str, Tensor] = {}
         self.storages: dict[str, Storage] = {}
+        self.known: dict[str, _Known] = {}
+
+    def find(self, model: nn.Module, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Any]) -> None:
+        """Find the weights, and what the optimizers and the groups say of each; no communication."""
         for given, parameter in model.named_parameters():
             name = canonical_name(given)
             if parameter.is_meta:
@@ -208,36 +207,31 @@ class _Watch:
                 self.storages[name] = storage_of(name, parameter, None, layouts.get(name), needed=False)
         if not self.weights:
             raise ValueError(explain_error("audit", "no weight that is trained", "at least one"))
-        held = [{id(one) for group in each.param_groups for one in group["params"]} for each in optimizers]
-        self.holders = {name: sum(id(one) in ids for ids in held) for name, one in self.weights.items()}
-        self.right: dict[str, tuple[bool, Any]] = {}  # by name: the matrices, None for what is no matrix
+        right: dict[str, tuple[bool, Any]] = {}  # whether Muon steps it, and its matrices
         for group in groups:
             muon = group["algorithm"] != "adamw"
             specs = group["matrices"] if muon and "matrices" in group else [None] * len(group["params"])
-            self.right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
+            right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
+        held = [{id(one) for group in each.param_groups for one in group["params"]} for each in self.optimizers]
+        for name, storage in self.storages.items():
+            holders = sum(id(self.weights[name]) in ids for ids in held)
+            self.known[name] = _Known(storage.shape, storage.layout, holders, *right.get(name, (False, None)))
 
     def report(self) -> Audit:
         """Step and tell; collective."""
         census: dict[str, _Known] = {}
-        mine = {
-            name: _Known(each.shape, each.layout, self.holders[name], *self.right.get(name, (False, None)))
-            for name, each in self.storages.items()
-        }
-        for theirs in everyones(mine):
+        for theirs in tell_all(self.known):
             for name, one in theirs.items():
                 same = name not in census or census[name].shape == one.shape
                 census[name] = census.get(name, one) if same else replace(one, shape=None)
         norms = self._norms()
-        raised, steps = self._step({name: 1.0 for name in self.weights})
+        raised, steps = self._step(dict.fromkeys(self.weights, 1.0))
         strengths: dict[str, float] = {}
         if not raised and norms:
             raised, weaker = self._step(norms)
-            pairs = {
-                name: (float((weaker[name] * step).sum()), float(step.square().sum())) for name, step in steps.items()
-            }
-            strengths = {
-                name: dot / squared if squared else math.nan for name, (dot, squared) in _summed(pairs).items()
-            }
+            dots = _summed({name: float((weaker[name] * step).sum()) for name, step in steps.items()})
+            squares = _summed({name: float(step.square().sum()) for name, step in steps.items()})
+            strengths = {name: dots[name] / square for name, square in squares.items() if square}
         seen = {
             name: Seen("raises") if raised else self._seen(name, one, steps.get(name)) for name, one in census.items()
         }
@@ -262,8 +256,8 @@ class _Watch:
                 local = local_of(gradient).detach()
                 dense = local.coalesce().values() if local.is_sparse else local
                 copies = world_size() if self.storages[name].layout is None else self.storages[name].copies
-                squares[name] = (float(dense.double().square().sum()) / copies,)
-        return {name: math.sqrt(square) for name, (square,) in _summed(squares).items()}
+                squares[name] = float(dense.double().square().sum()) / copies
+        return {name: math.sqrt(square) for name, square in _summed(squares).items()}
 
     def _step(self, norms: Mapping[str, float]) -> tuple[str, dict[str, Tensor]]:
         """Step on probing gradients of these norms, and return what was raised, and by how much local weights moved."""
@@ -297,13 +291,10 @@ class _Watch:
         return replace(found, verdict="twice") if known.holders > 1 and found.verdict != "does not move" else found
 
 
-def _summed(mine: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+def _summed(mine: Mapping[str, float]) -> dict[str, float]:
     """Add up, over ranks, numbers by name; collective."""
-    total: dict[str, tuple[float, ...]] = {}
-    for theirs in everyones(dict(mine)):
-        for name, numbers in theirs.items():
-            total[name] = tuple(map(sum, zip(total[name], numbers, strict=True))) if name in total else numbers
-    return total
+    everyone = tell_all(mine)
+    return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for theirs in everyone for name in theirs}
 
 
 def best_scale(seen: Sequence[Seen]) -> tuple[str, float]:

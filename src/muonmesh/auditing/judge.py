@@ -108,6 +108,8 @@ def candidates(
 ) -> Iterator[tuple[Verdict, Sequence[Matrix], Tensor]]:
     """Yield what an orthogonalization can have been, the right one first: verdict, matrices, polar factors."""
     shape = tuple(gradient.shape)
+    if len(shape) < 2 or 1 in gradient.flatten(1).shape:
+        return
     spec = ("whole" if len(shape) == 2 else "flatten") if spec is None else spec
     right = split_matrices("", shape, spec)
     yield "orthogonalized", right, of_matrices(gradient, right)
@@ -164,11 +166,7 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         (cosine(gradient), Seen("follows the gradient", rms=rms)),
     ]
     right: Tensor | None = None
-    tried = (
-        candidates(gradient, layout, spec)
-        if min(gradient.flatten(1).shape if gradient.ndim > 1 else (1,)) > 1
-        else iter(())
-    )
+    tried = candidates(gradient, layout, spec)
     while max(like for like, _ in found) < SURE and (one := next(tried, None)) is not None:
         verdict, matrices, factors = one
         right = factors if right is None else right

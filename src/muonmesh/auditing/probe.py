@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.checkpoint.share import boxes_of
-from muonmesh.comm.storage import Storage, local_of, world_size
+from muonmesh.comm.storage import Storage, local_of, local_part, world_size
+from muonmesh.comm.telling import tell_all
 
 RANK = 64
 """Of a probing gradient, or half of its smaller side: what is known of its polar factor then costs no large SVD."""
@@ -48,32 +49,26 @@ def probing_gradient(name: str, shape: Sequence[int], device: torch.device) -> T
 def give_gradient(parameter: Tensor, storage: Storage, whole: Tensor) -> None:
     """Make a whole gradient, or what this rank stores of it, the gradient of a parameter, sparse where it was."""
     sparse = parameter.grad is not None and parameter.grad.is_sparse
-    local = torch.zeros_like(local_of(parameter).detach(), memory_format=torch.contiguous_format)
-    for offset, box in boxes_of(local, storage.layout, storage.shape).items():
-        box.copy_(whole[_slices(offset, box.shape)])
+    local = (whole if storage.layout is None else local_part(whole, storage.layout)).to(parameter.dtype)
     wrapped = storage.wrap(local) if type(parameter.data) is not Tensor else local
     parameter.grad = wrapped.to_sparse(1) if sparse else wrapped
 
 
-def gathered(local: Tensor | None, storage: Storage | None, shape: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return the largest and the smallest value that any rank has of each element of a whole tensor; collective.
+def gathered(local: Tensor | None, storage: Storage | None, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return the largest and the smallest value that any rank has of each element of a whole tensor, (2, *shape).
 
-    A rank that has nothing of it passes None. Replicas that agree make the two equal; -inf is what nobody holds.
+    Collective. A rank that has nothing of it passes None. Replicas that agree make the two equal; -inf is what nobody
+    holds.
     """
-    found = []
-    for sign in (1, -1):
-        whole = torch.full(tuple(shape), -torch.inf, dtype=torch.float32, device=device)
-        if local is not None and storage is not None:
-            for offset, box in boxes_of(local.contiguous(), storage.layout, storage.shape).items():
-                whole[_slices(offset, box.shape)] = sign * box.float()
-        if world_size() > 1:
-            dist.all_reduce(whole, dist.ReduceOp.MAX)
-        found.append(sign * whole)
-    return found
-
-
-def _slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=False))
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float32, device=device).view(2, *(1 for _ in shape))
+    found = torch.full((2, *shape), -torch.inf, dtype=torch.float32, device=device)
+    if local is not None and storage is not None:
+        for offset, box in boxes_of(local.contiguous(), storage.layout, storage.shape).items():
+            place = (slice(low, low + size) for low, size in zip(offset, box.shape, strict=True))
+            found[:, *place] = signs * box.float()
+    if world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return signs * found
 
 
 def nested(optimizers: Iterable[Any]) -> list[Optimizer]:
@@ -144,13 +139,4 @@ def step_all(optimizers: Iterable[Any]) -> str:
                 one.step()
     except Exception as error:  # whatever it is, it is what would happen in training
         raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return next((each for each in everyones(raised) if each), "")
-
-
-def everyones(what: Any) -> list[Any]:
-    """Return what every rank has, in the order of ranks; collective."""
-    if world_size() == 1:
-        return [what]
-    found = [None] * world_size()
-    dist.all_gather_object(found, what)
-    return found
+    return next((each for each in tell_all(raised) if each), "")

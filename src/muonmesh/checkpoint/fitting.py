@@ -124,12 +124,8 @@ def fit(
             wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.storage.shape, record.dtype)
             found.weights.append(record)
             wrong += _state(found, record, saved["parameters"].get(record.name), saved, states, strict=strict)
-    if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        write = "Load it into the model and the optimizer that it was saved with"
-        write += ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
-        needed = "what this model and this optimizer hold"
-        raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
+    other = ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
+    refuse(str(path), wrong, other)
     weights = [(record.name, record.tensor, record.storage) for record in found.weights]
     for owner, tensor, storage in [*found.untrained, *weights]:
         dtype, device = there[owner].properties.dtype, local_of(tensor).device
@@ -154,6 +150,15 @@ def fit(
         write = f'{write}: Muon(..., kernels="torch", ns_coefficients="polar_express")'
         found.told = explain_error(str(path), told, needed, write)
     return found
+
+
+def refuse(where: str, wrong: Sequence[str], other: str = "") -> None:
+    """Raise StateError if something is wrong with what was saved; ``other`` is what else one may write."""
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        write = f"Load it into the model and the optimizer that it was saved with{other}"
+        needed = "what this model and this optimizer hold"
+        raise StateError(explain_error(where, "; ".join(wrong[:_SHOWN]) + more, needed, write))
 
 
 def _names(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from muonmesh.checkpoint.entries import flat
-from muonmesh.checkpoint.fitting import nearest
-from muonmesh.checkpoint.ranks import agreed
+from muonmesh.checkpoint.fitting import nearest, refuse
 from muonmesh.comm.storage import this_rank
+from muonmesh.comm.telling import agreed
 from muonmesh.errors import StateError, explain_error
-
-_SHOWN = 8  # of what does not fit
 
 
 def load_full(
@@ -61,13 +59,9 @@ def load_full(
         wrong += _differences("state", flat(expected), flat(state))
         if "state" in state:
             wrong += _differences("group of", _members(whole_state), _members(state))
-        if wrong:
-            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            needed = "what this model and this optimizer hold"
-            write = "Load it into the model and the optimizer that it was saved with"
-            raise StateError(explain_error("full state dict", "; ".join(wrong[:_SHOWN]) + more, needed, write))
+        refuse("full state dict", wrong)
 
-    agreed(check)
+    agreed(check, kind=StateError)
     first = this_rank() == 0
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=torch.distributed.is_initialized())
     set_model_state_dict(model, dict(weights or {}) if first else {}, options=options)
@@ -89,14 +83,9 @@ def _differences(what: str, needed: Mapping[str, Any], given: Mapping[str, Any])
     lost, spare = needed.keys() - given.keys(), given.keys() - needed.keys()
     said = [f"no {what} {name}{nearest(name, spare or given)}" for name in sorted(lost)]
     said += [f"{what} {name}, which nothing here has{nearest(name, lost or needed)}" for name in sorted(spare)]
-    return said + list(_misshapen(what, needed, given))
-
-
-def _misshapen(what: str, needed: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:
-    for name in sorted(needed.keys() & given.keys()):
-        shape, found = _shape(needed[name]), _shape(given[name])
-        if found != shape:
-            yield f"{what} {name} of shape {found}, where {shape} is needed"
+    shapes = {name: (_shape(given[name]), _shape(needed[name])) for name in sorted(needed.keys() & given.keys())}
+    misshapen = {name: shape for name, shape in shapes.items() if shape[0] != shape[1]}
+    return said + [f"{what} {name} of shape {a}, where {b} is needed" for name, (a, b) in misshapen.items()]
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -1,20 +1,18 @@
 """Ranks: runs work on every rank, and raises on all ranks if the work fails on one.
 
-`together` is for work on files: every rank raises the same FileError. `agreed` is for what a rank works out from its
-own model and optimizer: every rank gets the results of all ranks.
+Every rank raises the same FileError. `muonmesh.comm.telling.agreed` is for what a rank works out from its own model and
+optimizer: every rank gets the results of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import tell_all
-from muonmesh.errors import FileError, StateError
-
-T = TypeVar("T")
+from muonmesh.errors import FileError
 
 
 def together(work: Callable[[], None]) -> None:
@@ -35,23 +33,6 @@ def together(work: Callable[[], None]) -> None:
     for found in tell_all(message, unexpected, kind=FileError):
         if found is not None:
             raise FileError(found)
-
-
-def agreed(work: Callable[[], T]) -> list[T]:
-    """Return what the work gives on each rank, in their order. Called on all ranks; what is returned is pickled.
-
-    Raises:
-        Exception: on a rank whose work failed, what it raised.
-        StateError: on the other ranks then, with the message of the first that failed.
-    """
-    mine: Any = None
-    failure: Exception | None = None
-    try:
-        mine = work()
-    except Exception as error:
-        failure = error
-    found: list[T] = tell_all(mine, failure, kind=StateError)
-    return found
 
 
 def on_first_rank(work: Callable[[], None]) -> None:

@@ -171,10 +171,8 @@ class Record:
         if share is None:
             for box in boxes_of(part.view(local), part.layout, part.shape).values():
                 box.zero_()
-        elif part.positions is not None:
-            fill(part.view(local), None, share)
         else:
-            fill(local, part.layout, share)
+            fill(part.view(local), part.layout, share)
 
 
 def _written(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Share:

@@ -21,10 +21,10 @@ from muonmesh.checkpoint.fitting import Fit, fit
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.group_settings import check_saved, merged, settings_of
 from muonmesh.checkpoint.of_muon import OfMuon
-from muonmesh.checkpoint.ranks import agreed
 from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
 from muonmesh.checkpoint.share import Share, boxes_of
 from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
+from muonmesh.comm.telling import agreed
 from muonmesh.errors import StateError, about, explain_error
 from muonmesh.layout import FlatShards
 from muonmesh.names import canonical_name
@@ -68,8 +68,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         return digests, settings_of(records)
 
     with host.whole(model, write=False):
-        said = agreed(collect)
-        agreed(lambda: _check_alike([digests for digests, _ in said], records))
+        said = agreed(collect, kind=StateError)
+        agreed(lambda: _check_alike([digests for digests, _ in said], records), kind=StateError)
         tensors = {name: share for record in records for name, share in record.shares()}
         for name, (tensor, storage) in untrained.items():
             local = local_of(tensor).detach().contiguous()
@@ -119,16 +119,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         return [*(record.name for record in records), *untrained]
 
     with host.whole(model, write=True):
-        names = {name for some in agreed(collect) for name in some}
+        names = {name for some in agreed(collect, kind=StateError) for name in some}
         found: list[Fit] = []  # not returned by the work below, since what is returned is sent to all ranks
 
         def work_out() -> None:
             found.append(fit(path, contents.held, contents.settings, records, untrained, names, strict=strict))
 
-        agreed(work_out)
+        agreed(work_out, kind=StateError)
         fitting = found[0]
         contents.read(dict(fitting.shares), wrong=_wrong)
-        agreed(fitting.check_counts)
+        agreed(fitting.check_counts, kind=StateError)
         fitting.write()
         give_back(extra, {name for name, *_ in fitting.untrained})
     host.checkpoint_restored()

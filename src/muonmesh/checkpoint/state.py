@@ -15,7 +15,6 @@ from muonmesh.comm.storage import Declared, Storage, local_of, local_shape, worl
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.layout.region import row_major
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import Precision, check_group, check_structure
@@ -104,14 +103,19 @@ def saved_state(
     members = {id(held[member.tensor]): member for member in planned.members if member.tensor in held}
     found = dict(state)
     for number, entry in state.items():
-        member = members.get(id(entry))
-        if member is None:
-            continue
-        coded = [key for key in member.state_layouts if key in entry and local_of(entry[key]).dtype == torch.int8]
-        wide = {key: planned.blocks.wide(member.name, member.tensor, key, entry) for key in coded}
-        kept = {key: value for key, value in entry.items() if key.removesuffix(SCALE) not in coded}
-        found[number] = {**kept, **{key: member.state_layouts[key].storage.wrap(value) for key, value in wide.items()}}
+        if (member := members.get(id(entry))) is not None:
+            wide = _wide(member, planned, entry)
+            found[number] = {**{key: entry[key] for key in entry if key.removesuffix(SCALE) not in wide}, **wide}
     return found
+
+
+def _wide(member: Member, planned: Planned, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return in fp32 what is kept in int8 of a parameter."""
+    return {
+        key: layout.storage.wrap(planned.blocks.wide(member.name, member.tensor, key, entry))
+        for key, layout in member.state_layouts.items()
+        if key in entry and local_of(entry[key]).dtype == torch.int8
+    }
 
 
 def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None:
@@ -123,11 +127,9 @@ def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned) -> None
     """
     for member in planned.members:
         entry = held.get(member.tensor, {})
-        for key in member.state_layouts:
-            if key in entry and local_of(entry[key]).dtype == torch.int8:
-                wide = planned.blocks.wide(member.name, member.tensor, key, entry)
-                entry[key] = member.state_layouts[key].storage.wrap(wide)
-                entry.pop(key + SCALE, None)
+        for key, value in _wide(member, planned, entry).items():
+            entry[key] = value
+            entry.pop(key + SCALE, None)
 
 
 _NEEDED = "a checkpoint that keeps those of all ranks: torch's keeps the plain tensors of one"
@@ -240,23 +242,12 @@ def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, pr
         dtype = torch.float32
     else:
         dtype = (precision.master or value.dtype) if state_layout is None else state_layout.saved_dtype(precision)
+    storage = expected.storage if state_layout is None else state_layout.storage
     if precision.leaves(device) and key not in RUNNING and (state_layout is None or state_layout.companion is None):
-        storage = expected.storage if state_layout is None else state_layout.storage
         local = local_of(value.detach())
         return storage.wrap(fresh_zeros(local.shape, dtype, device, precision).copy_(local))
     fresh = value.detach().to(device, dtype, copy=True)
-    if local_of(fresh).is_contiguous():
-        return fresh
-    if not isinstance(fresh, DTensor):
-        return fresh.contiguous()
-    return DTensor.from_local(
-        local_of(fresh).contiguous(),
-        fresh.device_mesh,
-        fresh.placements,
-        run_check=False,
-        shape=fresh.shape,
-        stride=row_major(tuple(fresh.shape)),
-    )
+    return storage.wrap(local_of(fresh).contiguous()) if isinstance(fresh, DTensor) else fresh.contiguous()
 
 
 def _tensor(key: str, value: Any) -> Any:
@@ -342,18 +333,11 @@ def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: st
             state_layout = expected.state_layouts.get(key)
             storage = expected.storage if state_layout is None else state_layout.storage
             # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
-            told_later = (
-                state_layout is not None and state_layout.companion is not None and state_layout.companion.at_owner
-            )
-            if not told_later and not _fits(value, storage, parameter):
-                raise StateError(
-                    explain_error(
-                        name,
-                        f"{key} {_told(value)}",
-                        f"{_needed(storage, parameter)}, as this optimizer stores it",
-                        _RESHARD,
-                    )
-                )
+            companion = None if state_layout is None else state_layout.companion
+            found, needed = _told(value), _needed(storage, parameter)
+            if found != needed and not (companion is not None and companion.at_owner):
+                needed = f"{needed}, as this optimizer stores it"
+                raise StateError(explain_error(name, f"{key} {found}", needed, _RESHARD))
         check_values(name, str(key), local_of(value.detach()))
 
 
@@ -370,29 +354,16 @@ def check_values(name: str, key: str, local: Tensor) -> None:
         raise StateError(explain_error(name, f"{wrong} in {key}", needed, write))
 
 
-def _fits(value: Tensor, storage: Storage, parameter: Tensor) -> bool:
-    if not isinstance(value, DTensor) or storage.mesh is None:
-        return (
-            not isinstance(value, DTensor) and storage.mesh is None and tuple(value.shape) == _shape(storage, parameter)
-        )
-    local = local_shape(storage)
-    placed = tuple(value.placements) == storage.placements and tuple(value.shape) == storage.shape
-    return placed and tuple(local_of(value).shape) == local
-
-
-def _shape(storage: Storage, parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a plain tensor that lives there."""
-    return tuple(parameter.shape) if storage.layout is None else local_shape(storage)
-
-
 def _needed(storage: Storage, parameter: Tensor) -> str:
+    """Return what `_told` says of a tensor that lives there."""
+    local = tuple(parameter.shape) if storage.layout is None else local_shape(storage)
     if storage.mesh is None:
-        return f"a plain tensor of shape {_shape(storage, parameter)}"
-    return f"a DTensor of shape {storage.shape} placed {storage.placements}, {local_shape(storage)} here"
+        return f"a plain tensor of shape {local}"
+    return f"a DTensor of shape {tuple(storage.shape)} placed {tuple(storage.placements)}, {local} here"
 
 
 def _told(tensor: Tensor) -> str:
-    shape = tuple(tensor.shape)
+    local = tuple(local_of(tensor).shape)
     if isinstance(tensor, DTensor):
-        return f"a DTensor of shape {shape} placed {tuple(tensor.placements)}, {tuple(local_of(tensor).shape)} here"
-    return f"a plain tensor of shape {shape}"
+        return f"a DTensor of shape {tuple(tensor.shape)} placed {tuple(tensor.placements)}, {local} here"
+    return f"a plain tensor of shape {local}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -33,9 +32,6 @@ def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tu
     Raises:
         ValueError: an option has a wrong value, or does not go with another.
     """
-    if values["parallel"].startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        parallel = values["parallel"]
-        raise ValueError(f"--parallel {parallel}: found no deepspeed. Write: pip install 'muonmesh[deepspeed]'")
     run = _going_on(request.resume, values["out"])
     return (_new(values, given), False) if run is None else (_resumed(run, values, given), True)
 

@@ -20,6 +20,7 @@ from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.save_load import recorded
 from muonmesh.cli.engine import Engine
 from muonmesh.cli.run_settings import Optimizer
+from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError
 
 STEP = "step-"  # and eight digits
@@ -44,22 +45,23 @@ class Checkpoints:
         Raises:
             FileError: on all ranks: there are checkpoints, and none is whole.
         """
-        found: list[int | None] = [None]
 
-        def look() -> None:
-            found[0] = latest_step(self.directory)
-            broken = [path for step, path in numbered(self.directory, STEP) if step > (found[0] or 0)]
-            if broken and found[0] is None:
+        def look() -> int | None:
+            if dist.get_rank() != 0:
+                return None
+            found = latest_step(self.directory)
+            broken = [path for step, path in numbered(self.directory, STEP) if step > (found or 0)]
+            if broken and found is None:
                 raise FileError(
                     f"{broken[0]}: found files missing or cut off, and no whole checkpoint beside it; needed one. "
                     f"{REMEDY}"
                 )
             for path in broken:
-                print(f"{path}: found files missing or cut off; goes on from step {found[0]}", file=sys.stderr)
+                print(f"{path}: found files missing or cut off; goes on from step {found}", file=sys.stderr)
 
-        on_first_rank(look)
-        dist.broadcast_object_list(found, src=0)
-        self.kept = found[0]
+            return found
+
+        self.kept = agreed(look, kind=FileError)[0]
         return self.kept
 
     def save(self, step: int, engine: Engine) -> None:

@@ -71,8 +71,6 @@ def preview(settings: Settings, *, as_json: bool = False) -> None:
     meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
     found = planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), parts=parts)
     print_plan(found, as_json=as_json)
-    if settings.zero and not as_json:
-        make_console().print(f"ZeRO {settings.zero} is planned like FSDP2; its flat shards have other borders.")
 
 
 def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:

@@ -19,7 +19,7 @@ from muonmesh.files import is_finite, is_whole, read_json, write_text
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]
-Parallel = Literal["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+Parallel = Literal["ddp", "fsdp", "hsdp"]
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bf16", "fp32"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
@@ -158,11 +158,7 @@ class Settings:
     ranks: Annotated[int, Option("Processes. Default: one a GPU, or 2 on a CPU.", WHERE, asked=int | None)] = 2
     parallel: Annotated[
         Parallel,
-        Option(
-            "FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas; zeroN is that stage of "
-            "DeepSpeed's engine.",
-            WHERE,
-        ),
+        Option("FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas.", WHERE),
     ] = "fsdp"
     device: Annotated[
         Device, Option("Auto: the GPUs where there are any.", WHERE, asked=Literal["auto", "cpu", "cuda"])
@@ -192,8 +188,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields_of(self)
-        if self.compile and self.zero:
-            raise ValueError(f"--compile: found --parallel {self.parallel}; needed ddp, fsdp or hsdp. Leave out one")
         if self.parallel == "hsdp" and self.ranks % REPLICAS:
             write = f"Write: --ranks {self.ranks + 1}"
             raise ValueError(f"--ranks {self.ranks}: --parallel hsdp needed a multiple of {REPLICAS}. {write}")
@@ -207,11 +201,6 @@ class Settings:
             raise ValueError(
                 f"--warmup {self.warmup}: leaves none of the {self.steps} steps. Write: --warmup {self.steps // 10}"
             )
-
-    @property
-    def zero(self) -> int:
-        """Stage of ZeRO under DeepSpeed's engine; 0 without it."""
-        return int(self.parallel.removeprefix("zero")) if self.parallel.startswith("zero") else 0
 
     @property
     def micro_batch(self) -> int:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
-from muonmesh.cli.engine import Engine, ZeroEngine
+from muonmesh.cli.engine import Engine
 from muonmesh.cli.metrics_log import MetricsLog
 from muonmesh.cli.model import build_model, load_model, prepare_layers
 from muonmesh.cli.progress import ProgressLine
@@ -88,7 +88,7 @@ class Training:
         )
         model = build_model(self.config) if settings.init is None else load_model(settings.init, self.config)
         prepare_layers(model, settings)
-        self.engine = (ZeroEngine if settings.zero else Engine)(name, model, settings, device)
+        self.engine = Engine(name, model, settings, device)
         self.model = self.engine.model
         self.peak_lrs = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
         self.train_windows = Windows(corpus.train(), length=settings.seq, seed=settings.seed)
@@ -205,7 +205,7 @@ class Training:
     def _accumulate(self, step: int) -> Tensor:
         """Forward and backward over this rank's share of a step's sequences; its mean loss, 0-d."""
         settings = self.settings
-        self.engine.begin()  # not after the update: `metrics` has something to say of gradients
+        self.engine.optimizer.zero_grad()  # not after the update: `metrics` has something to say of gradients
         first = (step - 1) * settings.batch
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in range(settings.grad_accum):
@@ -214,7 +214,7 @@ class Training:
             with self.engine.accumulating(last=last):
                 windows = self.train_windows.shuffled(range(begin, begin + settings.micro_batch))
                 loss = self._loss(self.model, windows)
-                self.engine.backward(loss, last=last)
+                (loss / settings.grad_accum).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / settings.grad_accum
         return total
 
@@ -237,7 +237,7 @@ class Training:
                 tokens=step * self.settings.tokens_per_step,
                 seconds=self.seconds,
                 validation_loss=loss,
-                **({"optimizer": _finite(details)} if details else {}),
+                **({"optimizer": details} if details else {}),
             )
         line.validation(loss)
 
@@ -262,12 +262,7 @@ class Training:
         """
         for _ in range(2):
             self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
-        self.engine.begin()
-
-
-def _finite(details: dict[str, float]) -> dict[str, float | None]:
-    """With None, which JSON has, for what is not a finite number, which it has not."""
-    return {name: value if math.isfinite(value) else None for name, value in details.items()}
+        self.engine.optimizer.zero_grad()
 
 
 def _divides(every: int, step: int) -> bool:

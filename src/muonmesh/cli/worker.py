@@ -169,7 +169,6 @@ def train(
 
     if finished and settings.export:
         on_first_rank(leave)
-    training.engine.close()
     return finished
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -45,3 +46,19 @@ def tell_all(
         if told is not None:
             raise kind(about(f"rank {rank}", told))
     return [value for value, _ in everyone]
+
+
+def agreed(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> list[T]:
+    """Return what the work gives on each rank, in their order. Called on all ranks; what is returned is pickled.
+
+    Raises:
+        Exception: on a rank whose work failed, what it raised.
+        MuonMeshError: of that kind on the other ranks then, with the message of the first that failed.
+    """
+    mine: Any = None
+    failure: Exception | None = None
+    try:
+        mine = work()
+    except Exception as error:
+        failure = error
+    return tell_all(mine, failure, kind=kind)

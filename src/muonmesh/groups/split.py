@@ -223,7 +223,7 @@ def split_params(
             group.update({"matrices": []} if half == "muon" else {}, reasons=[], **settings)
         group["params"].append(entry.parameter)
         group["param_names"].append(entry.name)
-        group["reasons"].append(_reason(entry, algorithm))
+        group["reasons"].append(_reason(entry))
         if half == "muon":
             group["matrices"].append(as_tuples(matrices))
     filled = [group for group in groups.values() if group]
@@ -268,7 +268,7 @@ def _order(group: dict[str, Any]) -> int:
     return list(_NAMES.values()).index(group["name"].partition("[")[0])
 
 
-def _reason(entry: _Entry, algorithm: str) -> str:
+def _reason(entry: _Entry) -> str:
     reason = entry.role.reason
     if entry.overridden_by:
         keys = ", ".join(map(repr, dict.fromkeys(entry.overridden_by)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule
@@ -60,33 +61,6 @@ def _create(entry: ParameterStep, precision: Precision) -> None:
         entry.state[COUNT] = torch.zeros((), dtype=torch.float32, device=counted_on)
 
 
-def _step_widened(
-    entry: ParameterStep, rule: ElementwiseRule, flags: Flags, update_squares: UpdateSquares | None
-) -> None:
-    """Step a parameter and what is kept of it in fp32 copies, and round both up or down."""
-    stored = {"": local_of(entry.tensor), **{key: local_of(entry.state[key]) for key in rule.keeps()}}
-    wide = {
-        key: tensor.to(torch.promote_types(tensor.dtype, torch.float32)).contiguous() for key, tensor in stored.items()
-    }
-    assert entry.gradient is not None
-    squares = rule.step(
-        [wide[""]],
-        [entry.gradient.to(wide[""].dtype)],
-        {key: [wide[key]] for key in rule.keeps()},
-        [entry.state[COUNT]],
-        stop=flags.stop,
-        measured=update_squares is not None,
-    )
-    for square in squares:
-        assert update_squares is not None
-        update_squares.add(entry.group, square / entry.storage.copies)
-    for key, tensor in stored.items():
-        if tensor.dtype == torch.bfloat16:
-            round_stored(f"{entry.name} {key}".rstrip(), entry.storage, rule, wide[key], tensor)
-        elif tensor is not wide[key]:
-            tensor.copy_(wide[key])
-
-
 def _step(
     entries: Sequence[ParameterStep], rule: ElementwiseRule, flags: Flags, update_squares: UpdateSquares | None
 ) -> None:
@@ -94,22 +68,44 @@ def _step(
     entries = [entry for entry in entries if entry.gradient is not None]
     if flags.only_creates_state or not entries:
         return
-    if rule.stochastic_rounding is not None:
-        for entry in entries:
-            _step_widened(entry, rule, flags, update_squares)
-        return
-    weights = [local_of(entry.state.get("master", entry.tensor)) for entry in entries]
-    gradients = [
-        entry.gradient.to(weight.dtype)
-        for entry, weight in zip(entries, weights, strict=True)
-        if entry.gradient is not None
-    ]
-    state = {key: [local_of(entry.state[key]) for entry in entries] for key in rule.keeps()}
-    counts, measured = [entry.state[COUNT] for entry in entries], update_squares is not None
-    squares = rule.step(weights, gradients, state, counts, stop=flags.stop, measured=measured)
-    for entry, square in zip(entries, squares, strict=False):
-        assert update_squares is not None
-        update_squares.add(entry.group, square / entry.storage.copies)
-    for entry, weight in zip(entries, weights, strict=True):
-        if "master" in entry.state:
-            local_of(entry.tensor).copy_(weight)
+    rounds = rule.stochastic_rounding is not None
+    for some in [[entry] for entry in entries] if rounds else [entries]:  # copies of one parameter at a time
+        stored = [_stored(entry, rule) for entry in some]
+        used = [{key: _widened(tensor) if rounds else tensor for key, tensor in held.items()} for held in stored]
+        squares = rule.step(
+            [held[""] for held in used],
+            [e.gradient.to(held[""].dtype) for e, held in zip(some, used, strict=True) if e.gradient is not None],
+            {key: [held[key] for held in used] for key in rule.keeps()},
+            [entry.state[COUNT] for entry in some],
+            stop=flags.stop,
+            measured=update_squares is not None,
+        )
+        for entry, square in zip(some, squares, strict=False):
+            assert update_squares is not None
+            update_squares.add(entry.group, square / entry.storage.copies)
+        for entry, before, after in zip(some, stored, used, strict=True):
+            _write(entry, rule, before, after)
+
+
+def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
+    """Return what is stepped of a parameter, its master if there is one, as "", and what its rule keeps, by key."""
+    kept = {key: local_of(entry.state[key]) for key in rule.keeps()}
+    return {"": local_of(entry.state.get("master", entry.tensor)), **kept}
+
+
+def _widened(stored: Tensor) -> Tensor:
+    """Return a tensor in fp32 or wider, contiguous."""
+    return stored.to(torch.promote_types(stored.dtype, torch.float32)).contiguous()
+
+
+def _write(
+    entry: ParameterStep, rule: ElementwiseRule, stored: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> None:
+    """Write what was stepped in copies back, in bf16 rounded up or down; and the parameter that has a master."""
+    for key, tensor in stored.items():
+        if tensor is not after[key] and tensor.dtype == torch.bfloat16:
+            round_stored(f"{entry.name} {key}".rstrip(), entry.storage, rule, after[key], tensor)
+        elif tensor is not after[key]:
+            tensor.copy_(after[key])
+    if "master" in entry.state:
+        local_of(entry.tensor).copy_(stored[""])

@@ -174,13 +174,10 @@ def dry_run(
 
 def _kept_bytes(optimizer: torch.optim.Optimizer, count: Launches) -> int:
     """Return what an exchange keeps from step to step, which `count` then leaves out."""
-    if (
-        not isinstance(optimizer, Muon)
-        or optimizer._runtime.planned is None
-        or optimizer._runtime.planned.exchange is None
-    ):
+    planned = optimizer._runtime.planned if isinstance(optimizer, Muon) else None
+    if planned is None or planned.exchange is None:
         return 0
-    memory = optimizer._runtime.planned.exchange.memory
+    memory = planned.exchange.memory
     count.knows(memory)
     return sum(tensor.untyped_storage().nbytes() for tensor in memory)
 

@@ -214,13 +214,8 @@ class Assembly:
         if not engine.zero_optimization():
             self._optimizer.bind(list(self._replicated(engine, groups)), limits, engine)
             return
-        error: Exception | None = None
-        try:
-            flats = read_flats(engine)
-        except LayoutError as found:
-            flats, error = [], found
-        layouts = prove(flats, self._parameters, error)
-        calls = [self._flat(number, *each, groups) for number, each in enumerate(zip(flats, layouts, strict=True))]
+        proved = prove(lambda: read_flats(engine), self._parameters)
+        calls = [self._flat(number, *each, groups) for number, each in enumerate(proved)]
         self._optimizer.bind(calls, limits, engine)
         mend(engine, self._optimizer)
 

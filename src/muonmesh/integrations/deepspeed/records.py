@@ -8,7 +8,7 @@ the parameter's own. A DeepSpeed whose records mean something else is an error w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonmesh.comm.telling import tell_all
+from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.integrations.deepspeed.engine_parameters import EngineParameter
 from muonmesh.layout import FlatShards, Interval
@@ -101,47 +101,38 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
 
 
 def prove(
-    flats: Sequence[Flat], parameters: dict[int, EngineParameter], error: Exception | None
-) -> list[dict[str, FlatShards]]:
-    """Return the layout of each parameter in each flat tensor, by name, after both proofs; all ranks of the world do.
+    read: Callable[[], list[Flat]], parameters: dict[int, EngineParameter]
+) -> list[tuple[Flat, dict[str, FlatShards]]]:
+    """Return each flat tensor with the layout of its parameters by name, after both proofs; all ranks of the world do.
 
     Args:
-        flats: As this rank reads them.
+        read: Reads the flat tensors of this rank.
         parameters: For each parameter, by identity, its name and what ZeRO cuts up.
-        error: What this rank found wrong before; it takes part all the same, so that every rank raises.
 
     Raises:
         LayoutError: on every rank, if any finds that the records do not describe its flat tensors.
     """
-    error = error or _unequal(flats, parameters)
-    told = tell_all(_told(flats, parameters) if error is None else None, error, kind=LayoutError)
+    flats: list[Flat] = []
     layouts: list[dict[str, FlatShards]] = []
-    try:
-        layouts = [_place(number, flat, parameters, told) for number, flat in enumerate(flats)]
-    except LayoutError as found:
-        error = found
-    tell_all(None, error, kind=LayoutError)  # before the ranks gather parameters together
-    try:
-        for flat in flats:
-            _compare(flat, parameters)
-    except LayoutError as found:
-        error = found
-    tell_all(None, error, kind=LayoutError)
-    return layouts
 
+    def tell() -> list[tuple[int, dict[str, Interval]]]:
+        flats.extend(read())
+        return _told(flats, parameters)
 
-def _unequal(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> LayoutError | None:
-    """Return what is wrong unless the flat tensors hold the parameters of the groups and no others."""
-    held = {id(parameter) for flat in flats for parameter, _ in flat.held}
-    if held == parameters.keys():
-        return None
-    missing = sorted(known.name for key, known in parameters.items() if key not in held)
-    found = f"{len(held - parameters.keys())} parameters in its flat tensors that it was not given, and not {missing}"
-    return LayoutError(explain_error("DeepSpeed", found, "those of the groups, each once", _DIFFERENT))
+    told = agreed(tell, kind=LayoutError)
+    # Before the ranks gather parameters together.
+    agreed(lambda: layouts.extend(_place(*each, parameters, told) for each in enumerate(flats)), kind=LayoutError)
+    agreed(lambda: _compare(flats, parameters), kind=LayoutError)
+    return list(zip(flats, layouts, strict=True))
 
 
 def _told(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> list[tuple[int, dict[str, Interval]]]:
-    """Return what other ranks must know of this rank's flat tensors."""
+    """Return what other ranks must know of this rank's flat tensors, which hold what the groups do and no others."""
+    held = {id(parameter) for flat in flats for parameter, _ in flat.held}
+    if held != parameters.keys():
+        missing = sorted(known.name for key, known in parameters.items() if key not in held)
+        found = f"{len(held - parameters.keys())} parameters in its flat tensors that it was not given, not {missing}"
+        raise LayoutError(explain_error("DeepSpeed", found, "those of the groups, each once", _DIFFERENT))
     return [
         (flat.tensor.numel(), {parameters[id(parameter)].name: interval for parameter, interval in flat.held})
         for flat in flats
@@ -175,15 +166,15 @@ def _place(
     return layouts
 
 
-def _compare(flat: Flat, parameters: dict[int, EngineParameter]) -> None:
-    """Compare the values in a flat tensor with the parameters that should lie there.
+def _compare(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> None:
+    """Compare the values in the flat tensors with the parameters that should lie there.
 
-    Stage 3 gathers one parameter at a time, so the ranks of the process group call it together.
+    Stage 3 gathers one parameter at a time, so the ranks of a process group call it together.
     """
     wrong = None
-    for parameter, (first, length, start) in flat.held:
+    for tensor, (parameter, (first, length, start)) in ((flat.tensor, one) for flat in flats for one in flat.held):
         whole = _whole(parameter)
-        found = flat.tensor.detach()[start : start + length]
+        found = tensor.detach()[start : start + length]
         needed = whole.reshape(-1)[first : first + length].to(found.device, found.dtype)
         if not torch.equal(found.nan_to_num(), needed.nan_to_num()):
             wrong = wrong or parameters[id(parameter)].name

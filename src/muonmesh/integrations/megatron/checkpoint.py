@@ -14,6 +14,7 @@ from muonmesh.checkpoint.share import boxes_of
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EXPERTS
+from muonmesh.layout import Layout
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import Member
@@ -72,20 +73,24 @@ def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parts(member: Member, key: str, value: Tensor, saved: str, copy: int, resizes: bool) -> Iterator[ShardedTensor]:
     """Yield the boxes of a tensor that this rank stores; counts and norms are the same on all ranks that have them."""
-    local = local_of(value)
-    state_layout = member.state_layouts.get(key)
-    layout = state_layout.storage.layout if state_layout is not None else member.storage.layout
-    assert layout is not None
+    local, layout = local_of(value), _layout(member, key)
     whole = f"{_PREFIX}.{key}.{saved}"
     if key == "step" or key in RUNNING:
-        assert member.storage.layout is not None
-        number = member.storage.layout.ranks.index(this_rank())
+        number = layout.ranks.index(this_rank())
         yield _tensor(whole, local.view(-1), (local.numel(),), (0,), (copy, number))
         return
     for at, box in boxes_of(local, layout, layout.shape).items():
         found = _tensor(whole, box, layout.shape, at, (copy, layout.replica_number(this_rank())))
         found.allow_shape_mismatch = resizes
         yield found
+
+
+def _layout(member: Member, key: str) -> Layout:
+    """Return where what is kept of a parameter lives; masters live where it does, counts and norms on its ranks."""
+    state_layout = member.state_layouts.get(key)
+    layout = member.storage.layout if state_layout is None else state_layout.storage.layout
+    assert layout is not None
+    return layout
 
 
 def _tensor(key: str, data: Tensor, whole: tuple[int, ...], offset: tuple[int, ...], replica: Any) -> ShardedTensor:
@@ -132,13 +137,8 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
         group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in _OWN})
     for member in placed_members(optimizer):
         for key, value in optimizer.state[member.tensor].items():
-            local = local_of(value)
-            state_layout = member.state_layouts.get(key)
-            layout = state_layout.storage.layout if state_layout is not None else member.storage.layout
-            assert layout is not None
-            parts = list(
-                loaded["state"].get(member.name, {}).get(key, {}).values()
-            )  # none where a rank holds nothing of it
+            local, layout = local_of(value), _layout(member, key)
+            parts = [*loaded["state"].get(member.name, {}).get(key, {}).values()]  # none where a rank holds nothing
             if key == "step" or key in RUNNING:
                 local.copy_(parts[0].view(local.shape))
                 continue

@@ -18,7 +18,7 @@ from muonmesh.checkpoint.of_muon import OfMuon
 from muonmesh.checkpoint.record import Record
 from muonmesh.clip import Limits
 from muonmesh.comm.storage import device_without_parameters, local_of
-from muonmesh.comm.telling import tell_all
+from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.axes import Axes
@@ -118,12 +118,11 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
         limits = self._limits
         clipped = limits.policy != "adamw_only" or any(kind == "adamw" for groups in everyone for _, kind in groups)
         self._measures = clipped and min(limits.max_norm, limits.skip_above) < math.inf
-        error: Exception | None = None
-        try:
+
+        def compare() -> None:
             connect(self.optimizer.param_groups, self.optimizer._runtime)  # within each set of ranks
-        except Exception as found:
-            error = found
-        tell_all(None, error)
+
+        agreed(compare)
 
     # ---------------------------------------------------------------- the step
 

@@ -6,23 +6,31 @@ order, which only the shape decides, so a matrix has the same bits in every run 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.portions import MEASURED
+from muonmesh.numerics.kernels.triton_launch import operator
 
-_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares) -> ()"
+
+def _lines() -> Any:
+    """Return the file of the kernels; it imports Triton."""
+    from muonmesh.numerics.kernels import lines
+
+    return lines
+
+
+operator("measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", lambda *given: [_lines().measuring(*given)])
+operator(
+    "norms(Tensor exponents, Tensor squares, Tensor(a!) power, Tensor(b!) inverse, Tensor(c!) inverse_square)",
+    lambda *given: [_lines().finding_norms(*given)],
 )
-_library.define(  # type: ignore[no-untyped-call]
-    "norms(Tensor exponents, Tensor squares, Tensor(a!) power, Tensor(b!) inverse, Tensor(c!) inverse_square) -> ()"
-)
-_library.define(  # type: ignore[no-untyped-call]
-    "rescale(Tensor(a!) x, Tensor power) -> ()"
-)
-_library.define(  # type: ignore[no-untyped-call]
-    "centre(Tensor diagonal, Tensor(a!) out, float constant, Tensor(b!) mean) -> ()"
+operator("rescale(Tensor(a!) x, Tensor power)", lambda *given: [_lines().rescaling(*given)])
+operator(
+    "centre(Tensor diagonal, Tensor(a!) out, float constant, Tensor(b!) mean)",
+    lambda *given: [_lines().centring(*given)],
 )
 
 
@@ -62,36 +70,3 @@ def centre(diagonal: Tensor, factor: Tensor, constant: float) -> Tensor:
     mean = torch.empty(len(factor), 1, 1, dtype=torch.float32, device=factor.device)
     torch.ops.muonmesh.centre(diagonal, factor.diagonal(dim1=-2, dim2=-1), constant, mean)
     return mean
-
-
-def _measure(x: Tensor, exponents: Tensor, squares: Tensor) -> None:
-    from muonmesh.numerics.kernels import lines
-
-    lines.measuring(x, exponents, squares).run(x.device)
-
-
-def _norms(exponents: Tensor, squares: Tensor, power: Tensor, inverse: Tensor, inverse_square: Tensor) -> None:
-    from muonmesh.numerics.kernels import lines
-
-    lines.finding_norms(exponents, squares, power, inverse, inverse_square).run(power.device)
-
-
-def _rescale(x: Tensor, power: Tensor) -> None:
-    from muonmesh.numerics.kernels import lines
-
-    lines.rescaling(x, power).run(x.device)
-
-
-def _centre(diagonal: Tensor, out: Tensor, constant: float, mean: Tensor) -> None:
-    from muonmesh.numerics.kernels import lines
-
-    lines.centring(diagonal, out, constant, mean).run(out.device)
-
-
-for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
-    _library.impl("measure", _measure, _key)  # type: ignore[no-untyped-call]
-    _library.impl("norms", _norms, _key)  # type: ignore[no-untyped-call]
-    _library.impl("rescale", _rescale, _key)  # type: ignore[no-untyped-call]
-    _library.impl("centre", _centre, _key)  # type: ignore[no-untyped-call]
-for _name in ("measure", "norms", "rescale", "centre"):
-    torch.library.register_fake(f"muonmesh::{_name}", lambda *arguments: None, lib=_library)

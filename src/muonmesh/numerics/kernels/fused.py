@@ -15,23 +15,13 @@ from torch import Tensor
 
 from muonmesh.numerics.kernels.rows import Rows, on_device
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
-from muonmesh.numerics.kernels.triton_launch import Launch
+from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 _Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype]
 _Piece: TypeAlias = tuple[int, int, Tensor, Tensor, Tensor]
 
 _OPTIONS = {"enable_fp_fusion": False}
 """Or an element's bits would depend on how its piece lies in memory: products would be rounded here and not there."""
-
-_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] directions, int[] entries, Tensor? active, "
-    "float momentum, bool nesterov) -> ()"
-)
-_library.define(  # type: ignore[no-untyped-call]
-    "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] updates, int[] entries, Tensor? active, Tensor keep, "
-    "Tensor size) -> ()"
-)
 
 
 def can_fuse(device: torch.device, dtypes: Iterable[torch.dtype]) -> bool:
@@ -112,39 +102,6 @@ def apply(
     torch.autograd.graph.increment_version([*weights, *masters])
 
 
-def _fold(
-    gradients: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    directions: Sequence[Tensor],
-    entries: Sequence[int],
-    active: Tensor | None,
-    momentum: float,
-    nesterov: bool,
-) -> None:
-    for launch in _folding(gradients, momenta, directions, entries, active, momentum, nesterov):
-        launch.run(momenta[0].device)
-
-
-def _apply(
-    weights: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    entries: Sequence[int],
-    active: Tensor | None,
-    keep: Tensor,
-    size: Tensor,
-) -> None:
-    for launch in _applying(weights, masters, updates, entries, active, keep, size):
-        launch.run(weights[0].device)
-
-
-for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
-    _library.impl("fold", _fold, _key)  # type: ignore[no-untyped-call]
-    _library.impl("apply", _apply, _key)  # type: ignore[no-untyped-call]
-for _name in ("fold", "apply"):
-    torch.library.register_fake(f"muonmesh::{_name}", lambda *arguments: None, lib=_library)
-
-
 def _folding(
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
@@ -179,6 +136,18 @@ def _applying(
         choices = (active is not None, len(masters) > 0)
         arguments = (*numbers, *choices, *(pieces.TYPES[dtype] for dtype in dtypes))
         yield Launch(pieces.apply, rows.programs, arguments, _OPTIONS)
+
+
+operator(
+    "fold(Tensor[] gradients, Tensor(a!)[] momenta, Tensor(b!)[] directions, int[] entries, Tensor? active, "
+    "float momentum, bool nesterov)",
+    _folding,
+)
+operator(
+    "apply(Tensor(a!)[] weights, Tensor(b!)[] masters, Tensor[] updates, int[] entries, Tensor? active, Tensor keep, "
+    "Tensor size)",
+    _applying,
+)
 
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:

@@ -6,17 +6,14 @@ fake tensors, sees one launch where there is one, and Triton itself is imported 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels import beside
 from muonmesh.numerics.kernels.table import Matmuls
-
-_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "multiply(Tensor a, Tensor b, Tensor? c, float alpha, float factor, Tensor? factors, float scale, Tensor? scales, "
-    "bool symmetric, Tensor(a!) out, Tensor? d, float delta, Tensor(b!)? diagonal) -> ()"
-)
+from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 
 def _multiply(
@@ -33,11 +30,11 @@ def _multiply(
     d: Tensor | None,
     delta: float,
     diagonal: Tensor | None,
-) -> None:
+) -> Iterator[Launch]:
     """Write scale·(alpha·A B + factor·C + delta·D); ``factors`` and ``scales`` have one number a matrix instead."""
     from muonmesh.numerics.kernels.tiles import multiplication
 
-    launch = multiplication(
+    yield multiplication(
         *(a, b, c, alpha),
         factor if factors is None else factors,
         scale if scales is None else scales,
@@ -48,14 +45,13 @@ def _multiply(
         diagonal=diagonal,
         stages=2 if torch.version.hip else None,
     )
-    launch.run(out.device)
 
 
-for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
-    _library.impl("multiply", _multiply, _key)  # type: ignore[no-untyped-call]
-
-
-torch.library.register_fake("muonmesh::multiply", lambda *arguments: None, lib=_library)
+operator(
+    "multiply(Tensor a, Tensor b, Tensor? c, float alpha, float factor, Tensor? factors, float scale, Tensor? scales, "
+    "bool symmetric, Tensor(a!) out, Tensor? d, float delta, Tensor(b!)? diagonal)",
+    _multiply,
+)
 
 
 def _run(

@@ -1,11 +1,13 @@
-"""Launch: starts one kernel of Triton's, or only compiles it."""
+"""Launch: starts one kernel of Triton's, or only compiles it; and operators of torch's that run such kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _starts: dict[Hashable, Any] = {}
 """What starts a compiled kernel: by device, number of programs, and `Launch.code`."""
@@ -49,3 +51,22 @@ class Launch(NamedTuple):
     def compile(self) -> Any:
         """Compile the kernel for the device that Triton believes to be there, and return it."""
         return self.kernel.warmup(*self.arguments, grid=(self.programs,), **self.options)
+
+
+def operator(schema: str, launches: Callable[..., Iterable[Launch]]) -> None:
+    """Define an operator of torch's in ``muonmesh::``, so that dispatch modes and fake tensors see it as one.
+
+    Args:
+        schema: Its name and arguments, as torch has them, the first a tensor or several; it returns nothing.
+        launches: Is called with the arguments, and gives what it runs.
+    """
+
+    def run(first: Any, *others: Any) -> None:
+        for launch in launches(first, *others):
+            launch.run((first if isinstance(first, torch.Tensor) else first[0]).device)
+
+    name = schema.partition("(")[0]
+    _library.define(f"{schema} -> ()")  # type: ignore[no-untyped-call]
+    for key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+        _library.impl(name, run, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"muonmesh::{name}", lambda *arguments: None, lib=_library)

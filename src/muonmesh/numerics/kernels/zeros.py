@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.memory import pinned
 from muonmesh.numerics.kernels.portions import LOOKED
-
-_library = torch.library.Library("muonmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "mark_nonzero(Tensor[] gradients, int[] entries, Tensor(a!) found) -> ()"
-)
+from muonmesh.numerics.kernels.triton_launch import Launch, operator
 
 
 def mark_nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> None:
@@ -28,7 +24,7 @@ def mark_nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Ten
     torch.ops.muonmesh.mark_nonzero(gradients, entries, found)
 
 
-def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> None:
+def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor) -> Iterator[Launch]:
     from muonmesh.numerics.kernels import lines
 
     tables: dict[torch.dtype, tuple[array[int], int]] = {}
@@ -39,9 +35,7 @@ def _nonzero(gradients: Sequence[Tensor], entries: Sequence[int], found: Tensor)
             tables[dtype] = rows, programs - -count // LOOKED
     for dtype, (rows, programs) in tables.items():
         table = pinned(torch.frombuffer(rows, dtype=torch.int64), found.device)
-        lines.finding_nonzero(table, len(rows) // 4, programs, found, dtype).run(found.device)
+        yield lines.finding_nonzero(table, len(rows) // 4, programs, found, dtype)
 
 
-for _key in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
-    _library.impl("mark_nonzero", _nonzero, _key)  # type: ignore[no-untyped-call]
-torch.library.register_fake("muonmesh::mark_nonzero", lambda *arguments: None, lib=_library)
+operator("mark_nonzero(Tensor[] gradients, int[] entries, Tensor(a!) found)", _nonzero)
