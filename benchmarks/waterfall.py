@@ -24,7 +24,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from contenders import Entries, ours, torch_muon
@@ -141,8 +141,8 @@ def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, flo
     return products / PROFILED, others / PROFILED, flops / PROFILED, took / PROFILED
 
 
-def least_of(rows: int, cols: int, coefficients: CoefficientName, kernels: KernelName) -> int:
-    """Operations of one orthogonalisation: those of the polynomials, and the four thin products of deflation."""
+def least_of(rows: int, cols: int, coefficients: CoefficientName | Literal["auto"], kernels: KernelName) -> int:
+    """Operations of one orthogonalisation: those of the polynomials, and the five thin products of deflation."""
     taken = Orthogonalizer.of(
         rows,
         cols,
@@ -153,14 +153,14 @@ def least_of(rows: int, cols: int, coefficients: CoefficientName, kernels: Kerne
         kernels=kernels,
         device=torch.device("cpu"),
     )
-    thin = 4 * 2 * rows * cols * taken.prepared.deflated
-    return cost(rows, cols, degrees=taken.degrees, gram=taken.method == "gram", at_once=taken.whole) + thin
+    how = {"gram": taken.method == "gram", "at_once": taken.whole, "deflated": taken.prepared.deflated}
+    return cost(rows, cols, degrees=taken.degrees, **how)
 
 
 def measure(
     shapes: tuple[Shape, ...],
     layers: int,
-    coefficients: CoefficientName,
+    coefficients: CoefficientName | Literal["auto"],
     kernels: KernelName,
     *,
     rounds: int,
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="counted rounds (default 7)")
     parser.add_argument("--threads", type=int, default=2, help="beside one (default 2)")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--coefficients", choices=get_args(CoefficientName), default="polar_express", metavar="SET")
+    parser.add_argument("--coefficients", choices=("auto", *get_args(CoefficientName)), default="auto", metavar="SET")
     parser.add_argument("--kernels", choices=get_args(KernelName), default="auto", metavar="NAME")
     options = parser.parse_args()
     how_often = {"rounds": options.rounds, "threads": options.threads}
