@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from benchmarks.trainings import Trainings
-from benchmarks.variants import HELD_OUT, LENGTH, VOCAB, loss, rate_at
+from benchmarks.variants import HELD_OUT, LENGTH, VOCAB, loss, take_steps
 
 import muonmesh as mm
 from muonmesh.cli.configuration import model_config
@@ -43,14 +43,8 @@ def train(name: str, seed: int, corpus: Corpus, shape: tuple[str, int], steps: i
     optimizer = mm.from_model(model, lr=LR, process_group="local", **WEIGHTS[name])
     windows = Windows(corpus.train(), length=LENGTH, seed=seed)
     held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * rate_at(step, steps)
-        batch = torch.from_numpy(windows.shuffled(range(step * BATCH, (step + 1) * BATCH)))
-        loss(model, batch).backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in take_steps(model, optimizer, windows, steps, batch=BATCH):
+        pass
     with torch.no_grad():
         found: dict[str, Any] = {"loss": float(loss(model.float(), held_out))}
     for half in ("muon", "adamw"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from benchmarks.trainings import Trainings
-from benchmarks.variants import BATCH, HELD_OUT, LENGTH, VOCAB, loss, rate_at
+from benchmarks.variants import HELD_OUT, LENGTH, VOCAB, loss, take_steps
 
 import muonmesh as mm
 from muonmesh.cli.configuration import model_config
@@ -36,17 +36,10 @@ def train(name: str, seed: int, corpus: Corpus, model_name: str, steps: int) -> 
     windows = Windows(corpus.train(), length=LENGTH, seed=seed)
     held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
     validation: list[tuple[int, float]] = []
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * rate_at(step, steps)
-        batch = torch.from_numpy(windows.shuffled(range(step * BATCH, (step + 1) * BATCH)))
-        loss(model, batch).backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % max(1, steps // 15) == 0:
+    for done in take_steps(model, optimizer, windows, steps):
+        if done % max(1, steps // 15) == 0:
             with torch.no_grad():
-                validation.append((step + 1, float(loss(model, held_out))))
+                validation.append((done, float(loss(model, held_out))))
     matrices = [p for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
     kept = [
         tensor

@@ -18,7 +18,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,26 +74,15 @@ def build(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str
 def train(rule: str, multiple: float, seed: int, corpus: Corpus, model_name: str, steps: int) -> dict[str, Any]:
     """One training: validation losses by step."""
     model, optimizer = build(rule, multiple, seed, corpus, model_name)
-    peaks = [group["lr"] for group in optimizer.param_groups]
     windows = Windows(corpus.train(), length=LENGTH, seed=seed)
     held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
     every = max(1, steps // 30)
     validation: list[tuple[int, float]] = []
-    for step in range(steps):
-        factor = rate_at(step, steps)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor
-            if group["algorithm"] == "dynmuon":
-                group["dynmuon_power"] = power_at(step / steps)
-        batch = torch.from_numpy(windows.shuffled(range(step * BATCH, (step + 1) * BATCH)))
-        loss(model, batch).backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % every == 0 or step + 1 == steps:
+    for done in take_steps(model, optimizer, windows, steps):
+        if done % every == 0 or done == steps:
             model.eval()
             with torch.no_grad():
-                validation.append((step + 1, float(loss(model, held_out))))
+                validation.append((done, float(loss(model, held_out))))
             model.train()
             if not math.isfinite(validation[-1][1]):
                 break
@@ -115,6 +104,23 @@ def costs(rules: Sequence[str], corpus: Corpus, model_name: str) -> dict[str, fl
             if number >= WARM_STEPS:
                 seconds[rule].append(time.process_time() - started)
     return {rule: 1000 * statistics.median(some) for rule, some in seconds.items()}
+
+
+def take_steps(
+    model: nn.Module, optimizer: mm.Muon, windows: Windows, steps: int, *, batch: int = BATCH
+) -> Iterator[int]:
+    """Train on the schedule of `rate_at`, from the rates that the groups have; yield how many steps are done."""
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    for step in range(steps):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * rate_at(step, steps)
+            if group["algorithm"] == "dynmuon":
+                group["dynmuon_power"] = power_at(step / steps)
+        loss(model, torch.from_numpy(windows.shuffled(range(step * batch, (step + 1) * batch)))).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield step + 1
 
 
 def rate_at(step: int, steps: int) -> float:

@@ -33,7 +33,6 @@ from muonmesh.comm.wire import Counts
 from muonmesh.errors import caller, explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.numerics.precision import plain_modes
-from muonmesh.numerics.rules import Rule
 from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import (
@@ -124,7 +123,6 @@ class Muon(torch.optim.Optimizer):
             them, are then rounded up or down at random, so that steps too small for bf16 count on average. The random
             number of an element depends on the seed, the step, the parameter's name and the place of the element in
             the whole parameter, so every layout gives the same bits. None rounds to nearest.
-        rounding_step: The number of steps taken with this seed. It counts by itself and is saved.
         kernels: The code that multiplies matrices, the same on all ranks; see `orthogonalize`. "auto" takes torch's
             products, with a warning, if the ranks cannot all run what should be the fastest.
         state_device: "cpu" keeps per-element state (momentum, what rules and AdamW keep, masters) in pinned memory of
@@ -316,7 +314,7 @@ class Muon(torch.optim.Optimizer):
             runtime.late.pop(0).hear()
         settings = check_groups(groups)
         for group, rule in zip(groups, settings.rules, strict=True):
-            if isinstance(rule, Rule) and rule.takes_turns and not settings.at_rest:
+            if rule is not None and rule.counts_steps and not settings.at_rest:
                 group["steps_taken"] = rule.steps_taken + 1
         agreed = self._prepare(settings, clip)
         if agreed is None:
@@ -325,8 +323,6 @@ class Muon(torch.optim.Optimizer):
         self._tell_scaler(scaler, flags)
         runtime.idle.count(collected.missing, some=collected.some)
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
-        for group in groups:
-            group["rounding_step"] += group["stochastic_rounding"] is not None
         if flags.skip:
             return
         if runtime.update_squares is not None:

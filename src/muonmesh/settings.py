@@ -98,7 +98,6 @@ class GroupSettings(TypedDict, total=False):
     stochastic_rounding: Annotated[
         int | None, Setting(None, lambda value: value is None or _is_count(value), "a seed, a whole number, or None")
     ]
-    rounding_step: Annotated[int, Setting(0, _is_count, "a whole number of at least 0")]
     adamw_betas: Annotated[tuple[float, float], Setting((0.9, 0.95), _are_betas, "two numbers in [0, 1)")]
     adamw_eps: Annotated[float, _number(1e-8, lambda value: value >= 0, _NOT_NEGATIVE)]
 

@@ -135,7 +135,6 @@ def test_from_model_hands_every_argument_on() -> None:
         "ns_coefficients": "quintic",
         "ns_steps": 4,
         "ns_method": "standard",
-        "rounding_step": 3,
         "adamw_betas": (0.8, 0.9),
         "adamw_eps": 1e-5,
         "compute_dtype": torch.float64,

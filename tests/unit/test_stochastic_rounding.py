@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonmesh as mm
 from muonmesh.layout.region import Block, Piece, Region, number_in_whole, overlap
@@ -125,13 +126,25 @@ def test_a_resumed_run_has_the_same_bits() -> None:
     twin, saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
     fresh = mm.Muon(problem.groups(twin), process_group="local", **problem.SETTINGS)
     fresh.load_state_dict(saved)
-    assert [(g["stochastic_rounding"], g["rounding_step"]) for g in fresh.param_groups] == [(5, 2)] * 2
+    assert [(g["stochastic_rounding"], g["steps_taken"]) for g in fresh.param_groups] == [(5, 2)] * 2
     for name, gradient in problem.gradients(2).items():
         twin.get_parameter(name).grad = gradient.bfloat16()
     fresh.step()
     expected = problem.result(*trained(3, stochastic_rounding=5))
     assert problem.differing(problem.result(twin, fresh), expected) == []
     assert problem.differing(problem.result(*trained(3, stochastic_rounding=6)), expected) != []
+
+
+def test_asking_for_state_before_the_first_step_changes_no_random_number() -> None:
+    """torch's functions take a step at learning rate 0 to have state made, which counts as none."""
+    values = {name: value.bfloat16() for name, value in problem.initial().items()}
+    model, _ = problem.hold("local", values)
+    optimizer = mm.Muon(problem.groups(model), process_group="local", **problem.SETTINGS, stochastic_rounding=5)
+    get_optimizer_state_dict(model, optimizer)
+    for name, gradient in problem.gradients(0).items():
+        model.get_parameter(name).grad = gradient.bfloat16()
+    optimizer.step()
+    assert problem.differing(problem.result(model, optimizer), problem.result(*trained(1, stochastic_rounding=5))) == []
 
 
 def test_matrices_that_are_left_alone_keep_their_bits() -> None:

@@ -219,11 +219,11 @@ class _Watch:
 
     def report(self) -> Audit:
         """Step and tell; collective."""
-        census: dict[str, _Known] = {}
+        known: dict[str, _Known] = {}
         for theirs in tell_all(self.known):
             for name, one in theirs.items():
-                same = name not in census or census[name].shape == one.shape
-                census[name] = census.get(name, one) if same else replace(one, shape=None)
+                same = name not in known or known[name].shape == one.shape
+                known[name] = known.get(name, one) if same else replace(one, shape=None)
         norms = self._norms()
         raised, steps = self._step(dict.fromkeys(self.weights, 1.0))
         strengths: dict[str, float] = {}
@@ -233,11 +233,11 @@ class _Watch:
             squares = _summed({name: float(step.square().sum()) for name, step in steps.items()})
             strengths = {name: dots[name] / square for name, square in squares.items() if square}
         seen = {
-            name: Seen("raises") if raised else self._seen(name, one, steps.get(name)) for name, one in census.items()
+            name: Seen("raises") if raised else self._seen(name, one, steps.get(name)) for name, one in known.items()
         }
         scale, fit = best_scale(list(seen.values()))
         rows = []
-        for name, one in census.items():
+        for name, one in known.items():
             what, shape = seen[name], one.shape or ()
             size = what.sizes.get(scale.removesuffix(AS_STORED), math.nan) / fit
             gradient, strength = norms.get(name, 0.0) if norms else math.nan, strengths.get(name, math.nan)

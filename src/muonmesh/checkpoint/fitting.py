@@ -144,7 +144,7 @@ def fit(
         found.settings.append((some[0].group, settings))
         here |= {replace(one, group=one.group | settings).products for one in some if one.is_matrix}
     if there_products and not here <= {*there_products}:
-        told = f"a run that orthogonalised matrices by the products {', '.join(map(repr, there_products))}"
+        told = f"a run that orthogonalized matrices by the products {', '.join(map(repr, there_products))}"
         needed = f"those of this process, {', '.join(map(repr, sorted(here)))}, for the same bits"
         write = "The run goes on with other bits. torch's products and Polar Express are to be had everywhere"
         write = f'{write}: Muon(..., kernels="torch", ns_coefficients="polar_express")'

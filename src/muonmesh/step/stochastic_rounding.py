@@ -24,7 +24,7 @@ def rounding_of(name: str, storage: Storage, rule: Hyperparameters, piece: Piece
     if rule.stochastic_rounding is None:
         return None
     start, strides = number_in_whole(piece, _blocks(storage), storage.shape)
-    return Rounding(keys_of(rule.stochastic_rounding, rule.rounding_step, name), start, strides)
+    return Rounding(keys_of(rule.stochastic_rounding, rule.steps_taken, name), start, strides)
 
 
 def round_stored(name: str, storage: Storage, rule: Hyperparameters, exact: Tensor, into: Tensor) -> None:

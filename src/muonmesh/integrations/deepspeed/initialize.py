@@ -36,7 +36,7 @@ from muonmesh.settings import GROUP_SETTINGS, OPTIMIZER_SETTINGS, TORCHS_NAMES
 
 _SPLIT = frozenset(inspect.signature(split_params).parameters) - {"model"}
 _ENGINES = {"process_group", "layouts", "shard_state", "master_dtype", "state_dtype", "state_device", "gradients"}
-_ENGINES |= {"stochastic_rounding", "rounding_step"}  # its masters are fp32
+_ENGINES |= {"stochastic_rounding"}  # its masters are fp32
 _SHARED = OPTIMIZER_SETTINGS.keys() - _ENGINES
 _OURS = {"lr", *GROUP_SETTINGS, *_SHARED, *TORCHS_NAMES}
 

@@ -204,8 +204,8 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     if not pieces:
         return None
     rule, active = factors.rule, factors.active
-    given, pieces = pieces, [piece.widened() for piece in pieces]
-    widened = pieces
+    given = pieces if rule.stochastic_rounding is not None else ()
+    pieces = widened = [piece.widened() for piece in given] or pieces
     squares: list[Tensor] | None = [] if measured else None
     if factors.adds:
         if squares is not None:
@@ -227,7 +227,7 @@ def apply(pieces: Sequence[Updated], factors: Factors, *, measured: bool = False
     masters = [piece.weights for piece in pieces if piece.rounded is not None]
     if masters:
         torch._foreach_copy_([piece.rounded for piece in pieces if piece.rounded is not None], masters)
-    for piece, wide in zip(given, widened, strict=True):
+    for piece, wide in zip(given, widened, strict=False):
         piece.round(wide)
     return torch.stack(squares).sum() if squares else None
 

@@ -37,18 +37,26 @@ class Hyperparameters:
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
         stochastic_rounding: Seed by which weights in bf16 are rounded up or down; None: they are rounded to nearest.
-        rounding_step: How many steps have been taken with that seed.
+        takes_turns: Whether matrices take turns at something costly, so that no step is much longer than others.
+        steps_taken: Calls of `Muon.step` before this one, also such as changed nothing, but those at learning rate 0.
+            The group counts them, and saves that with its settings, if something depends on it: see `counts_steps`.
     """
 
     scale_invariant: ClassVar[bool] = False
     keys: ClassVar[Mapping[str, str]] = {}
     never_negative: ClassVar[tuple[str, ...]] = ()
+    takes_turns: ClassVar[bool] = False
 
     lr: float | Tensor
     weight_decay: float
     decay_mode: DecayMode
     stochastic_rounding: int | None = field(default=None, kw_only=True)
-    rounding_step: int = field(default=0, kw_only=True)
+    steps_taken: int = field(default=0, kw_only=True)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether steps are counted, for turns or for random numbers."""
+        return self.takes_turns or self.stochastic_rounding is not None
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Any:
@@ -153,9 +161,6 @@ class Rule(Hyperparameters):
         coefficients: Coefficient set, see `orthogonalize`; the key of a group is ``ns_coefficients``.
         steps: Newton–Schulz steps, ``ns_steps``.
         method: See `orthogonalize`, ``ns_method``.
-        takes_turns: Whether matrices take turns at something costly, so that no step is much longer than others. Then
-            the group counts its steps, in ``steps_taken``, and saves that with its settings.
-        steps_taken: Calls of `Muon.step` before this one, also such as changed nothing, but those at learning rate 0.
         phase: A number of the matrix that `balance` and `whole` are given; see `turn`.
     """
 
@@ -166,7 +171,6 @@ class Rule(Hyperparameters):
     }
     orthogonalizes: ClassVar[bool] = True
     sees_direction: ClassVar[bool] = False
-    takes_turns: ClassVar[bool] = False
     unsuited_warning: ClassVar[str] = ""
 
     scale_mode: ScaleMode
@@ -174,7 +178,6 @@ class Rule(Hyperparameters):
     coefficients: Coefficients
     steps: int
     method: Method
-    steps_taken: int = field(default=0, kw_only=True)
     phase: int = field(default=0, kw_only=True)
 
     def turn(self, every: int) -> bool:
