@@ -27,6 +27,7 @@ dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_
 total = torch.full((1000,), rank + 1.0)
 dist.all_reduce(total)
 assert total.tolist() == [3.0] * 1000, total
+dist.destroy_process_group()  # without it torch sometimes aborts at the end of a process
 """
 
 
