@@ -7,6 +7,8 @@ after an error (`agreement`, `meeting`).
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import time
 from collections import Counter
@@ -24,6 +26,18 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 _TAGS = 2**16
 """How many tags of messages each wire has."""
+
+
+@functools.cache
+def _let_threads_go() -> None:
+    """Make the end of this process wait a moment, in which threads of gloo let go of the tensors of past collectives.
+
+    A thread of gloo needs the interpreter's lock for that, after the collective is over. If it gets the lock when the
+    interpreter is already shutting down, CPython before 3.14 ends the thread, and C++ answers by `std::terminate`:
+    the process aborts after its last line. `destroy_process_group` waits for the threads, but not for those of a group
+    that something else holds, as FSDP2 and an optimizer's plan do.
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 @dataclass
@@ -72,6 +86,8 @@ class Wire:
         self._key = f"waited/{ranks}/{_made[ranks]}"
         _made[ranks] += 1
         self._gloo = group is not None and "cpu:gloo" in dist.get_backend_config(group)
+        if self._gloo:
+            _let_threads_go()
         first = _TAGS * (_made[ranks] % 2**14)
         self._tags = itertools.cycle(range(first, first + _TAGS))
 
