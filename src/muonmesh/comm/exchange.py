@@ -80,12 +80,16 @@ class Exchange:
     def reduce_flags(self, flags: Tensor) -> Tensor:
         """Return the elementwise maximum of small integer flags over all ranks."""
         self._wire.steps += 1
+        self._reduce_largest(flags, "the agreement before the step")
+        return flags
+
+    def _reduce_largest(self, numbers: Tensor, what: str) -> None:
+        """Give every rank the largest of each number in place, and count it as one collective."""
         if self.group is not None:
             started = time.perf_counter()
-            self._wire.reduce(flags, dist.ReduceOp.MAX, "the agreement before the step")
+            self._wire.reduce(numbers, dist.ReduceOp.MAX, what)
             self.counts.seconds_waiting += time.perf_counter() - started
             self.counts.collectives += 1
-        return flags
 
     def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
         """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
@@ -96,11 +100,7 @@ class Exchange:
         if self._blocks:
             largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
             work.measure_blocks(largest)
-            if self.group is not None:
-                started = time.perf_counter()
-                self._wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
-                self.counts.seconds_waiting += time.perf_counter() - started
-                self.counts.collectives += 1
+            self._reduce_largest(largest, "the agreement on blocks of momentum")
         if self._carried is not None:
             self._carried.gather(work.companions)
         self._owners.run(work, work.step_elementwise)
