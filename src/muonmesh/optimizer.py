@@ -52,8 +52,7 @@ from muonmesh.settings import (
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
-from muonmesh.step.flags import Flags
-from muonmesh.step.idle import IdleParameters
+from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
@@ -64,7 +63,7 @@ from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Runtime
 from muonmesh.step.settings_digest import SettingsDigest
-from muonmesh.step.unsuited import unsuited_of
+from muonmesh.step.untrained import IdleParameters, unsuited_of
 from muonmesh.step.update_squares import UpdateSquares
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule
 from muonmesh.settings import Precision
-from muonmesh.step.flags import Flags
+from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept, create_master
 from muonmesh.step.stochastic_rounding import round_stored

@@ -20,9 +20,8 @@ from muonmesh.numerics.rules.on_device import Folded, Updated
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
-from muonmesh.step.rule_sums import RuleSums
 from muonmesh.step.stack import SMALL, Stack
-from muonmesh.step.stored_companions import StoredCompanions
+from muonmesh.step.stored_companions import RuleSums, StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28

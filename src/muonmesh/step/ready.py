@@ -19,7 +19,7 @@ from muonmesh.numerics.rules import Rule
 from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.device_copies import DeviceCopies
-from muonmesh.step.flags import Flags
+from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.planning import Holdings, Orthogonalizers
