@@ -81,7 +81,6 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         PlanError: another rank cannot make one, has made another, or does not come.
     """
     if compared and (before := runtime.connected) is not None and before.exchange is not None:
-        replicas_of(runtime.process_group)  # raises if it was lost
         runtime.planned = before
         return before, before.exchange
     planned, sets, error = _read(groups, runtime)

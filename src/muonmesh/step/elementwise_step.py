@@ -108,4 +108,4 @@ def _write(
         elif tensor is not after[key]:
             tensor.copy_(after[key])
     if "master" in entry.state:
-        local_of(entry.tensor).copy_(stored[""])
+        entry.local.copy_(stored[""])

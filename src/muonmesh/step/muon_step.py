@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.views import contiguous, view_in_matrix
+from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Piece
 from muonmesh.numerics.kernels.memory import scratch
@@ -210,12 +210,13 @@ class MuonStep:
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
         if asked or len(batch) == 1 or self._ready.matrix(numbers[0]).numel > SMALL:
             return None
-        if self._ready.rule(numbers[0]).stochastic_rounding is not None:
+        rule = self._ready.rule(numbers[0])
+        if rule.stochastic_rounding is not None or rule.asks_for_sums():
             return None
-        if self._ready.plan.summed(numbers) or any(self._ready.nonzero[number] is not True for number in numbers):
+        rows = {self._ready.plan.assignments[number].matrix.rows for number in numbers}
+        if len(rows) > 1 or not all(self._ready.nonzero[number] is True for number in numbers):
             return None
-        stack = Stack.of(self._ready, batch, apart=True)
-        return stack if stack is not None and len({self._ready.scale(number) for number in numbers}) == 1 else None
+        return Stack.of(self._ready, batch, apart=True)
 
     # ---------------------------------------------------------------- whole matrices
 
@@ -296,7 +297,7 @@ class MuonStep:
         parts.apply(
             rule,
             wide.weights,
-            contiguous(piece.update),
+            piece.update,
             piece.state,
             scale=piece.scale,
             active=active,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from muonmesh.comm.views import contiguous
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
 from muonmesh.numerics.rules import Rule, parts
@@ -90,7 +89,7 @@ class Stack:
     def apply(self, rule: Rule, scale: float, updates: Tensor) -> None:
         """Decay and update the weights by a batch of results, in the shape of what is stored."""
         weights, beside = self._together("weights"), self._together("beside")
-        parts.apply(rule, weights[""], contiguous(updates), beside, scale=scale)
+        parts.apply(rule, weights[""], updates, beside, scale=scale)
         self._give_back("weights", weights)
         self._give_back("rounded", weights)
         self._give_back("beside", beside)
