@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -52,8 +53,7 @@ from muonmesh.settings import (
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
-from muonmesh.step.flags import Flags
-from muonmesh.step.idle import IdleParameters
+from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import MuonStep
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
@@ -64,7 +64,7 @@ from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Runtime
 from muonmesh.step.settings_digest import SettingsDigest
-from muonmesh.step.unsuited import unsuited_of
+from muonmesh.step.untrained import IdleParameters, unsuited_of
 from muonmesh.step.update_squares import UpdateSquares
 
 
@@ -343,8 +343,14 @@ class Muon(torch.optim.Optimizer):
         )
         work = half(
             ready,
-            step_elementwise=lambda: step_elementwise(
-                settings.rules, collected.adamw, runtime.precision, flags, runtime.update_squares, offload
+            step_elementwise=partial(
+                step_elementwise,
+                settings.rules,
+                collected.adamw,
+                runtime.precision,
+                flags,
+                runtime.update_squares,
+                offload,
             ),
             update_squares=runtime.update_squares,
         )
@@ -352,9 +358,11 @@ class Muon(torch.optim.Optimizer):
         exchange.run(work)
         work.finish()
         runtime.brought_back = None if offload is None else offload.last
-        keep_running_norms(clip, self.state, flags.stop)
+        if clip.running:
+            keep_running_norms(clip, self.state, flags.stop)
         runtime.interrupted = None
-        runtime.tell(unsuited_of(planned, settings.rules, work.summands.unsuited, runtime.unsuited_told))
+        if work.summands.unsuited:
+            runtime.tell(unsuited_of(planned, settings.rules, work.summands.unsuited, runtime.unsuited_told))
 
     def finish(self) -> None:
         """Wait until state that is kept on the host (``state_device="cpu"``) has been copied back after a step.
@@ -389,7 +397,6 @@ class Muon(torch.optim.Optimizer):
         """Read the gradients under the plan, and hear what all ranks have found."""
         runtime = self._runtime
         planned, exchange = connect(self.param_groups, runtime, compared=True)
-        exchange.counts = Counts()
         collected = collect(
             planned, self.param_groups, self.state, runtime.source, getattr(self, "grad_scale", None), runtime.precision
         )

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
@@ -22,7 +23,7 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
-from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
+from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_known, is_matrix_rule
 from muonmesh.numerics.scale import ScaleMode
 
 StateDtype = torch.dtype | Literal["int8"]
@@ -463,7 +464,8 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     steps = group["ns_steps"]
     coefficients, method = group["ns_coefficients"], group["ns_method"]
     try:  # whether the method fits the polynomials depends on neither shape nor dtype
-        resolve_method(1, 1, coefficients=coefficients, steps=steps, method=method)
+        check = _check_named if isinstance(coefficients, str) else resolve_method
+        check(1, 1, coefficients=coefficients, steps=steps, method=method)
     except (TypeError, ValueError) as error:
         raise type(error)(about(where, _ARGUMENT.sub("ns_", str(error)))) from None
     if "algorithm" not in group:
@@ -471,10 +473,14 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     rule = RULES[group["algorithm"]].of(group)
     try:
         rule.check()
-        check_keeps(rule)
+        rule.check_keeps()
     except ValueError as error:
         raise ValueError(about(where, str(error))) from None
     return rule
+
+
+_check_named = lru_cache(resolve_method)
+"""Says once that a set, which has a name, fits: groups are checked at every step."""
 
 
 def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -24,7 +24,7 @@ from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.memory import download
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
-from muonmesh.step import muon_step_on_device, nonzero
+from muonmesh.step import muon_step_on_device, preflight
 from muonmesh.step.muon_step_on_device import MuonStepOnDevice
 from muonmesh.testing.device import Event, pretended_cuda
 from tests.interpreter import interpreting
@@ -301,8 +301,8 @@ def nonzeros() -> list[int]:
     found = torch.zeros(7, dtype=torch.int32)
     first = torch.ones(5000)
     gradients = [long, last, nan, negative, first, torch.zeros(0), first[:3].contiguous(), first[:3] * 0]
-    assert nonzero.can_mark(gradients)
-    assert not nonzero.can_mark([torch.ones(4, 4).mT[1:]])
+    assert preflight._can_mark(gradients)
+    assert not preflight._can_mark([torch.ones(4, 4).mT[1:]])
     zeros.mark_nonzero(gradients, [0, 2, 3, 4, 5, 6, 6, 6], found)
     return found.tolist()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -63,10 +61,6 @@ class Exchange:
         """What the last step did."""
         return self._wire.counts
 
-    @counts.setter
-    def counts(self, counts: Counts) -> None:
-        self._wire.counts = counts
-
     @property
     def steps(self) -> int:
         """How many steps have begun, for messages."""
@@ -78,29 +72,21 @@ class Exchange:
         return list(self._owners.memory.values())
 
     def reduce_flags(self, flags: Tensor) -> Tensor:
-        """Return the elementwise maximum of small integer flags over all ranks."""
+        """Begin a step: return the elementwise maximum of small integer flags over all ranks."""
         self._wire.steps += 1
-        if self.group is not None:
-            started = time.perf_counter()
-            self._wire.reduce(flags, dist.ReduceOp.MAX, "the agreement before the step")
-            self.counts.seconds_waiting += time.perf_counter() - started
-            self.counts.collectives += 1
-        return flags
+        self._wire.counts = Counts()
+        return self._wire.reduce(flags, dist.ReduceOp.MAX, "the agreement before the step")
 
     def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
         """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
-        return self._wire.reduce(sums, dist.ReduceOp.SUM, what)
+        return self._wire.reduce(sums, dist.ReduceOp.SUM, what, counted=False)
 
     def run(self, work: Work) -> None:
         """Take every matrix of the plan through one step; all ranks of the group call it."""
         if self._blocks:
             largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
             work.measure_blocks(largest)
-            if self.group is not None:
-                started = time.perf_counter()
-                self._wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
-                self.counts.seconds_waiting += time.perf_counter() - started
-                self.counts.collectives += 1
+            self._wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
         if self._carried is not None:
             self._carried.gather(work.companions)
         self._owners.run(work, work.step_elementwise)

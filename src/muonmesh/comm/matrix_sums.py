@@ -8,7 +8,6 @@ each bucket: one of the largest exponents, and one of the integers.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.views import contiguous
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import Ends, Summands
 from muonmesh.layout import Plan
@@ -59,7 +57,8 @@ class MatrixSums:
         for leg, found in self._of_each(counted, asked, (), summands.exponents):
             mine = exponents[sums_of[leg.assignment]]
             torch.maximum(mine, found, out=mine)
-        self._reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
+        if self._wire is not None:
+            self._wire.reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
 
         # One vector again: two limbs for each sum, and behind them what the owners keep of their matrices.
         keys = {number: self._plan.told(number) for number in asked}
@@ -76,7 +75,8 @@ class MatrixSums:
 
         for leg, found in self._of_each(counted, asked, (2,), add):
             limbs[sums_of[leg.assignment]] += found
-        self._reduce(numbers, dist.ReduceOp.SUM, f"the sums over {what}")
+        if self._wire is not None:
+            self._wire.reduce(numbers, dist.ReduceOp.SUM, f"the sums over {what}")
 
         for number, sums in sums_of.items():
             count = self._plan.assignments[number].matrix.numel
@@ -92,23 +92,12 @@ class MatrixSums:
     ) -> list[tuple[Leg, Tensor]]:
         """Return what is written of each leg: int64 (sums, *shape)."""
         found = [torch.zeros(asked[leg.assignment], *shape, dtype=torch.int64, device=self._device) for leg, _ in ends]
-        tasks = [partial(_write, write, *end, into) for end, into in zip(ends, found, strict=True)]
+        tasks = [partial(write, *end, into) for end, into in zip(ends, found, strict=True)]
         run_all(tasks, device=self._device)
         return [(leg, into) for (leg, _), into in zip(ends, found, strict=True)]
-
-    def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
-        if self._wire is not None and self._wire.group is not None:
-            started = time.perf_counter()
-            self._wire.reduce(values, op, what)
-            self._wire.counts.seconds_waiting += time.perf_counter() - started
-            self._wire.counts.collectives += 1
 
     def _counts(self, assignment: int) -> bool:
         """Whether the elements that this rank stores of a matrix count."""
         if assignment not in self._counting:
             self._counting[assignment] = self._plan.counts(assignment, self._rank)
         return self._counting[assignment]
-
-
-def _write(write: Callable[[Leg, Tensor, Tensor], None], leg: Leg, update: Tensor, into: Tensor) -> None:
-    write(leg, contiguous(update), into)

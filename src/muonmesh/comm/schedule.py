@@ -68,7 +68,7 @@ class Schedule:
             self.memory = memory_of(numels, dtype, device)
         self._views: dict[tuple[int, ...], Gather | Compute | Scatter] = {}
 
-    @property
+    @cached_property
     def local_count(self) -> int:
         """How many matrices are this rank's alone."""
         return sum(map(len, itertools.chain(self.left, *(draft.local for draft in self._drafts))))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from muonmesh.layout import Piece
-from muonmesh.numerics.kernels.memory import scratch
 
 
 def view_in_matrix(piece: Piece, matrix: Tensor) -> Tensor:
@@ -16,13 +15,6 @@ def view_in_matrix(piece: Piece, matrix: Tensor) -> Tensor:
     if piece.matrix_start == 0 and piece.shape == matrix.shape and piece.matrix_strides == matrix.stride():
         return matrix  # the common case of a matrix that one rank holds
     return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
-
-
-def contiguous(update: Tensor) -> Tensor:
-    """Return a tensor as it is or, if it is not contiguous, copied to memory that the thread uses again; on a CPU."""
-    if update.is_contiguous() or update.device.type != "cpu":
-        return update
-    return scratch("update", update.shape, dtype=update.dtype, device=update.device).copy_(update)
 
 
 def memory_of(numels: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

@@ -91,11 +91,22 @@ class Wire:
         first = _TAGS * (_made[ranks] % 2**14)
         self._tags = itertools.cycle(range(first, first + _TAGS))
 
-    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
-        """Return the elementwise reduction of a small vector over all ranks, in place; ``what`` names it in errors."""
+    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str, *, counted: bool = True) -> Tensor:
+        """Return the elementwise reduction of a small vector over all ranks, in place.
+
+        Args:
+            values: The vector.
+            op: Such as the maximum.
+            what: Names it in errors.
+            counted: Whether it is part of a step.
+        """
         if self.group is not None:
+            started = time.perf_counter()
             with self._meeting(what):
                 dist.all_reduce(values, op=op, group=self.group)
+            if counted:
+                self.counts.seconds_waiting += time.perf_counter() - started
+                self.counts.collectives += 1
         return values
 
     def swap(self, what: str, send: Tensor, receive: Tensor, *, sent: list[int], received: list[int]) -> Transfer:

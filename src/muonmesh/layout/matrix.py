@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -43,16 +43,13 @@ class Matrix:
     rows: int
     cols: int
     blocks: tuple[Block, ...]
+    shape: tuple[int, int] = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The canonical, wide shape in which the matrix is assembled."""
-        return min(self.rows, self.cols), max(self.rows, self.cols)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.rows * self.cols
+    def __post_init__(self) -> None:
+        """Work out the shape, which steps ask for often."""
+        object.__setattr__(self, "shape", (min(self.rows, self.cols), max(self.rows, self.cols)))
+        object.__setattr__(self, "numel", self.rows * self.cols)
 
     @property
     def name(self) -> str:

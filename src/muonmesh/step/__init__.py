@@ -4,11 +4,11 @@
    says where the state lies that a rule keeps beside the weights.
 2. `parameter_steps` collects what this rank stores of each parameter, with its gradient and its state.
 3. `preflight` lets all ranks agree before any rank writes, by the `flag_vector`, the `settings_digest` and the
-   `replicas`. `flags` is what they agreed on.
+   `replicas`.
 4. `muon_step` folds the momentum, and reads, computes and writes what the exchange asks for. On a device,
    `muon_step_on_device` takes the pieces of many matrices at once. `elementwise_step`, AdamW's half of the step, runs
    under the first gather.
 
-`runtime` holds what an optimizer keeps from one step to the next. `update_squares` counts for `Muon.metrics`. `idle`,
-`unsuited` and `rounding` warn, and `late` holds answers that the device has still to give.
+`runtime` holds what an optimizer keeps from one step to the next. `update_squares` counts for `Muon.metrics`.
+`untrained` warns, and `late` holds answers that the device has still to give.
 """

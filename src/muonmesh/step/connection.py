@@ -17,14 +17,14 @@ from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, in
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
-from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
+from muonmesh.comm.storage import identity_of, mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels import KernelName, auto_takes
-from muonmesh.numerics.rules import is_matrix_rule, rule_of
+from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
 from muonmesh.settings import SettingsFound, check_dtype, check_group, check_structure
 from muonmesh.step.members import (
     Member,
@@ -35,10 +35,10 @@ from muonmesh.step.members import (
     sets_without_tensor,
     unknown_matrix,
 )
-from muonmesh.step.planning import Planned, plan_members, signature_of, widened
+from muonmesh.step.planning import Planned, plan_members, widened
 from muonmesh.step.replicas import claims_of
-from muonmesh.step.rounding import rounding_of
 from muonmesh.step.runtime import Runtime
+from muonmesh.step.untrained import rounding_of
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's param groups."""
@@ -81,7 +81,6 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         PlanError: another rank cannot make one, has made another, or does not come.
     """
     if compared and (before := runtime.connected) is not None and before.exchange is not None:
-        replicas_of(runtime.process_group)  # raises if it was lost
         runtime.planned = before
         return before, before.exchange
     planned, sets, error = _read(groups, runtime)
@@ -263,5 +262,34 @@ def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
 
 
 def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = None) -> object:
+    """Return what must stay the same for a plan to stay valid; read every step, so it is cheap."""
     rules = [rule_of(group) for group in groups] if rules is None else rules
-    return signature_of(groups, rules, runtime.process_group, runtime.layouts, runtime.source)
+    source = runtime.source
+    return (
+        runtime.process_group,
+        tuple((name, id(entry)) for name, entry in runtime.layouts.items()),
+        id(source),
+        tuple(tuple(map(source.group, group["params"])) for group in groups),
+        tuple(tuple(map(identity_of, group["params"])) for group in groups),
+        tuple(
+            (
+                group["algorithm"],
+                _frozen(group["param_names"]),
+                _frozen(group.get("matrices")),
+                str(group["ns_coefficients"]),
+                group["ns_steps"],
+                group["ns_method"],
+                (*rule.keeps().items(), rule.count_of_sums()) if isinstance(rule, Rule) else (),
+            )
+            for group, rule in zip(groups, rules, strict=True)
+        ),
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Return tuples for lists, so that what is changed in place differs from what was."""
+    if isinstance(value, list) and set(map(type, value)) <= {str, type(None)}:
+        return tuple(value)
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(one if isinstance(one, str) else _frozen(one) for one in value)  # names are many

@@ -12,7 +12,7 @@ from torch import Tensor
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule
 from muonmesh.settings import Precision
-from muonmesh.step.flags import Flags
+from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept, create_master
 from muonmesh.step.stochastic_rounding import round_stored
@@ -108,4 +108,4 @@ def _write(
         elif tensor is not after[key]:
             tensor.copy_(after[key])
     if "master" in entry.state:
-        local_of(entry.tensor).copy_(stored[""])
+        entry.local.copy_(stored[""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class Member:
     holders: Holders = "known"
     at_momentum: bool = False
 
-    @property
+    @cached_property
     def gradient_storage(self) -> Storage:
         """Where its gradient lives."""
         return self.momentum_storage if self.at_momentum else self.storage

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.views import contiguous, view_in_matrix
+from muonmesh.comm.views import view_in_matrix
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Piece
 from muonmesh.numerics.kernels.memory import scratch
@@ -20,9 +20,8 @@ from muonmesh.numerics.rules.on_device import Folded, Updated
 from muonmesh.step.blocks import Momentum
 from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
-from muonmesh.step.rule_sums import RuleSums
 from muonmesh.step.stack import SMALL, Stack
-from muonmesh.step.stored_companions import StoredCompanions
+from muonmesh.step.stored_companions import RuleSums, StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
@@ -181,16 +180,16 @@ class MuonStep:
             self._ready.have_read([matrix.assignment for matrix in some])
 
     def _local(self, batch: Sequence[Local]) -> None:
-        numbers, shape = [local.assignment for local in batch], self._ready.matrix(batch[0].assignment).shape
+        numbers = [local.assignment for local in batch]
         dtype, device = self._ready.precision.compute, self._ready.device
+        shape = self._ready.plan.assignments[numbers[0]].matrix.shape
         x = scratch("matrices", (len(batch), *shape), dtype=dtype, device=device)
         out = scratch("results", x.shape, dtype=dtype, device=device)
         if (stack := self._stack(batch)) is not None:
-            rule, scale = self._ready.rule(numbers[0]), self._ready.scale(numbers[0])
             into, updates = (x.mT, out.mT) if batch[0].stored == "transposed" else (x, out)
-            stack.fold(rule, into)
+            stack.fold(into)
             self._orthogonalize(x, out, numbers)
-            stack.apply(rule, scale, updates)
+            stack.apply(self._ready.scale(numbers[0]), updates)
             return
         for piece in self._folded(numbers, ends_of(batch, x, read=True)):
             self._fold_one(piece)
@@ -209,14 +208,15 @@ class MuonStep:
         """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
         numbers = [local.assignment for local in batch]
         asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
-        if asked or len(batch) == 1 or self._ready.matrix(numbers[0]).numel > SMALL:
+        matrices = [self._ready.plan.assignments[number].matrix for number in numbers]
+        if asked or len(batch) == 1 or matrices[0].numel > SMALL or len({matrix.rows for matrix in matrices}) > 1:
             return None
-        if self._ready.rule(numbers[0]).stochastic_rounding is not None:
+        if not all([self._ready.nonzero[number] is True for number in numbers]):
             return None
-        if self._ready.plan.summed(numbers) or any(self._ready.nonzero[number] is not True for number in numbers):
+        rule = self._ready.rule(numbers[0])
+        if rule.stochastic_rounding is not None or rule.asks_for_sums():
             return None
-        stack = Stack.of(self._ready, batch, apart=True)
-        return stack if stack is not None and len({self._ready.scale(number) for number in numbers}) == 1 else None
+        return Stack.of(self._ready, batch, apart=True)
 
     # ---------------------------------------------------------------- whole matrices
 
@@ -234,7 +234,7 @@ class MuonStep:
 
     def _at_once(self, count: int, number: int) -> int:
         """Return how many of ``count`` matrices that are equal to this one are orthogonalised by one task."""
-        numel = self._ready.matrix(number).numel
+        numel = self._ready.plan.assignments[number].matrix.numel
         if self._ready.device.type != "cpu":
             return max(1, _AT_ONCE_ON_A_DEVICE // numel)
         threads = 1 if count * numel < _WORTH_A_THREAD else torch.get_num_threads()
@@ -257,14 +257,13 @@ class MuonStep:
                 task()
 
     def _orthogonalize(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
-        rule = self._ready.rule(assignments[0])
+        rule, orthogonalizer = self._ready.rule(assignments[0]), self._ready.orthogonalizer(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
                 own, planned = self._ready.rule_in_turn(assignment), self._ready.matrix(assignment)
                 with self.companions.of(assignment) as kept:
                     parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
-            orthogonalizer = self._ready.orthogonalizer(assignments[0])
             times = self._steps_of(assignments)
             orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times)
         else:
@@ -297,7 +296,7 @@ class MuonStep:
         parts.apply(
             rule,
             wide.weights,
-            contiguous(piece.update),
+            piece.update,
             piece.state,
             scale=piece.scale,
             active=active,

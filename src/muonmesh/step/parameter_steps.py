@@ -13,7 +13,6 @@ from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, u
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.layout import Piece
-from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.settings import Precision
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy, fresh_zeros
@@ -34,6 +33,7 @@ class ParameterStep:
     Attributes:
         name: Canonical name.
         tensor: The parameter as the user holds it, possibly a DTensor.
+        local: What this rank stores of it.
         state: Its entry in the optimizer's state.
         gradient: Local part of its gradient, contiguous, or None; a partial one as the DTensor that it is.
         group: Number of its group.
@@ -46,6 +46,7 @@ class ParameterStep:
 
     name: str
     tensor: Tensor
+    local: Tensor
     state: dict[str, Any]
     gradient: Tensor | None
     group: int
@@ -120,9 +121,8 @@ def collect(
     entries: dict[int, ParameterStep] = {}
     missing: dict[str, Tensor] = {}
     matrices_of = planned.matrices_of
-    by_muon = [is_matrix_rule(group["algorithm"]) for group in groups]
 
-    def entry_of(member: Member) -> ParameterStep:
+    def entry_of(member: Member, *, muon: bool = False) -> ParameterStep:
         nonlocal error
         if (known := entries.get(id(member))) is not None:
             return known
@@ -140,6 +140,7 @@ def collect(
         entry = entries[id(member)] = ParameterStep(
             member.name,
             tensor,
+            local_of(tensor),
             state[tensor],
             gradient,
             member.group,
@@ -150,12 +151,12 @@ def collect(
             member.state_layouts,
         )
         try:
-            check_state(entry, precision, muon=by_muon[member.group])
+            check_state(entry, precision, muon=muon)
         except (LayoutError, StateError) as found:
             error = error or found
         return entry
 
-    muon = [None if member is None else entry_of(member) for member in planned.muon]
+    muon = [None if member is None else entry_of(member, muon=True) for member in planned.muon]
     elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
     adamw = []
     for members in planned.adamw:
@@ -169,7 +170,7 @@ def collect(
 
 def create_state(entry: ParameterStep, precision: Precision) -> None:
     """Create what the rule keeps, the running norms of `clip` and the master of a Muon parameter where missing."""
-    local = local_of(entry.tensor)
+    local = entry.local
     create_kept(entry, precision)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in entry.state:
@@ -179,7 +180,7 @@ def create_state(entry: ParameterStep, precision: Precision) -> None:
 
 def create_kept(entry: ParameterStep, precision: Precision) -> None:
     """Create what the rule keeps where it is missing, as zeros."""
-    local = local_of(entry.tensor)
+    local = entry.local
     for key, state_layout in entry.state_layouts.items():
         if key not in entry.state:
             shape = local.shape if state_layout.storage is entry.storage else local_shape(state_layout.storage)
@@ -197,7 +198,7 @@ def running_shape(matrices: int) -> tuple[int, ...]:
 
 def create_master(entry: ParameterStep, precision: Precision) -> None:
     """Create the master of a parameter where it is missing and asked for."""
-    local = local_of(entry.tensor)
+    local = entry.local
     if precision.master is not None and precision.master != local.dtype and "master" not in entry.state:
         entry.state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
 
@@ -212,7 +213,7 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
         StateError: a tensor is no tensor, of another shape than this rank stores, or elsewhere; or the state is of the
             other algorithm.
     """
-    held, state, state_layouts = local_of(entry.tensor), entry.state, entry.state_layouts
+    held, state, state_layouts = entry.local, entry.state, entry.state_layouts
     if held.untyped_storage().nbytes() < held.nbytes and not held.is_meta:
         what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
         raise LayoutError(about(entry.name, what))

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import View, merged, union
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.storage import (
-    Declared,
     connected_ranks,
     device_without_parameters,
-    identity_of,
     local_of,
     this_rank,
 )
@@ -41,7 +38,7 @@ from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
-from muonmesh.settings import Precision, ProcessGroup
+from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.members import Member, with_state_layouts
@@ -61,7 +58,7 @@ class Planned:
     This object keeps the parameters alive, so that a new one cannot take an old one's identity.
 
     Attributes:
-        signature: See `signature_of`.
+        signature: What it was made for (`muonmesh.step.connection`).
         muon: Members of the Muon groups, as the plan's parameters are numbered; None for one that only other ranks
             of the connected set hold.
         elementwise: Those members of the AdamW groups of which it is known which ranks hold them, as the plan numbers
@@ -162,44 +159,6 @@ class Planned:
     def members(self) -> list[Member]:
         """All parameters of this rank, the Muon half first."""
         return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
-
-
-def signature_of(
-    groups: Sequence[Mapping[str, Any]],
-    rules: Sequence[Any],
-    process_group: ProcessGroup,
-    layouts: Mapping[str, Declared],
-    source: GradientSource,
-) -> object:
-    """Return what must stay the same for a plan to stay valid; read every step, so it is cheap."""
-    return (
-        process_group,
-        tuple((name, id(entry)) for name, entry in layouts.items()),
-        id(source),
-        tuple(tuple(map(source.group, group["params"])) for group in groups),
-        tuple(tuple(map(identity_of, group["params"])) for group in groups),
-        tuple(
-            (
-                group["algorithm"],
-                _frozen(group["param_names"]),
-                _frozen(group.get("matrices")),
-                str(group["ns_coefficients"]),
-                group["ns_steps"],
-                group["ns_method"],
-                (*rule.keeps().items(), rule.count_of_sums()) if isinstance(rule, Rule) else (),
-            )
-            for group, rule in zip(groups, rules, strict=True)
-        ),
-    )
-
-
-def _frozen(value: Any) -> Any:
-    """Return tuples for lists, so that what is changed in place differs from what was."""
-    if isinstance(value, list) and set(map(type, value)) <= {str, type(None)}:
-        return tuple(value)
-    if not isinstance(value, (list, tuple)):
-        return value
-    return tuple(one if isinstance(one, str) else _frozen(one) for one in value)  # names are many
 
 
 def holdings_of(plan: Plan, rank: int, *, momentum: bool) -> Holdings:

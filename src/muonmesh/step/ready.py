@@ -19,7 +19,7 @@ from muonmesh.numerics.rules import Rule
 from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.device_copies import DeviceCopies
-from muonmesh.step.flags import Flags
+from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.planning import Holdings, Orthogonalizers
@@ -98,7 +98,6 @@ class ReadyParameters:
         self.copies = None if offload is None else DeviceCopies(offload, plan, holdings, entries)
         self._found: dict[int, ReadyParameter] = {}  # by parameter; filled before threads read it
         self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters
-        self._scales: dict[tuple[int, int, int], float] = {}
 
     # ---------------------------------------------------------------- by the number of a matrix
 
@@ -132,15 +131,9 @@ class ReadyParameters:
         return self._orthogonalizers[self.group(number), self.matrix(number).shape]
 
     def scale(self, number: int) -> float:
-        """Return the update scale of a whole matrix; there are few shapes and many pieces."""
-        assignment = self.plan.assignments[number]
-        matrix, entry = assignment.matrix, self.entries[assignment.parameter]
-        assert entry is not None
-        key = entry.group, matrix.rows, matrix.cols
-        found = self._scales.get(key)
-        if found is None:
-            found = self._scales[key] = self.rule(number).scale(matrix.rows, matrix.cols)
-        return found
+        """Return the update scale of a whole matrix."""
+        matrix = self.matrix(number)
+        return self.rule(number).scale(matrix.rows, matrix.cols)
 
     def of(self, number: int) -> ReadyParameter | None:
         """Return the ready parameter that a matrix is part of; None if this rank stores nothing of it."""
@@ -206,7 +199,7 @@ class ReadyParameters:
                 gradient = torch.zeros(shape, dtype=self.precision.state, device=self.device)
             elif entry.momentum_storage is not entry.gradient_storage:
                 gradient = _restricted(gradient, entry.storage, entry.momentum_storage)
-        local = local_of(entry.tensor)
+        local = entry.local
         weights = local if local.is_contiguous() else local.contiguous()
         own = None if master is None else local_of(master)
         return ReadyParameter(entry, rule, weights, momenta, held["weights"], gradient, own)
@@ -255,9 +248,8 @@ class ReadyParameters:
         checkpoints look for it on every rank.
         """
         for ready in self._found.values():
-            local = local_of(ready.entry.tensor)
-            if ready.weights is not local:
-                local.copy_(ready.weights)
+            if ready.weights is not ready.entry.local:
+                ready.entry.local.copy_(ready.weights)
         for parameter, entry in enumerate(self.entries):
             if entry is None or parameter in self._found or not self.flags.present[parameter]:
                 continue

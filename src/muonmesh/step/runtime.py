@@ -16,10 +16,10 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.settings import Precision, ProcessGroup
-from muonmesh.step.idle import IdleParameters
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
 from muonmesh.step.planning import Planned, bucket_elements
+from muonmesh.step.untrained import IdleParameters
 from muonmesh.step.update_squares import UpdateSquares
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from muonmesh.comm.views import contiguous
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
 from muonmesh.numerics.rules import Rule, parts
@@ -27,6 +26,7 @@ class Stack:
 
     Attributes:
         matrices: Their numbers in the plan.
+        rule: That of their group.
         columns: Contiguous tensors by name and key: one for each matrix, as it is stored, or for several that lie one
             after the other. "gradient" is read. These are written: "momenta" and "beside", the state that the rule
             keeps as "momentum" and as "weights"; "weights", the masters if there are any; and "rounded", the weights to
@@ -34,6 +34,7 @@ class Stack:
     """
 
     matrices: Sequence[int]
+    rule: Rule
     columns: dict[tuple[str, str], list[Tensor]] = field(default_factory=dict)
 
     @staticmethod
@@ -48,14 +49,12 @@ class Stack:
         Returns:
             None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are.
         """
-        group, found = ready.group(batch[0].assignment), Stack([local.assignment for local in batch])
-        for adjacent in _adjacent(ready.plan, batch):
-            parameter = ready[adjacent.parameter]
-            if (
-                adjacent.stored == "in pieces"
-                or parameter.entry.group != group
-                or not found._add(adjacent, parameter, apart)
-            ):
+        adjacents = _adjacent(ready.plan, batch)
+        parameters = [ready[adjacent.parameter] for adjacent in adjacents]
+        found = Stack([local.assignment for local in batch], parameters[0].rule)
+        for adjacent, parameter in zip(adjacents, parameters, strict=True):
+            other = adjacent.stored == "in pieces" or parameter.entry.group != parameters[0].entry.group
+            if other or not found._add(adjacent, parameter, apart):
                 return None
         columns = found.columns.values()
         full = {len(some) for some in columns} == {len(found.columns["weights", ""])}
@@ -81,16 +80,16 @@ class Stack:
             self.columns.setdefault(name, []).extend((storage,) if whole else adjacent.of(storage, apart=apart))
         return True
 
-    def fold(self, rule: Rule, into: Tensor) -> None:
+    def fold(self, into: Tensor) -> None:
         """Fold the gradients into the momenta, and write the directions into a batch of the shape of what is stored."""
         momenta = self._together("momenta")
-        parts.fold(rule, self._together("gradient")[""], momenta, into=into)
+        parts.fold(self.rule, self._together("gradient")[""], momenta, into=into)
         self._give_back("momenta", momenta)
 
-    def apply(self, rule: Rule, scale: float, updates: Tensor) -> None:
+    def apply(self, scale: float, updates: Tensor) -> None:
         """Decay and update the weights by a batch of results, in the shape of what is stored."""
         weights, beside = self._together("weights"), self._together("beside")
-        parts.apply(rule, weights[""], contiguous(updates), beside, scale=scale)
+        parts.apply(self.rule, weights[""], updates, beside, scale=scale)
         self._give_back("weights", weights)
         self._give_back("rounded", weights)
         self._give_back("beside", beside)

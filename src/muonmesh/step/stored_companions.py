@@ -1,4 +1,4 @@
-"""StoredCompanions: numbers that rules keep by row, column or matrix. Ranks store them; owners alone change them."""
+"""StoredCompanions: what rules keep by row, column or matrix; and RuleSums: what they add up over whole matrices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.comm.work import Ends
 from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
+from muonmesh.layout.routes import Leg
+from muonmesh.numerics.rules import parts
+from muonmesh.numerics.rules.on_device import Updated
 from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
+from muonmesh.step.stochastic_rounding import rounding_of
 
 
 class StoredCompanions:
@@ -87,3 +92,76 @@ class StoredCompanions:
             return
         kept = view_in_storage(local_of(entry.state[key]), piece)
         kept.copy_(numbers if flag is True else torch.where(flag, numbers, kept))
+
+
+class RuleSums:
+    """The sums over whole matrices in one step, for the rules that ask for them.
+
+    Implements `muonmesh.comm.work.Summands`.
+
+    Args:
+        ready: The parameters of the step.
+        companions: What rules keep by row, column or matrix of the matrices that this rank owns.
+
+    Attributes:
+        unsuited: By assignment, whether a matrix does not suit its rule, 0-d bool.
+    """
+
+    def __init__(self, ready: ReadyParameters, companions: StoredCompanions) -> None:
+        self._ready, self._companions = ready, companions
+        self.unsuited: dict[int, Tensor] = {}
+        # By assignment: its sums, and what its rule keeps of the matrix as one number.
+        self._found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = {}
+
+    def updates(self, ends: Ends) -> list[Updated]:
+        """Return the pieces of weights that legs name, with their updates and sums; none that do not change."""
+        found = []
+        for leg, update in ends:
+            if self._ready.changes(leg):
+                sums, told = self._found.get(leg.assignment, ((), {}))
+                found.append(self._updated(leg, update)._replace(sums=sums, told=told))
+        return found
+
+    def _updated(self, leg: Leg, update: Tensor) -> Updated:
+        ready, piece = self._ready[leg.parameter], leg.piece
+        rounded = None if ready.master is None else view_in_storage(ready.weights, piece)
+        beside = {key: view_in_storage(kept, piece) for key, kept in ready.beside.items()}
+        weights, scale = view_in_storage(ready.written, piece), self._ready.scale(leg.assignment)
+        entry, rounding = ready.entry, None
+        if weights.dtype == torch.bfloat16:
+            rounding = rounding_of(entry.name, entry.storage, ready.rule, piece)
+        return Updated(weights, update, beside, leg.assignment, scale, rounded, (), {}, entry.storage.copies, rounding)
+
+    def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
+        """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
+        if self._ready.changes(leg):
+            some = self._updated(leg, update)
+            rule = self._ready.rule(leg.assignment)
+            into.copy_(parts.exponents(rule, some.weights, update, some.state, scale=some.scale))
+
+    def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
+        """Write what a leg's elements add to these sums."""
+        if self._ready.changes(leg):
+            some, count = self._updated(leg, update), self._ready.matrix(leg.assignment).numel
+            rule = self._ready.rule(leg.assignment)
+            into.copy_(parts.limbs(rule, some.weights, update, some.state, exponents, scale=some.scale, count=count))
+
+    def tell(self, assignment: int, into: Tensor) -> None:
+        """Write what is kept of a matrix as one number, if this rank owns it."""
+        kept = self._companions.owned.get(assignment, {})
+        for key, number in zip(self._ready.plan.told(assignment), into.unbind(), strict=True):
+            if key in kept:
+                number.copy_(kept[key].view(()))
+
+    def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
+        """Take the sums over a matrix and what is kept of it, for what writes it; keep what the rule makes of them."""
+        keys, found = self._ready.plan.told(assignment), sums.unbind()
+        self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
+        if self._ready.entry(assignment) is None:
+            return
+        rule, kept = self._ready.rule(assignment), self._companions.owned.get(assignment, {})
+        if all(key in kept for key in keys):
+            rule.keep({key: kept[key].view(()) for key in keys}, found)
+        unsuited, flag = rule.unsuited(found), self._ready.nonzero[assignment]
+        if unsuited is not None and flag is not False:  # of a matrix that is left alone nothing is added up
+            self.unsuited[assignment] = unsuited if flag is True else unsuited & flag

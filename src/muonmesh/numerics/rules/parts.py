@@ -162,7 +162,7 @@ def apply(
     """
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    for p, u, *held in _in_cache(weights, update, *state.values()):
+    for p, u, *held in _in_cache(weights, _contiguous(update), *state.values()):
         wide = spare(u, dtype).copy_(u)
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         kept = dict(zip(state, held if active is None else [value.clone() for value in held], strict=True))
@@ -231,7 +231,7 @@ def _summands(
     """Yield the summands in fp64, of some elements at a time."""
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    for p, u, *held in _in_cache(weights, update, *state.values()):  # sums are exact, so any parts will do
+    for p, u, *held in _in_cache(weights, _contiguous(update), *state.values()):  # sums are exact, whatever the parts
         wide = spare(u, dtype).copy_(u)
         found = rule.summands(p.to(dtype), wide, size, dict(zip(state, held, strict=True)))
         yield [some.double() for some in found]
@@ -275,6 +275,12 @@ def _unflatten(flat: Tensor, into: Tensor) -> None:
     if into.ndim == 2:  # torch transposes fast only into contiguous memory
         into, flat = into.mT, flat.mT
     into.copy_(flat)
+
+
+def _contiguous(update: Tensor) -> Tensor:
+    if update.is_contiguous() or update.device.type != "cpu":
+        return update
+    return scratch("update", update.shape, dtype=update.dtype, device=update.device).copy_(update)
 
 
 def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

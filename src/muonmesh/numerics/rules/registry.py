@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -89,7 +88,7 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
             write = "Write def update(self, gradient, state, count), which returns the step of each element"
             raise TypeError(explain_error(where, found, "one, which says what a step is", write))
         with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too
-            check_keeps(by_defaults(rule))
+            by_defaults(rule).check_keeps()
         RULES[algorithm] = rule
         return rule
 
@@ -105,23 +104,6 @@ def by_defaults(rule: type[AnyRule]) -> AnyRule:
         elif field.default_factory is not MISSING:
             object.__setattr__(found, field.name, field.default_factory())
     return found
-
-
-_KEPT_AS = re.compile("momentum|weights|rows|cols|matrix|(rows|cols|[1-9][0-9]*)×(rows|cols|[1-9][0-9]*)")
-
-
-def check_keeps(rule: Hyperparameters) -> None:
-    """Check that all that a rule keeps is kept as something that there is.
-
-    Raises:
-        ValueError: `Rule.keeps` says something else.
-    """
-    for key, kind in rule.keeps().items() if isinstance(rule, Rule) else ():
-        if not _KEPT_AS.fullmatch(str(kind)):
-            where, found = f"{type(rule).__name__}.keeps", f"{key!r} kept as {kind!r}"
-            needed = '"momentum", "weights", "rows", "cols", "matrix" or two sizes: "rows×rows", "cols×cols", "rows×16"'
-            write = f'Write {{{key!r}: "weights"}}, for one'
-            raise ValueError(explain_error(where, found, needed, f"{write} number for each weight"))
 
 
 def is_known(algorithm: str) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -15,6 +17,8 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.newton_schulz import Method
 from muonmesh.numerics.scale import ScaleMode, StepSize, update_scale
 
+_scale_of = lru_cache(update_scale)  # pieces are many, shapes few
+
 DecayMode: TypeAlias = Literal["full", "cautious"]
 """Which weights decay: all; or those that the update moves towards zero, as the decay does (arXiv 2510.12402)."""
 
@@ -22,6 +26,8 @@ KeptAs: TypeAlias = str
 """What a rule keeps has one number for each element ("momentum": where the gradient is folded in; "weights": where the
 weights are), for each of the "rows" or "cols" of a matrix, or for each "matrix"; or it is a matrix of its own, of two
 sizes, such as "rows×rows", "cols×cols", "rows×cols" or "rows×16", which the owner of the matrix keeps."""
+
+_KEPT_AS = re.compile("momentum|weights|rows|cols|matrix|(rows|cols|[1-9][0-9]*)×(rows|cols|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,13 @@ class Hyperparameters:
 
         Raises:
             ValueError: one is out of range.
+        """
+
+    def check_keeps(self) -> None:
+        """Check that all that is kept for matrices is kept as something that there is.
+
+        Raises:
+            ValueError: `Rule.keeps` says something else.
         """
 
     def decay(self, weights: Tensor, update: Tensor) -> None:
@@ -194,6 +207,15 @@ class Rule(Hyperparameters):
         All of it begins as zeros. A matrix that is left alone, since its gradient is zero, keeps it unchanged.
         """
         return {}
+
+    def check_keeps(self) -> None:
+        """See `Hyperparameters`."""
+        for key, kind in self.keeps().items():
+            if not _KEPT_AS.fullmatch(str(kind)):
+                where, found = f"{type(self).__name__}.keeps", f"{key!r} kept as {kind!r}"
+                needed = '"momentum", "weights", "rows", "cols", "matrix" or two sizes: "rows×rows", "cols×cols", '
+                write = f'Write {{{key!r}: "weights"}}, for one'
+                raise ValueError(explain_error(where, found, f'{needed}"rows×16"', f"{write} number for each weight"))
 
     def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """Fold a gradient into what is kept as "momentum", in place.
@@ -362,7 +384,7 @@ class Rule(Hyperparameters):
 
     def scale(self, rows: int, cols: int) -> float:
         """Return what the learning rate is multiplied by for a whole matrix of rows × cols."""
-        return self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)
+        return self.extra_scale_factor * _scale_of(rows, cols, self.scale_mode)
 
     def step_size(self, rows: int, cols: int) -> StepSize:
         """Return how large one step of a whole matrix of rows × cols is, NaN where that depends on the weights."""

@@ -1,15 +1,23 @@
-"""IdleParameters: warns once, by name, of parameters that learn nothing while others train."""
+"""What a step warns of once, by name: parameters that are idle, lost to rounding, or unsuited for their rule."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import ReferenceType
 
+import torch
 from torch import Tensor, nn
 
+from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, about, warn
 from muonmesh.groups.sites import sites
+from muonmesh.numerics.rules import Rule, rule_of
+from muonmesh.settings import Precision
+from muonmesh.step.late import LateAnswer
+from muonmesh.step.planning import Planned
 
 PATIENCE = 100
 """Steps without a gradient after which a parameter is told of, and between two looks at the model."""
@@ -109,3 +117,60 @@ def _is_frozen(tensor: Tensor) -> bool:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def rounding_of(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision) -> LateAnswer | None:
+    """Return a warning of what rounding does to the first Muon parameter of low precision.
+
+    None if there is no such parameter, or if there are masters.
+    """
+    if precision.master is not None:
+        return None
+    for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
+        if member is None or groups[member.group]["stochastic_rounding"] is not None:
+            continue
+        local = local_of(member.tensor).detach()
+        if local.dtype not in (torch.bfloat16, torch.float16) or not local.numel():
+            continue
+        size = rule_of(groups[member.group]).step_size(parameter.matrices[0].rows, parameter.matrices[0].cols)
+        if math.isnan(size.rms):
+            continue
+        told = (
+            f"{member.name} and perhaps others are {local.dtype} without masters: a typical step of RMS "
+            f"{size.rms:.1e} leaves {{:.0%}} of its entries unchanged by rounding. Write "
+            "Muon(..., master_dtype=torch.float32) to keep fp32 copies in the optimizer state"
+        )
+
+        def say(unchanged: Tensor, told: str = told) -> None:
+            warn(told.format(float(unchanged)))
+
+        return LateAnswer.of(((local.float() + size.rms).to(local.dtype) == local).float().mean(), say)
+    return None
+
+
+def unsuited_of(
+    planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], told: set[str]
+) -> LateAnswer | None:
+    """Return a warning of the matrices that did not suit their rule in a step; None if no rule asked.
+
+    Args:
+        planned: The plan of the step.
+        rules: Of each param group.
+        flags: Whether a matrix does not suit, 0-d bool, by its assignment.
+        told: Names of the parameters of which a warning was given; the others are added when they are told.
+    """
+    texts, found = list[tuple[str, str]](), []
+    for assignment, flag in flags.items():
+        member = planned.muon[planned.plan.assignments[assignment].parameter]
+        rule = None if member is None else rules[member.group]
+        if member is not None and rule is not None:
+            texts.append((member.name, rule.unsuited_warning))
+            found.append(flag)
+
+    def say(unsuited: Tensor) -> None:
+        for (name, text), one in zip(texts, unsuited.tolist(), strict=True):
+            if one and name not in told:
+                told.add(name)
+                warn(f"{name}: found {text.format(name=name)}")
+
+    return LateAnswer.of(torch.stack(found), say) if found else None
