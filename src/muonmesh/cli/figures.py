@@ -63,14 +63,9 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes together": found.memory.total,
             "launches": found.launches,
             "elementwise bytes": found.elementwise_bytes,
-            "seconds": {"products as published": found.seconds, "products at best": found.best_seconds},
             **{
-                f"seconds of the {part}": {"products as published": found.parts()[part], "products at best": best}
-                for part, best in found.parts(published=False).items()
-            },
-            "seconds of torch.optim.Muon": {
-                "products as published": found.seconds_of_torch(),
-                "products at best": found.seconds_of_torch(published=False),
+                f"seconds{whose}": dict(zip(("products as published", "products at best"), ends, strict=True))
+                for whose, ends in _seconds(found).items()
             },
         },
         "rates": asdict(found.rates),
@@ -96,6 +91,15 @@ def load_rates(path: Path) -> DeviceRates:
             needed = "a number of seconds" if least == 0 else "a positive, finite number a second"
             raise FileError(f"--rates {path}: found {name} {value!r}; needed {needed}. Correct it")
     return DeviceRates(**content)
+
+
+def _seconds(found: Forecast) -> dict[str, tuple[float, float]]:
+    published, best = found.parts(), found.parts(published=False)
+    return {
+        "": (found.seconds, found.best_seconds),
+        **{f" of the {part}": (published[part], best[part]) for part in best},
+        " of torch.optim.Muon": (found.seconds_of_torch(), found.seconds_of_torch(published=False)),
+    }
 
 
 def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:

@@ -48,17 +48,32 @@ class DeviceRates:
         slower: float = (full * full / max(1.0, elements)) ** 0.6
         return max(1.0, slower) / most
 
-    def parts(self, step: Any, *, published: bool) -> dict[str, float]:
+
+class Timed:
+    """A step whose time is modelled: a `muonmesh.testing.DryRun`, or a `Forecast`, with figures of the same names."""
+
+    def parts(self: Any, *, published: bool = True) -> dict[str, float]:
         """Return the modelled seconds of the host, the device and the network, which work side by side.
 
         Args:
-            step: A `muonmesh.testing.DryRun` or a `Forecast`, whose figures have the same names.
             published: Whether products are as fast as published ones, not as fast as they may be at most.
         """
-        products = step.slow_flops / self.published if published else step.flops / self.flops
-        started = step.kernels * self.kernel + (step.launches - step.kernels) * self.operation
+        rates: DeviceRates = self.rates
+        products = self.slow_flops / rates.published if published else self.flops / rates.flops
+        started = self.kernels * rates.kernel + (self.launches - self.kernels) * rates.operation
+        begun = self.collectives * rates.collective + self.messages * rates.message
         return {
-            "host": started + step.views * self.view + step.matrices * self.matrix,
-            "device": products + step.elementwise_bytes / self.bytes,
-            "network": step.bytes_sent / self.wire + step.collectives * self.collective + step.messages * self.message,
+            "host": started + self.views * rates.view + self.matrices * rates.matrix,
+            "device": products + self.elementwise_bytes / rates.bytes,
+            "network": self.bytes_sent / rates.wire + begun,
         }
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the step: the slowest of `parts`. What one waits for the other is left out."""
+        return max(self.parts().values())
+
+    @property
+    def best_seconds(self) -> float:
+        """Likewise, with products as fast as they may be at most: a bound from below."""
+        return max(self.parts(published=False).values())

@@ -39,7 +39,7 @@ from muonmesh.layout.companion import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, Rule, by_defaults, is_known, is_matrix_rule
-from muonmesh.report.device_rates import DeviceRates
+from muonmesh.report.device_rates import DeviceRates, Timed
 from muonmesh.report.traffic import Carried, Traffic, carried, traffic
 from muonmesh.settings import OPTIMIZER_SETTINGS
 from muonmesh.step.state_layout import Stored, state_layouts_of
@@ -106,7 +106,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Forecast(Timed):
     """What one step would cost on one rank, and how the work is spread.
 
     Attributes:
@@ -170,20 +170,6 @@ class Forecast:
     def messages(self) -> int:
         """Ranks that its all-to-alls reach, summed up."""
         return self.traffic.messages
-
-    def parts(self, *, published: bool = True) -> dict[str, float]:
-        """Return the modelled seconds of host, device and network, as `DeviceRates.parts` has them."""
-        return self.rates.parts(self, published=published)
-
-    @property
-    def seconds(self) -> float:
-        """Modelled time of the step with products as fast as such kernels are published to be, the slowest part."""
-        return max(self.parts().values())
-
-    @property
-    def best_seconds(self) -> float:
-        """Likewise, with products as fast as what the compiler makes of them allows: a bound from below."""
-        return max(self.parts(published=False).values())
 
     def seconds_of_torch(self, *, published: bool = True) -> float:
         """Modelled time of torch.optim.Muon, whose every rank computes every matrix, without its communication."""

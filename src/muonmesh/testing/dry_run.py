@@ -21,7 +21,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.errors import explain_error
 from muonmesh.layout.region import row_major
 from muonmesh.optimizer import Muon
-from muonmesh.report.device_rates import DeviceRates
+from muonmesh.report.device_rates import DeviceRates, Timed
 from muonmesh.step.connection import connect
 from muonmesh.testing.device import pretended_cuda
 from muonmesh.testing.launches import Launches
@@ -31,7 +31,7 @@ Placer = Callable[[str, nn.Parameter], Sequence[Placement]]
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(Timed):
     """What one step would do on one rank.
 
     Attributes:
@@ -80,23 +80,6 @@ class DryRun:
     def bytes_per_element(self) -> float:
         """Elementwise bytes for each element that this rank stores."""
         return self.elementwise_bytes / max(1, self.elements)
-
-    def parts(self, *, published: bool = True) -> dict[str, float]:
-        """Return the modelled seconds of the host, the device and the network, as `DeviceRates.parts` has them."""
-        return self.rates.parts(self, published=published)
-
-    @property
-    def seconds(self) -> float:
-        """Modelled time of the step with products as fast as such kernels are published to be.
-
-        The slowest of `parts`, which work side by side. What one waits for the other is left out.
-        """
-        return max(self.parts().values())
-
-    @property
-    def best_seconds(self) -> float:
-        """Likewise, with products as fast as what the compiler makes of them allows: a bound from below."""
-        return max(self.parts(published=False).values())
 
 
 def dry_run(
