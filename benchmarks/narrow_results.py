@@ -76,18 +76,18 @@ ROUND: dict[str, Callable[[Tensor], Tensor]] = {"powers": powers, "linear": line
 @contextmanager
 def results_in(codec: str) -> Iterator[None]:
     """Let owners round what they have orthogonalised."""
-    own = MuonStep._orthogonalize
+    own = MuonStep.orthogonalize_batch
 
     def rounded(step: MuonStep, batch: Tensor, out: Tensor, assignments: Any) -> None:
         own(step, batch, out, assignments)
         if codec != "bf16":
             out.copy_(ROUND[codec](out))
 
-    MuonStep._orthogonalize = rounded  # type: ignore[method-assign]
+    MuonStep.orthogonalize_batch = rounded  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MuonStep._orthogonalize = own  # type: ignore[method-assign]
+        MuonStep.orthogonalize_batch = own  # type: ignore[method-assign]
 
 
 def spectra(rows: int, cols: int) -> dict[str, Tensor]:

@@ -52,11 +52,11 @@ from muonmesh.settings import (
     shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
+from muonmesh.step.device_portions import DevicePortions
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
-from muonmesh.step.muon_step import MuonStep
-from muonmesh.step.muon_step_on_device import MuonStepOnDevice
+from muonmesh.step.muon_step import HostPortions, MuonStep
 from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
@@ -325,21 +325,11 @@ class Muon(torch.optim.Optimizer):
         if runtime.update_squares is not None:
             runtime.update_squares = UpdateSquares()
         offload = runtime.offload_of(planned)
-        half = MuonStepOnDevice if runtime.works_together(planned) else MuonStep
-        ready = ReadyParameters(
-            planned.plan,
-            planned.momentum_holdings,
-            planned.orthogonalizers,
-            collected.muon,
-            settings.rules,
-            flags,
-            runtime.precision,
-            device=planned.device,
-            blocks=planned.blocks if runtime.precision.int8 else None,
-            offload=offload,
-        )
-        work = half(
+        ready = ReadyParameters(planned, collected.muon, settings.rules, flags, runtime.precision, offload)
+        portions = DevicePortions if runtime.works_together(planned) else HostPortions
+        work = MuonStep(
             ready,
+            portions(ready, runtime.update_squares),
             step_elementwise=partial(
                 step_elementwise,
                 settings.rules,
@@ -349,7 +339,6 @@ class Muon(torch.optim.Optimizer):
                 runtime.update_squares,
                 offload,
             ),
-            update_squares=runtime.update_squares,
         )
         runtime.interrupted = f"step {exchange.steps} of this plan"
         exchange.run(work)

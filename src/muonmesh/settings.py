@@ -24,7 +24,7 @@ from muonmesh.numerics.coefficients import Coefficients
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, check_kernels
 from muonmesh.numerics.newton_schulz import Method, resolve_method
-from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, is_known, is_matrix_rule
+from muonmesh.numerics.rules import RULES, DecayMode, Hyperparameters, check_keeps, is_known, is_matrix_rule
 from muonmesh.numerics.scale import ScaleMode
 
 StateDtype = torch.dtype | Literal["int8"]
@@ -480,7 +480,7 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     rule = RULES[group["algorithm"]].of(group)
     try:
         rule.check()
-        rule.check_keeps()
+        check_keeps(rule)
     except ValueError as error:
         raise ValueError(about(where, str(error))) from None
     return rule

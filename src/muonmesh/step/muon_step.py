@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,23 +27,39 @@ from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
 """Elements of equal matrices that one task orthogonalises on a device, where each call has the whole device. On a CPU
-the number of threads and the kernels say how many (`MuonStep._at_once`)."""
+the number of threads and the kernels say how many (`MuonStep.at_once`)."""
 
 _WORTH_A_THREAD = 1 << 18
 """Elements of equal matrices from which on threads share them out; below, waiting for each other's Python costs more
 [measured]."""
 
 
-class MuonStep:
-    """The Muon half of one step on a CPU: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
+class Portions(Protocol):
+    """Works on the pieces of a step, in portions that suit where they are: all that a CPU and a device do otherwise."""
 
-    Everything is done piece by piece in the local storage, read as a contiguous array; a storage that is not
-    contiguous is worked on in a contiguous copy. On a device `MuonStepOnDevice` replaces the elementwise parts.
+    def fold(self, pieces: Sequence[Folded]) -> None:
+        """Fold gradients and write directions; what is only read comes after what is folded."""
+
+    def apply(self, pieces: Sequence[Updated]) -> None:
+        """Decay and update weights."""
+
+    def run_local(self, step: MuonStep, alike: Sequence[Sequence[Local]]) -> None:
+        """Take matrices that nobody else has through the whole step; ``alike`` are those of one shape and group."""
+
+    def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
+        """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
+
+
+class MuonStep:
+    """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
+
+    Pieces are views of the local storage, read as a contiguous array; a storage that is not contiguous is worked on in
+    a contiguous copy.
 
     Args:
         ready: The parameters of the step.
+        portions: Works on the pieces, as a CPU or as a device does.
         step_elementwise: AdamW's half, which the exchange calls while the first matrices travel.
-        update_squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
 
     Attributes:
         companions: What rules keep by row, column or matrix.
@@ -52,13 +69,11 @@ class MuonStep:
     def __init__(
         self,
         ready: ReadyParameters,
-        *,
+        portions: Portions,
         step_elementwise: Callable[[], None],
-        update_squares: UpdateSquares | None,
     ) -> None:
-        self._ready = ready
+        self._ready, self._portions = ready, portions
         self.step_elementwise = step_elementwise
-        self._update_squares = update_squares
         self.companions = StoredCompanions(ready)
         self.summands = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
@@ -77,10 +92,10 @@ class MuonStep:
     def read(self, assignments: Sequence[int], ends: Ends) -> None:
         """Create missing state, fold the gradients into the momenta of matrices, and write legs' directions."""
         self._ready.arrive(assignments)
-        self._fold(self._folded(assignments, ends))
+        self._portions.fold(self.pieces(assignments, ends))
         self._ready.have_read(assignments)
 
-    def _folded(self, assignments: Sequence[int], ends: Ends) -> list[Folded]:
+    def pieces(self, assignments: Sequence[int], ends: Ends) -> list[Folded]:
         """Return what is folded, and then what is only read: pieces with the directions that are written of them.
 
         Gradients are folded and directions written in one pass where what is stored is also what is read, which it
@@ -112,20 +127,6 @@ class MuonStep:
         coded = [kept for kept in (ready.momenta or {}).values() if isinstance(kept, Momentum)]
         return self._ready.nonzero[number] is not False or any(kept.loaded is not None for kept in coded)
 
-    def _fold(self, pieces: Sequence[Folded]) -> None:
-        """Fold gradients and write directions; what is only read comes after what is folded."""
-        for folds in (True, False):
-            tasks = [functools.partial(self._fold_one, piece) for piece in pieces if piece.folds == folds]
-            run_all(tasks, device=self._ready.device)
-
-    def _fold_one(self, piece: Folded) -> None:
-        rule = self._ready.rule(piece.matrix)
-        if piece.folds:
-            active = self._ready.mask(piece.matrix)
-            parts.fold(rule, piece.gradient, piece.state, active=active, into=piece.into)
-        elif piece.into is not None:
-            parts.write_direction(rule, piece.gradient, piece.state, piece.into)
-
     def _fold_coded(self, number: int, ready: ReadyParameter) -> None:
         """Fold the gradient of a matrix into momentum that is kept in int8."""
         # All pieces before any is written: some may share a block, whose old scale is gone then.
@@ -139,7 +140,7 @@ class MuonStep:
         """Return the momentum that codes stand for, by key, with the gradient folded in."""
         some = _piece(ready, number, piece, folds=True)
         if self._ready.nonzero[number] is not False:
-            self._fold_one(some)
+            fold_one(self._ready, some)
         return dict(some.state)
 
     def measure_blocks(self, into: Tensor) -> None:
@@ -161,62 +162,13 @@ class MuonStep:
     # ---------------------------------------------------------------- matrices of this rank alone
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Take matrices that nobody else has through the whole step, a batch of equal ones in each task.
+        """Take matrices that nobody else has through the whole step."""
+        self._portions.run_local(self, alike)
 
-        What one operation leaves in the cache the next one finds there. In bf16 each task has a thread of its own, so
-        no thread waits for another; see `_run`.
-        """
-        tasks: list[tuple[int, Callable[[], None]]] = []
-        for some in alike:
-            self._ready.arrive([matrix.assignment for matrix in some])
-            assignment = self._ready.plan.assignments[some[0].assignment]
-            size = self._at_once(len(some), some[0].assignment)
-            for stored in _by_storage(some):
-                for start in range(0, len(stored), size):
-                    batch = stored[start : start + size]
-                    tasks.append((assignment.flops * len(batch), functools.partial(self._local, batch)))
-        self._run(tasks)
-        for some in alike:
-            self._ready.have_read([matrix.assignment for matrix in some])
-
-    def _local(self, batch: Sequence[Local]) -> None:
-        numbers = [local.assignment for local in batch]
-        dtype, device = self._ready.precision.compute, self._ready.device
-        shape = self._ready.plan.assignments[numbers[0]].matrix.shape
-        x = scratch("matrices", (len(batch), *shape), dtype=dtype, device=device)
-        out = scratch("results", x.shape, dtype=dtype, device=device)
-        if (stack := self._stack(batch)) is not None:
-            into, updates = (x.mT, out.mT) if batch[0].stored == "transposed" else (x, out)
-            stack.fold(into)
-            self._orthogonalize(x, out, numbers)
-            stack.apply(self._ready.scale(numbers[0]), updates)
-            return
-        for piece in self._folded(numbers, ends_of(batch, x, read=True)):
-            self._fold_one(piece)
-        self._orthogonalize(x, out, numbers)
-        ends = ends_of(batch, out, read=False)
-        self._take_sums(numbers, ends)
-        for update in self.summands.updates(ends):
-            self._apply_one(update)
-
-    def _take_sums(self, numbers: Sequence[int], ends: Ends) -> None:
+    def take_sums(self, numbers: Sequence[int], ends: Ends) -> None:
         """Take the sums that rules ask for over matrices of this rank alone."""
         if asked := self._ready.plan.summed(numbers):
             MatrixSums(self._ready.plan, rank=this_rank(), device=self._ready.device).take(asked, ends, self.summands)
-
-    def _stack(self, batch: Sequence[Local]) -> Stack | None:
-        """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
-        numbers = [local.assignment for local in batch]
-        asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
-        matrices = [self._ready.plan.assignments[number].matrix for number in numbers]
-        if asked or len(batch) == 1 or matrices[0].numel > SMALL or len({matrix.rows for matrix in matrices}) > 1:
-            return None
-        if not all([self._ready.nonzero[number] is True for number in numbers]):
-            return None
-        rule = self._ready.rule(numbers[0])
-        if rule.stochastic_rounding is not None or rule.asks_for_sums():
-            return None
-        return Stack.of(self._ready, batch, apart=True)
 
     # ---------------------------------------------------------------- whole matrices
 
@@ -224,15 +176,15 @@ class MuonStep:
         """Orthogonalise batches (matrices, results, their assignments)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
         for batch, out, assignments in batches:
-            size = self._at_once(len(batch), assignments[0])
+            size = self.at_once(len(batch), assignments[0])
             flops = self._ready.plan.assignments[assignments[0]].flops
             for start in range(0, len(assignments), size):
                 some = slice(start, start + size)
-                task = functools.partial(self._orthogonalize, batch[some], out[some], assignments[some])
+                task = functools.partial(self.orthogonalize_batch, batch[some], out[some], assignments[some])
                 tasks.append((flops * len(assignments[some]), task))
-        self._run(tasks)
+        self.run(tasks)
 
-    def _at_once(self, count: int, number: int) -> int:
+    def at_once(self, count: int, number: int) -> int:
         """Return how many of ``count`` matrices that are equal to this one are orthogonalised by one task."""
         numel = self._ready.plan.assignments[number].matrix.numel
         if self._ready.device.type != "cpu":
@@ -242,7 +194,7 @@ class MuonStep:
         turns = -(-count // (threads * at_once))  # of each thread, so that all have equally many
         return max(1, -(-count // (threads * turns)))
 
-    def _run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
+    def run(self, tasks: Sequence[tuple[int, Callable[[], None]]]) -> None:
         """Run (cost, task) pairs, the costliest first: in bf16 each on a thread of its own (`run_all` says when not).
 
         In fp32 and fp64 the bits of a product depend on how many threads share it. There the tasks are run one after
@@ -256,7 +208,8 @@ class MuonStep:
             for task in ordered:
                 task()
 
-    def _orthogonalize(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
+    def orthogonalize_batch(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
+        """Orthogonalise matrices of one group and shape, with what their rule does before and after that."""
         rule, orthogonalizer = self._ready.rule(assignments[0]), self._ready.orthogonalizer(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):
@@ -264,7 +217,7 @@ class MuonStep:
                 with self.companions.of(assignment) as kept:
                     parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
-            times = self._steps_of(assignments)
+            times = self._portions.steps_of(assignments)
             orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times)
         else:
             out.copy_(batch)
@@ -275,18 +228,33 @@ class MuonStep:
                 with self.companions.of(assignment) as kept:
                     parts.change_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols, direction=seen)
 
-    def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
-        """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
-        return None
-
     # ---------------------------------------------------------------- weights
 
     def write(self, ends: Ends) -> None:
         """Decay and update legs' elements, unless their matrix is left alone."""
-        self._apply(self.summands.updates(ends))
+        self._portions.apply(self.summands.updates(ends))
         self._ready.have_written(ends)
 
-    def _apply(self, pieces: Sequence[Updated]) -> None:
+
+class HostPortions:
+    """Works on the pieces of a step as a CPU does: one after the other in a thread, so that each stays in its cache.
+
+    Args:
+        ready: The parameters of the step.
+        update_squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
+    """
+
+    def __init__(self, ready: ReadyParameters, update_squares: UpdateSquares | None) -> None:
+        self._ready, self._update_squares = ready, update_squares
+
+    def fold(self, pieces: Sequence[Folded]) -> None:
+        """See `Portions`."""
+        for folds in (True, False):
+            tasks = [functools.partial(fold_one, self._ready, piece) for piece in pieces if piece.folds == folds]
+            run_all(tasks, device=self._ready.device)
+
+    def apply(self, pieces: Sequence[Updated]) -> None:
+        """See `Portions`."""
         run_all([functools.partial(self._apply_one, piece) for piece in pieces], device=self._ready.device)
 
     def _apply_one(self, piece: Updated) -> None:
@@ -309,6 +277,72 @@ class MuonStep:
             piece.rounded.copy_(piece.weights)
         if self._update_squares is not None and squares is not None:
             self._update_squares.add(self._ready.group(piece.matrix), torch.stack(squares).sum() / piece.copies)
+
+    def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
+        """Return None: each rank multiplies what it writes."""
+        return None
+
+    def run_local(self, step: MuonStep, alike: Sequence[Sequence[Local]]) -> None:
+        """Take matrices that nobody else has through the whole step, a batch of equal ones in each task.
+
+        What one operation leaves in the cache the next one finds there. In bf16 each task has a thread of its own, so
+        no thread waits for another; see `MuonStep.run`.
+        """
+        tasks: list[tuple[int, Callable[[], None]]] = []
+        for some in alike:
+            self._ready.arrive([matrix.assignment for matrix in some])
+            assignment = self._ready.plan.assignments[some[0].assignment]
+            size = step.at_once(len(some), some[0].assignment)
+            for stored in _by_storage(some):
+                for start in range(0, len(stored), size):
+                    batch = stored[start : start + size]
+                    tasks.append((assignment.flops * len(batch), functools.partial(self._local, step, batch)))
+        step.run(tasks)
+        for some in alike:
+            self._ready.have_read([matrix.assignment for matrix in some])
+
+    def _local(self, step: MuonStep, batch: Sequence[Local]) -> None:
+        numbers = [local.assignment for local in batch]
+        dtype, device = self._ready.precision.compute, self._ready.device
+        shape = self._ready.plan.assignments[numbers[0]].matrix.shape
+        x = scratch("matrices", (len(batch), *shape), dtype=dtype, device=device)
+        out = scratch("results", x.shape, dtype=dtype, device=device)
+        if (stack := self._stack(batch)) is not None:
+            into, updates = (x.mT, out.mT) if batch[0].stored == "transposed" else (x, out)
+            stack.fold(into)
+            step.orthogonalize_batch(x, out, numbers)
+            stack.apply(self._ready.scale(numbers[0]), updates)
+            return
+        for piece in step.pieces(numbers, ends_of(batch, x, read=True)):
+            fold_one(self._ready, piece)
+        step.orthogonalize_batch(x, out, numbers)
+        ends = ends_of(batch, out, read=False)
+        step.take_sums(numbers, ends)
+        for update in step.summands.updates(ends):
+            self._apply_one(update)
+
+    def _stack(self, batch: Sequence[Local]) -> Stack | None:
+        """Return small matrices, to be worked on side by side; None where they are large, alone, or not alike."""
+        numbers = [local.assignment for local in batch]
+        asked = (self._ready.blocks, self._ready.copies, self._update_squares) != (None, None, None)
+        matrices = [self._ready.plan.assignments[number].matrix for number in numbers]
+        if asked or len(batch) == 1 or matrices[0].numel > SMALL or len({matrix.rows for matrix in matrices}) > 1:
+            return None
+        if not all([self._ready.nonzero[number] is True for number in numbers]):
+            return None
+        rule = self._ready.rule(numbers[0])
+        if rule.stochastic_rounding is not None or rule.asks_for_sums():
+            return None
+        return Stack.of(self._ready, batch, apart=True)
+
+
+def fold_one(ready: ReadyParameters, piece: Folded) -> None:
+    """Fold a piece of a gradient and write its direction, or write the direction alone."""
+    rule = ready.rule(piece.matrix)
+    if piece.folds:
+        parts.fold(rule, piece.gradient, piece.state, active=ready.mask(piece.matrix), into=piece.into)
+    elif piece.into is not None:
+        parts.write_direction(rule, piece.gradient, piece.state, piece.into)
 
 
 def ends_of(batch: Sequence[Local], matrices: Tensor, *, read: bool) -> Ends:

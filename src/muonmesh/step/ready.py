@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.work import Ends
-from muonmesh.layout import Layout, Matrix, Plan, overlap
+from muonmesh.layout import Layout, Matrix, overlap
 from muonmesh.layout.routes import Leg
 from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
@@ -22,7 +22,7 @@ from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import ParameterStep, create_state
-from muonmesh.step.planning import Holdings, Orthogonalizers
+from muonmesh.step.planning import Planned
 
 
 class ReadyParameter(NamedTuple):
@@ -61,41 +61,37 @@ class ReadyParameters:
     State that is missing is created then. State that lies on the host is brought, and given back when nothing needs it.
 
     Args:
-        plan: Who orthogonalises what.
-        holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
-        orthogonalizers: How matrices are orthogonalised (`Planned.orthogonalizers`).
+        planned: The plan of the step.
         entries: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
         rules: For each param group the snapshot of its rule.
         flags: What all ranks agreed on.
         precision: The optimizer's dtypes.
-        device: Where the parameters are.
-        blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
         offload: Brings state that lies on the host; None where it is with the parameters.
 
     Attributes:
+        plan: Who orthogonalises what.
+        holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
+        device: Where the parameters are.
+        blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
         copies: The copies of state that lies on the host; None where it is with the parameters.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        holdings: Holdings,
-        orthogonalizers: Orthogonalizers,
+        planned: Planned,
         entries: Sequence[ParameterStep | None],
         rules: Sequence[Rule | None],
         flags: Flags,
         precision: Precision,
-        *,
-        device: torch.device,
-        blocks: Blocks | None = None,
         offload: Offload | None = None,
     ) -> None:
-        self.plan, self.holdings, self.entries, self.rules = plan, holdings, entries, rules
-        self._orthogonalizers = orthogonalizers
-        self.flags, self.precision, self.device, self.blocks = flags, precision, device, blocks
+        self.plan, self.holdings, self.device = planned.plan, planned.momentum_holdings, planned.device
+        self.entries, self.rules, self.flags, self.precision = entries, rules, flags, precision
+        self.blocks = planned.blocks if precision.int8 else None
+        self._orthogonalizers = planned.orthogonalizers
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
-        self.copies = None if offload is None else DeviceCopies(offload, plan, holdings, entries)
+        self.copies = None if offload is None else DeviceCopies(offload, self.plan, self.holdings, entries)
         self._found: dict[int, ReadyParameter] = {}  # by parameter; filled before threads read it
         self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters
 

@@ -13,7 +13,7 @@ from muonmesh.numerics.rules.registry import (
     register_rule,
     rule_of,
 )
-from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, KeptAs, Rule
+from muonmesh.numerics.rules.rule import DecayMode, Hyperparameters, KeptAs, Rule, check_keeps
 
 __all__ = [
     "RULES",
@@ -25,6 +25,7 @@ __all__ = [
     "MuonRule",
     "Rule",
     "by_defaults",
+    "check_keeps",
     "is_known",
     "is_matrix_rule",
     "never_negative",

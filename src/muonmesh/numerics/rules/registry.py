@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from muonmesh.errors import explain_error
 from muonmesh.numerics.rules.elementwise import ElementwiseRule
-from muonmesh.numerics.rules.rule import Hyperparameters, Rule
+from muonmesh.numerics.rules.rule import Hyperparameters, Rule, check_keeps
 
 Algorithm: TypeAlias = Literal[
     "muon",
@@ -88,7 +88,7 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
             write = "Write def update(self, gradient, state, count), which returns the step of each element"
             raise TypeError(explain_error(where, found, "one, which says what a step is", write))
         with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too
-            by_defaults(rule).check_keeps()
+            check_keeps(by_defaults(rule))
         RULES[algorithm] = rule
         return rule
 

@@ -92,13 +92,6 @@ class Hyperparameters:
             ValueError: one is out of range.
         """
 
-    def check_keeps(self) -> None:
-        """Check that all that is kept for matrices is kept as something that there is.
-
-        Raises:
-            ValueError: `Rule.keeps` says something else.
-        """
-
     def decay(self, weights: Tensor, update: Tensor) -> None:
         """Decay weights in place.
 
@@ -207,15 +200,6 @@ class Rule(Hyperparameters):
         All of it begins as zeros. A matrix that is left alone, since its gradient is zero, keeps it unchanged.
         """
         return {}
-
-    def check_keeps(self) -> None:
-        """See `Hyperparameters`."""
-        for key, kind in self.keeps().items():
-            if not _KEPT_AS.fullmatch(str(kind)):
-                where, found = f"{type(self).__name__}.keeps", f"{key!r} kept as {kind!r}"
-                needed = '"momentum", "weights", "rows", "cols", "matrix" or two sizes: "rows×rows", "cols×cols", '
-                write = f'Write {{{key!r}: "weights"}}, for one'
-                raise ValueError(explain_error(where, found, f'{needed}"rows×16"', f"{write} number for each weight"))
 
     def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """Fold a gradient into what is kept as "momentum", in place.
@@ -390,3 +374,17 @@ class Rule(Hyperparameters):
         """Return how large one step of a whole matrix of rows × cols is, NaN where that depends on the weights."""
         spectral = float(self.lr) * self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)
         return StepSize(spectral / math.sqrt(max(rows, cols)), spectral)
+
+
+def check_keeps(rule: Hyperparameters) -> None:
+    """Check that all that a rule keeps is kept as something that there is.
+
+    Raises:
+        ValueError: `Rule.keeps` says something else.
+    """
+    for key, kind in rule.keeps().items() if isinstance(rule, Rule) else ():
+        if not _KEPT_AS.fullmatch(str(kind)):
+            where, found = f"{type(rule).__name__}.keeps", f"{key!r} kept as {kind!r}"
+            needed = '"momentum", "weights", "rows", "cols", "matrix" or two sizes: "rows×rows", "cols×cols", "rows×16"'
+            write = f'Write {{{key!r}: "weights"}}, for one'
+            raise ValueError(explain_error(where, found, needed, f"{write} number for each weight"))

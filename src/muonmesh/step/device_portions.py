@@ -1,10 +1,10 @@
-"""MuonStepOnDevice: Muon's half of one step on a device, with few kernel launches and no wait of the host."""
+"""DevicePortions: works on the pieces of a step on a device, with few kernel launches and no wait of the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from muonmesh.numerics.rules.on_device import Factors, Folded, Updated
 from muonmesh.step.muon_step import MuonStep, ends_of
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stack import Stack
+from muonmesh.step.update_squares import UpdateSquares
 
 _Piece = TypeVar("_Piece", Folded, Updated)
 
@@ -28,23 +29,29 @@ _LARGE = 1 << 26
 """Elements of a matrix from which on its memory counts for more than the launches of a product by panels."""
 
 
-class MuonStepOnDevice(MuonStep):
-    """`MuonStep` on a device: each per-element operation takes all pieces of a bucket at once."""
+class DevicePortions:
+    """Works on the pieces of a step as a device does: each per-element operation takes all pieces of a bucket at once.
 
-    def __init__(self, ready: ReadyParameters, **kwargs: Any) -> None:
-        """Take what `MuonStep` takes."""
-        super().__init__(ready, **kwargs)
+    Args:
+        ready: The parameters of the step.
+        update_squares: To which the squares of the updates are added, if `Muon.metrics` has asked for them.
+    """
+
+    def __init__(self, ready: ReadyParameters, update_squares: UpdateSquares | None) -> None:
+        self._ready, self._update_squares = ready, update_squares
         nonzero = ready.nonzero
         if not isinstance(nonzero, Tensor):  # the host has waited
             nonzero = upload(nonzero, dtype=torch.bool, device=ready.device)
         self._active = nonzero
         self._factors: dict[int, Factors] = {}
 
-    def _fold(self, pieces: Sequence[Folded]) -> None:
+    def fold(self, pieces: Sequence[Folded]) -> None:
+        """See `Portions`."""
         for group, some in self._by_group(pieces).items():
             on_device.fold(some, self._factors_of(group))
 
-    def _apply(self, pieces: Sequence[Updated]) -> None:
+    def apply(self, pieces: Sequence[Updated]) -> None:
+        """See `Portions`."""
         for group, some in self._by_group(pieces).items():
             squares = on_device.apply(some, self._factors_of(group), measured=self._update_squares is not None)
             if self._update_squares is not None and squares is not None:
@@ -56,21 +63,21 @@ class MuonStepOnDevice(MuonStep):
             found.setdefault(self._ready.group(piece.matrix), []).append(piece)
         return found
 
-    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
+    def run_local(self, step: MuonStep, alike: Sequence[Sequence[Local]]) -> None:
         """Take matrices that nobody else has through the whole step, a batch of equal ones at a time."""
         batches: list[Sequence[Local]] = []
         for some in alike:
             shape = self._ready.plan.assignments[some[0].assignment].matrix.shape
-            size = 1 if shape[0] * shape[1] >= _LARGE else self._at_once(len(some), some[0].assignment)
+            size = 1 if shape[0] * shape[1] >= _LARGE else step.at_once(len(some), some[0].assignment)
             if self._ready.copies is not None:
                 size = min(size, self._ready.copies.at_once(shape[0] * shape[1]))
             batches += [some[start : start + size] for start in range(0, len(some), size)]
         for number, batch in enumerate(batches):
             for after in batches[number + 1 : number + 2]:
-                self.fetch([local.assignment for local in after])
-            self._local(batch)
+                step.fetch([local.assignment for local in after])
+            self._local(step, batch)
 
-    def _local(self, batch: Sequence[Local]) -> None:
+    def _local(self, step: MuonStep, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
         shape = self._ready.plan.assignments[numbers[0]].matrix.shape
         if len(batch) == 1 and shape[0] * shape[1] >= _LARGE and self._local_in_room(batch):
@@ -79,14 +86,14 @@ class MuonStepOnDevice(MuonStep):
         out = torch.empty_like(x)
         if (stack := self._stack(batch)) is not None:
             self._fold_stack(stack, batch, x)
-            self._orthogonalize(x, out, numbers)
+            step.orthogonalize_batch(x, out, numbers)
             self._apply_stack(stack, batch, out)
             return
-        self.read(numbers, ends_of(batch, x, read=True))
-        self._orthogonalize(x, out, numbers)
+        step.read(numbers, ends_of(batch, x, read=True))
+        step.orthogonalize_batch(x, out, numbers)
         ends = ends_of(batch, out, read=False)
-        self._take_sums(numbers, ends)
-        self.write(ends)
+        step.take_sums(numbers, ends)
+        step.write(ends)
 
     def _local_in_room(self, batch: Sequence[Local]) -> bool:
         """`_local` of one large matrix in little more memory than it takes; False if it must take the general way."""
@@ -106,7 +113,7 @@ class MuonStepOnDevice(MuonStep):
         if (stack := self._stack(batch)) is None:
             return False
         self._fold_stack(stack, batch, x)
-        out = orthogonalizer(x, times=self._steps_of(numbers), room=room)
+        out = orthogonalizer(x, times=self.steps_of(numbers), room=room)
         self._apply_stack(stack, batch, out)
         return True
 
@@ -139,7 +146,7 @@ class MuonStepOnDevice(MuonStep):
         weights, masters = (written, ()) if rounded is None else (rounded, written)
         on_device.apply_in_one(weights, masters, _as_stored(batch, updates), stack.matrices, factors)
 
-    def _steps_of(self, assignments: Sequence[int]) -> Tensor | None:
+    def steps_of(self, assignments: Sequence[int]) -> Tensor | None:
         """Return what the results of matrices are multiplied by, (n,), where they arrive as steps."""
         if self._every_step is None:
             return None
