@@ -65,17 +65,16 @@ def compare(layout: str, recorded: Times, fresh: Times) -> list[Verdict]:
     return [Verdict(layout, name, before[name], now[name]) for name in before if name in now]
 
 
-def judge(record: dict[str, Any], rounds: int, tolerance: float) -> list[Verdict]:
+def judge(title: str, record: dict[str, Any], rounds: int, tolerance: float) -> list[Verdict]:
     """Step what a recorded run has stepped; a layout in which a ratio is worse twice, of which the better counts."""
     shapes, verdicts = parse_shapes(",".join(record["shapes"])), []
     for name, table in record["tables"].items():
         recorded = {contender: figures["milliseconds"] for contender, figures in table["contenders"].items()}
-        title = f"{name} ({', '.join(record['shapes'])})"
 
-        def run(name: str = name, title: str = title, recorded: Times = recorded) -> list[Verdict]:
+        def run(name: str = name, recorded: Times = recorded) -> list[Verdict]:
             entries = Entries(("ours", "torch"), (), {})
             results = measure(LAYOUTS[name], Options(shapes, record["layers"], rounds, 2, entries))
-            return compare(title, recorded, {result.name: result.milliseconds for result in results})
+            return compare(f"{title}, {name}", recorded, {result.name: result.milliseconds for result in results})
 
         found = run()
         if any(verdict.is_worse(tolerance) for verdict in found):
@@ -102,7 +101,7 @@ def main() -> None:
         if record["cpu"] != cpu():
             told = f"{path.name}: found figures of {record['cpu']!r}; needed those of {cpu()!r}. "
             parser.error(told + f"Write {record['command']} here, on a commit to compare with")
-        verdicts += judge(record, chosen.rounds, chosen.tolerance)
+        verdicts += judge(path.stem, record, chosen.rounds, chosen.tolerance)
     rows = [
         [f"{v.layout}, {v.opponent}", f"{v.recorded:.2f}", f"{v.fresh:.2f}", f"{v.fresh / v.recorded - 1:+.0%}"]
         for v in verdicts
