@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import Coefficients, coefficient_schedule
-from muonmesh.numerics.kernels import check_kernels
+from muonmesh.numerics.kernels import check_kernels, memory
 from muonmesh.numerics.newton_schulz import orthogonalize
 
 # For singular values from 5e-3 on, each nearest to 1 on at least the upper 95 % of what is left, at x / 1.01.
@@ -185,10 +185,24 @@ def speed(rounds: int) -> list[dict[str, Any]]:
     return table
 
 
+def kept_memory() -> list[dict[str, Any]]:
+    """MiB that a thread keeps to work on one matrix after the other of a shape, beside the matrix and its result."""
+    table = []
+    for rows, cols in SHAPES:
+        row: dict[str, Any] = {"shape": [rows, cols]}
+        for name in TIMED:
+            memory._own.__dict__.clear()
+            CONTENDERS[name](torch.randn(rows, cols))
+            row[name] = sum(kept.nbytes for kept, _ in memory._own.scratch.values()) / 2**20
+        table.append(row)
+        print(f"{rows}×{cols}, MiB kept: " + ", ".join(f"{name} {row[name]:.1f}" for name in TIMED), flush=True)
+    return table
+
+
 def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("accuracy", "speed"))
+    parser.add_argument("--only", choices=("accuracy", "speed", "memory"))
     parser.add_argument("--momentum", type=Path, help="what momentum.py has written")
     parser.add_argument("--shapes", nargs="+", default=["768x768", "768x3072"], help="of the matrices of known spectra")
     parser.add_argument("--rounds", type=int, default=9)
@@ -203,9 +217,11 @@ def main() -> None:
         "load": round(os.getloadavg()[0], 1),
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, bf16 instructions: {'yes' if bf16 else 'no'}",
     }
-    if options.only != "speed":
+    if options.only in (None, "memory"):
+        figures["memory"] = kept_memory()
+    if options.only in (None, "accuracy"):
         figures["accuracy"] = accuracy(options.momentum, options.shapes)
-    if options.only != "accuracy":
+    if options.only in (None, "speed"):
         figures["speed"] = speed(options.rounds)
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

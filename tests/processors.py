@@ -1,8 +1,9 @@
 """One of two ranks, on what this processor can do or a part of it: python -m tests.processors FILE RANK [VARIANT]
 
-VARIANT names the instructions of the products in C. What torch and oneDNN take, the environment says before they start
-(ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA). It prints what was warned of, whether torch multiplies bf16 as such, and
-which weights differ after three steps: from rank 0's, and from those by torch's products.
+VARIANT names the instructions of the products in C; "amx" makes torch say that the processor has AMX. What torch and
+oneDNN take, the environment says before they start (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA). It prints what was warned
+of, whether torch multiplies bf16 as such, and which weights differ after three steps: from rank 0's, and from those by
+torch's products.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def step(kernels_asked: str) -> dict[str, nn.Parameter]:
 def main() -> None:
     """Step as one of two ranks that hold the same weights."""
     file, rank, *variant = sys.argv[1:]
-    if variant:
+    if variant == ["amx"]:
+        torch.cpu._is_amx_tile_supported = lambda: True
+    elif variant:
         kernels.library = compiled.library = functools.partial(compiled.library, *variant)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=2)
