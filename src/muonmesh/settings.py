@@ -232,7 +232,7 @@ class Precision:
     """The dtypes of one optimizer.
 
     Attributes:
-        compute: Of orthogonalisation and wire.
+        compute: Of orthogonalization and wire.
         state: Of what rules keep for each element: fp32 where momentum is kept in int8.
         master: Of masters; None for none.
         kernels: What multiplies.
@@ -353,7 +353,7 @@ def refuse_partitioner(maker: object) -> None:
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(maker).__mro__):
         needed = "all parameters on every rank, since ranks share the work by themselves"
         write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without ZeroRedundancyOptimizer: '
-        write += "each rank then orthogonalises and stores its share"
+        write += "each rank then orthogonalizes and stores its share"
         raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
 
 

@@ -26,7 +26,7 @@ from muonmesh.step.stored_companions import StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
-"""Elements of equal matrices that one task orthogonalises on a device, where each call has the whole device. On a CPU
+"""Elements of equal matrices that one task orthogonalizes on a device, where each call has the whole device. On a CPU
 the number of threads and the kernels say how many (`MuonStep._at_once`)."""
 
 _WORTH_A_THREAD = 1 << 18
@@ -221,7 +221,7 @@ class MuonStep:
     # ---------------------------------------------------------------- whole matrices
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-        """Orthogonalise batches (matrices, results, their assignments)."""
+        """Orthogonalize batches (matrices, results, their assignments)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
         for batch, out, assignments in batches:
             size = self._at_once(len(batch), assignments[0])
@@ -233,7 +233,7 @@ class MuonStep:
         self._run(tasks)
 
     def _at_once(self, count: int, number: int) -> int:
-        """Return how many of ``count`` matrices that are equal to this one are orthogonalised by one task."""
+        """Return how many of ``count`` matrices that are equal to this one are orthogonalized by one task."""
         numel = self._ready.matrix(number).numel
         if self._ready.device.type != "cpu":
             return max(1, _AT_ONCE_ON_A_DEVICE // numel)

@@ -61,9 +61,9 @@ class ReadyParameters:
     State that is missing is created then. State that lies on the host is brought, and given back when nothing needs it.
 
     Args:
-        plan: Who orthogonalises what.
+        plan: Who orthogonalizes what.
         holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
-        orthogonalizers: How matrices are orthogonalised (`Planned.orthogonalizers`).
+        orthogonalizers: How matrices are orthogonalized (`Planned.orthogonalizers`).
         entries: The parameters of the plan, as it numbers them; None for one that only other ranks hold.
         rules: For each param group the snapshot of its rule.
         flags: What all ranks agreed on.
@@ -128,7 +128,7 @@ class ReadyParameters:
         return replace(rule, phase=phase_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
-        """Return how a matrix of which this rank stores something is orthogonalised."""
+        """Return how a matrix of which this rank stores something is orthogonalized."""
         return self._orthogonalizers[self.group(number), self.matrix(number).shape]
 
     def scale(self, number: int) -> float:
