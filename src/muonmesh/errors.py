@@ -19,7 +19,7 @@ class LayoutError(MuonMeshError, ValueError):
 
 
 class PlanError(MuonMeshError, RuntimeError):
-    """The ranks disagree about what to orthogonalise where, or another rank found an error."""
+    """The ranks disagree about what to orthogonalize where, or another rank found an error."""
 
 
 class StateError(MuonMeshError, RuntimeError):

@@ -234,7 +234,7 @@ class Precision:
     """The dtypes of one optimizer.
 
     Attributes:
-        compute: Of orthogonalisation and wire.
+        compute: Of orthogonalization and wire.
         state: Of what rules keep for each element: fp32 where momentum is kept in int8.
         master: Of masters; None for none.
         kernels: What multiplies.
@@ -360,7 +360,7 @@ def refuse_makers(frame: FrameType | None) -> None:
         if maker == ("torch.distributed.optim.zero_redundancy_optimizer", "_init_local_optimizer"):
             needed = "all parameters on every rank, since ranks share the work by themselves"
             write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without '
-            write += "ZeroRedundancyOptimizer: each rank then orthogonalises and stores its share"
+            write += "ZeroRedundancyOptimizer: each rank then orthogonalizes and stores its share"
             raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
         frame = frame.f_back
 

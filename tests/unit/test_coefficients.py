@@ -215,7 +215,7 @@ def test_an_optimizer_takes_the_set_that_suits_its_matrix(shape: tuple[int, int]
     rows, cols = sorted(shape)
     more = 2 * (rows**3 + 3 * rows**2 * cols)  # of two quintics: A², A, and a product with X each
     assert row.flops_at_most == row.flops + (more if named else 0)
-    assert ("orthogonalised: 1 by deflated, " in str(optimizer.explain())) == bool(named)
+    assert ("orthogonalized: 1 by deflated, " in str(optimizer.explain())) == bool(named)
     assert optimizer._runtime.planned is not None
     assert optimizer._runtime.planned.plan.parameters[0].settings.startswith("deflated, 3 steps, auto")
     optimizer.param_groups[0]["ns_steps"] = 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -58,6 +59,7 @@ ONE_PROCESS = (
 SCRIPTS = ("docs/get-started.md",)  # whole scripts, each of which names its file in its first line
 RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md", "docs/transformer-engine.md")
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
+WAYS = ("docs/thirty-ways.md",)  # by benchmarks/ways.py, which runs them where their packages are
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
 
@@ -137,7 +139,7 @@ def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None
 
 def test_every_page_with_snippets_is_run() -> None:
     pages = {str(path.relative_to(ROOT)) for path in DOCUMENTS if "```python" in path.read_text()}
-    assert pages == {*ONE_PROCESS, *SCRIPTS, *RANKS, *HOSTS, *MEGATRON}
+    assert pages == {*ONE_PROCESS, *SCRIPTS, *RANKS, *HOSTS, *MEGATRON, *WAYS}
 
 
 class Net(nn.Module):
@@ -390,6 +392,34 @@ def rows_of_variants(runs: list[dict[str, Any]]) -> list[str]:
         told = "" if rule == "muon" else f" {', '.join(gains)}".replace("-", "−")
         rows.append(f"| {named.get(rule, f'`{rule}`')} | {' | '.join(cells)} | {spread} |{told} |")
     return rows
+
+
+def ways() -> types.ModuleType:
+    """Return benchmarks/ways.py as a module."""
+    spec = importlib.util.spec_from_file_location("ways", ROOT / "benchmarks" / "ways.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_thirty_ways_print_what_was_recorded() -> None:
+    script = ways()
+    record = json.loads((ROOT / "benchmarks/results/ways.json").read_text())
+    assert [title.partition(".")[0] for title in script.programs()] == [str(number) for number in range(1, 31)]
+    assert set(record) == set(script.programs())
+    others = [t for t, p in script.programs().items() if not script.same(script.expected(p), record[t]["printed"])]
+    assert others == []
+
+
+@pytest.mark.slow
+def test_the_ways_that_need_torch_alone_print_what_they_say() -> None:
+    script = ways()
+    alone = {title: p for title, p in script.programs().items() if script.packages(p) <= {"torch", "transformers"}}
+    assert len(alone) > 15
+    seen = {title: script.printed(program) for title, program in alone.items()}
+    assert {t: lines for t, lines in seen.items() if not script.same(script.expected(alone[t]), lines)} == {}
 
 
 def test_the_page_of_questions() -> None:

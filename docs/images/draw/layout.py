@@ -30,7 +30,7 @@ WEIGHT, STORED, OWNED, UPDATED = 0, 640, 1400, 2160  # left edges of the four co
 TITLES = {
     WEIGHT: "The whole weight\n(on no rank alone)",
     STORED: "What each rank\nstores",
-    OWNED: "Each owner has one\nwhole matrix and\northogonalises it",
+    OWNED: "Each owner has one\nwhole matrix and\northogonalizes it",
     UPDATED: "Each rank updates\nwhat it stores",
 }
 

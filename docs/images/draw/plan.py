@@ -1,4 +1,4 @@
-"""Draw how much each rank of a cluster orthogonalises, as ``muonmesh plan`` says.
+"""Draw how much each rank of a cluster orthogonalizes, as ``muonmesh plan`` says.
 
     python docs/images/draw/plan.py                   # writes docs/images/plan.png
 

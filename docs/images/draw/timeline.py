@@ -22,11 +22,11 @@ COLOURS = {
     "2 momentum": "#2e8b70",
     "AdamW": "#7d5ba6",
     "3 gather": "#edae49",
-    "4 orthogonalise": "#30638e",
+    "4 orthogonalize": "#30638e",
     "5 scatter": "#d1495b",
     "6 update": "#66b2a0",
 }
-DARK = ("2 momentum", "AdamW", "4 orthogonalise", "5 scatter")  # white text can be read on these
+DARK = ("2 momentum", "AdamW", "4 orthogonalize", "5 scatter")  # white text can be read on these
 
 Span = dict[str, Any]
 

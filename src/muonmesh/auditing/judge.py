@@ -170,7 +170,7 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
     while max(like for like, _ in found) < SURE and (one := next(tried, None)) is not None:
         verdict, matrices, factors = one
         right = factors if right is None else right
-        # NorMuon and others normalise the rows or elements of the result: what comes last explains least.
+        # NorMuon and others normalize the rows or elements of the result: what comes last explains least.
         for number, normalized in enumerate((factors, _rows(factors), _rows(factors.mT).mT, factors.sign())):
             sizes = {} if number else _sizes(down, factors, matrices)
             found.append((cosine(normalized) - 0.01 * bool(number), Seen(verdict, len(matrices), 0.0, sizes, rms)))
@@ -202,7 +202,7 @@ def flatness(step: Tensor) -> float:
 
 
 def _rows(factors: Tensor) -> Tensor:
-    """Return a matrix with its rows normalised."""
+    """Return a matrix with its rows normalized."""
     return torch.nn.functional.normalize(factors, dim=-1)
 
 

@@ -1,7 +1,7 @@
 """Metadata: reads which tensors a checkpoint holds, without running code from the checkpoint.
 
 `torch.distributed.checkpoint` pickles its metadata, and a pickle is a program. Here the pickled classes become objects
-without behaviour, and all other names are refused. torch's own objects are then built from these, field by field.
+without behavior, and all other names are refused. torch's own objects are then built from these, field by field.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _add_up_to_nothing(boxes: Mapping[_Box, int]) -> bool:
     """Whether at every point the weights of the boxes around it add up to 0.
 
     Along the first dim a sum changes only where a box begins or ends, so it is 0 everywhere if each of these changes
-    is, and a change is a sum of boxes of one dim less. Neighbours that end and begin with the same face take each
+    is, and a change is a sum of boxes of one dim less. Neighbors that end and begin with the same face take each
     other away at once, so what the ranks of a mesh hold is looked at in time that grows with the number of pieces.
     """
     changes: dict[int, Counter[_Box]] = {}

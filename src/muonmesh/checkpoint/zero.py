@@ -62,7 +62,7 @@ def read_zero(folder: Path) -> dict[str, Any]:
     """Return the state dict that a DeepSpeed checkpoint of ZeRO-1, 2 or 3 amounts to, on the CPU, by parameter name.
 
     Files are read with ``weights_only=True``; what stands in them of DeepSpeed's classes becomes a record without
-    behaviour, so nothing is executed and DeepSpeed need not be installed.
+    behavior, so nothing is executed and DeepSpeed need not be installed.
 
     Args:
         folder: What ``save_checkpoint`` was given, whose newest checkpoint is read, or the folder of one in it.

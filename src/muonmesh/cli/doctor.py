@@ -28,18 +28,18 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, each tensor by its name.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, each tensor by name.")] = False,
     folder: Annotated[
-        Path, typer.Option(help="Without a path: the folder that checkpoints will be written to, to try its disk.")
+        Path, typer.Option(help="Without a path: test the disk of this folder, to which you will write checkpoints.")
     ] = Path(),
 ) -> None:
-    """Say what is in a checkpoint and whether it is whole; or look at this installation.
+    """Show what a checkpoint contains and whether it is complete. Without a path, check this machine.
 
-    Nothing is executed, changed or loaded into a model, and the path needs no trust.
+    The command changes nothing and executes nothing from the checkpoint, so the checkpoint may be untrusted.
 
-    Exit code 0: whole, or nothing to do. 1: damaged, or something to do. 2: no checkpoint.
+    Exit code 0: complete, or nothing to do. 1: damaged, or something to do. 2: not a checkpoint.
 
-    Under torchrun the links between ranks are looked at too: torchrun --nproc-per-node 2 --no-python muonmesh doctor
+    To check the links between ranks too, write: torchrun --nproc-per-node 2 --no-python muonmesh doctor
     """
     from muonmesh.cli.diagnosis import diagnose
     from muonmesh.cli.terminal import make_console

@@ -21,7 +21,7 @@ DDP = "Write: --parallel ddp"
 
 
 def build_model(config: Any) -> nn.Module:
-    """A freshly initialised model on the current default device and random state.
+    """A freshly initialized model on the current default device and random state.
 
     Raises:
         ValueError: the configuration is not of a causal language model, or not of a possible one.

@@ -90,7 +90,7 @@ def _page(run: Path, settings: Settings, summaries: Sequence[TrainingSummary], c
     config = load_config(run)
     environment = config.pop("environment")
     settings_of = "\n".join(f"{name}: {value}" for name, value in {**environment, **config}.items())
-    for text in (METHOD, "Who orthogonalises what", explanation, "Where it ran, and its settings", settings_of):
+    for text in (METHOD, "Who orthogonalizes what", explanation, "Where it ran, and its settings", settings_of):
         console.print(f"\n{text}", markup=False)
     pictures = (base64.b64encode((run / name).read_bytes()).decode("ascii") for name in PICTURES)
     tags = "".join(f'<img alt="losses" src="data:image/png;base64,{picture}">' for picture in pictures)

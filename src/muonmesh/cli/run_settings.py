@@ -105,86 +105,107 @@ class Settings:
     data: Annotated[
         tuple[str, ...],
         Option(
-            "Files, folders or globs of text, JSONL or Parquet; repeatable. Default: the Python standard library.",
+            "Files, folders or globs of text, JSONL or Parquet. You can repeat this option. Default: the Python "
+            "standard library.",
             WHAT,
             asked=list[str] | None,
         ),
     ] = ()
-    text_field: Annotated[str, Option("Field or column of JSONL and Parquet that holds the text.", WHAT)] = "text"
+    text_field: Annotated[str, Option("The field or column of JSONL and Parquet files with the text.", WHAT)] = "text"
     model: Annotated[
         str,
         Option(
-            "A preset (nano, small, medium, large, xl), a transformers config.json or a folder with one, or a model "
-            "type (gpt2).",
+            "A preset (nano, small, medium, large, xl), a config.json of transformers, a folder with such a file, or "
+            "a model type (gpt2).",
             WHAT,
         ),
     ] = "small"
     init: Annotated[
         str | None,
         Option(
-            "Local folder of from_pretrained: its model, its weights, and its tokenizer unless there is --tokenizer.",
+            "A local folder written by save_pretrained. Training starts from its model and weights, and uses its "
+            "tokenizer unless you pass --tokenizer.",
             WHAT,
         ),
     ] = None
     tokenizer: Annotated[
-        str | None, Option("Local folder with a tokenizer.json, instead of training one on the text.", WHAT)
+        str | None, Option("A local folder with a tokenizer.json. Default: train a tokenizer on the text.", WHAT)
     ] = None
     vocab: Annotated[
         int,
-        Option("Size of the tokenizer that is trained.", WHAT, least=257),  # the 256 bytes and the end-of-text mark
+        Option(
+            "The vocabulary size of the tokenizer that is trained.", WHAT, least=257
+        ),  # the 256 bytes and the end-of-text mark
     ] = 2048
-    seq: Annotated[int, Option("Tokens in a sequence.", WHAT, least=2)] = 128
-    optimizer: Annotated[OptimizerChoice, Option("Both: one after the other, from the same weights.", HOW)] = "both"
+    seq: Annotated[int, Option("Tokens per sequence.", WHAT, least=2)] = 128
+    optimizer: Annotated[
+        OptimizerChoice, Option("Which optimizer to train with. both trains twice from the same weights.", HOW)
+    ] = "both"
     steps: Annotated[
         int,
-        Option("Optimizer steps.", HOW, most=99_999_999),  # the digits of a checkpoint's name
+        Option("The number of optimizer steps.", HOW, most=99_999_999),  # the digits of a checkpoint's name
     ] = 600
     batch: Annotated[
         int,
         Option(
-            "Sequences in a step, over all ranks. Default: 16, or the next number the ranks can share.",
+            "Sequences per step over all ranks. Default: 16, or the next multiple of the ranks.",
             HOW,
             asked=int | None,
         ),
     ] = 16
-    grad_accum: Annotated[int, Option("Forward and backward passes in a step.", HOW)] = 1
-    lr: Annotated[float, Option("Peak learning rate of Muon, both halves.", HOW, positive=True)] = 6e-3
-    adamw_lr: Annotated[float, Option("Peak learning rate of the AdamW training.", HOW, positive=True)] = 3e-3
-    schedule: Annotated[ScheduleName, Option("After warmup; wsd is constant until its last fifth.", HOW)] = "cosine"
-    warmup: Annotated[int, Option("Steps of linear warmup. Default: a tenth.", HOW, asked=int | None, least=0)] = 60
-    weight_decay: Annotated[float, Option("Decoupled; vectors are never decayed.", HOW)] = 0.1
-    clip: Annotated[float, Option("Largest gradient norm, of what AdamW updates; 0 never clips.", HOW)] = 1.0
-    seed: Annotated[int, Option("Of weights, data order and dropout.", HOW, least=0, most=2**63 - 1)] = 0
-    ranks: Annotated[int, Option("Processes. Default: one a GPU, or 2 on a CPU.", WHERE, asked=int | None)] = 2
+    grad_accum: Annotated[int, Option("Forward and backward passes per step (gradient accumulation).", HOW)] = 1
+    lr: Annotated[
+        float, Option("Peak learning rate when training with Muon, for matrices and for the rest.", HOW, positive=True)
+    ] = 6e-3
+    adamw_lr: Annotated[float, Option("Peak learning rate when training with AdamW.", HOW, positive=True)] = 3e-3
+    schedule: Annotated[
+        ScheduleName, Option("The schedule after warmup. wsd is constant, then decays in the last fifth.", HOW)
+    ] = "cosine"
+    warmup: Annotated[
+        int, Option("Steps of linear warmup. Default: a tenth of --steps.", HOW, asked=int | None, least=0)
+    ] = 60
+    weight_decay: Annotated[float, Option("Decoupled weight decay of matrices. Vectors are not decayed.", HOW)] = 0.1
+    clip: Annotated[
+        float, Option("Clip gradients of weights that AdamW updates to this norm. 0 turns clipping off.", HOW)
+    ] = 1.0
+    seed: Annotated[int, Option("The seed of weights, data order and dropout.", HOW, least=0, most=2**63 - 1)] = 0
+    ranks: Annotated[
+        int, Option("The number of processes. Default: one per GPU, or 2 on a CPU.", WHERE, asked=int | None)
+    ] = 2
     parallel: Annotated[
         Parallel,
-        Option("FSDP2 shards every layer; DDP replicates; HSDP shards within each of two replicas.", WHERE),
+        Option(
+            "How to distribute the model: fsdp shards layers (FSDP2), ddp replicates, hsdp shards two replicas.",
+            WHERE,
+        ),
     ] = "fsdp"
     device: Annotated[
-        Device, Option("Auto: the GPUs where there are any.", WHERE, asked=Literal["auto", "cpu", "cuda"])
+        Device, Option("auto uses GPUs if there are any.", WHERE, asked=Literal["auto", "cpu", "cuda"])
     ] = "cpu"
     dtype: Annotated[
         Dtype,
         Option(
-            "Of forward and backward; weights are fp32. Auto: bf16 where it is native.",
+            "Data type of forward and backward passes; weights are fp32. auto: bf16 where it is native.",
             WHERE,
             asked=Literal["auto", "bf16", "fp32"],
         ),
     ] = "bf16"
     checkpoint_activations: Annotated[
-        bool, Option("Compute the inside of every layer again in the backward pass instead of keeping it.", WHERE)
+        bool, Option("Save memory: compute activations inside each layer again in the backward pass.", WHERE)
     ] = False
-    compile: Annotated[bool, Option("Compile every layer with torch.compile.", WHERE)] = False
-    out: Annotated[str, Option("Directory of the run. Default: runs/MODEL-DATE.", OUTPUT, asked=Path | None)]
+    compile: Annotated[bool, Option("Compile each layer with torch.compile.", WHERE)] = False
+    out: Annotated[str, Option("The directory of the run. Default: runs/MODEL-DATE.", OUTPUT, asked=Path | None)]
     eval_every: Annotated[
-        int, Option("Steps between two validations. Default: a twentieth.", OUTPUT, asked=int | None)
+        int, Option("Steps between two validations. Default: a twentieth of --steps.", OUTPUT, asked=int | None)
     ] = 30
-    eval_sequences: Annotated[int, Option("Held-out sequences in a validation.", OUTPUT)] = 128
+    eval_sequences: Annotated[int, Option("Held-out sequences per validation.", OUTPUT)] = 128
     checkpoint_every: Annotated[
-        int, Option("Steps between two checkpoints; 0: at the end and on Ctrl-C only.", OUTPUT, least=0)
+        int, Option("Steps between two checkpoints. 0 writes them only at the end and on Ctrl-C.", OUTPUT, least=0)
     ] = 200
-    keep: Annotated[int, Option("How many checkpoints of each training stay: the newest whole ones.", OUTPUT)] = 1
-    export: Annotated[bool, Option("Also write each trained model as a folder for from_pretrained.", OUTPUT)] = False
+    keep: Annotated[int, Option("How many complete checkpoints of each training to keep, the newest ones.", OUTPUT)] = 1
+    export: Annotated[
+        bool, Option("Also write each trained model as a folder that from_pretrained can load.", OUTPUT)
+    ] = False
 
     def __post_init__(self) -> None:
         check_fields_of(self)
@@ -242,21 +263,21 @@ class Request:
 
     sweep: Annotated[
         str | None,
-        Option(
-            "Peak learning rates that each optimizer tries: lr=0.003,0.006. Whole trainings, one after the other.", HOW
-        ),
+        Option("Train once for each of these peak learning rates, with each optimizer: lr=0.003,0.006.", HOW),
     ] = None
-    seeds: Annotated[str | None, Option("Seeds that each training of a sweep is repeated with: 0,1,2.", HOW)] = None
+    seeds: Annotated[str | None, Option("Repeat each training of a sweep with these seeds: 0,1,2.", HOW)] = None
     resume: Annotated[
         str | None,
         Option(
-            "Directory of a run to go on with, as if it had never stopped. Its settings are kept; only --ranks and "
-            "--parallel may change. Auto: --out, if a run is there; else begin one there.",
+            "Continue the run in this directory with its settings. Only --ranks and --parallel may change. auto: "
+            "continue the run in --out if there is one, else start it there.",
             OUTPUT,
         ),
     ] = None
-    dry_run: Annotated[bool, Option("Say who would own what, and train nothing.", OUTPUT)] = False
-    json: Annotated[bool, Option("With --dry-run: print every figure as JSON.", OUTPUT)] = False
+    dry_run: Annotated[
+        bool, Option("Print which rank would orthogonalize which matrix, and train nothing.", OUTPUT)
+    ] = False
+    json: Annotated[bool, Option("With --dry-run: print all figures as JSON.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
         check_fields_of(self)

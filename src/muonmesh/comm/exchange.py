@@ -1,4 +1,4 @@
-"""Exchange: runs a Plan, which says which rank orthogonalises each matrix."""
+"""Exchange: runs a Plan, which says which rank orthogonalizes each matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Exchange:
     Args:
         plan: The same on every rank of the group.
         group: Process group of exactly ``plan.ranks``; None when that is one rank.
-        dtype: Dtype of the wire and of the orthogonalisation.
+        dtype: Dtype of the wire and of the orthogonalization.
         companion_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
         device: Where the buffers live.
         blocks: How many blocks of momentum in int8 the ranks agree on.

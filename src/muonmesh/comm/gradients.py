@@ -196,7 +196,7 @@ def _laid_out(name: str, parameter: Tensor, gradient: Tensor | None, source: Gra
         raise TypeError(explain_error(name, found, "a dense gradient", "Write Embedding(..., sparse=False)"))
     if gradient.is_meta or gradient.device != parameter.device:
         found, needed = f"a gradient on {gradient.device}", "one with data, on the device of its parameter"
-        raise TypeError(explain_error(name, found, needed, "Materialise the model before the backward pass"))
+        raise TypeError(explain_error(name, found, needed, "Materialize the model before the backward pass"))
     if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
         kinds = {True: "a DTensor", False: "a plain tensor"}
         raise LayoutError(

@@ -19,7 +19,7 @@ from muonmesh.numerics.kernels.threads import run_all
 
 
 class OwnerExchange:
-    """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalise, scatter the results.
+    """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalize, scatter the results.
 
     One bucket travels while another computes. A bucket moves by one `Wire.swap` each way with unequal splits, back by
     several where there are many replicas (`Plan.rounds`); what stays on a rank never enters it. One rank alone runs the
@@ -30,7 +30,7 @@ class OwnerExchange:
         wire: To the other ranks.
         rank: This one.
         peers: All ranks, in the order of their process group.
-        dtype: Of wire and orthogonalisation.
+        dtype: Of wire and orthogonalization.
         device: Where the matrices are assembled.
     """
 
@@ -92,7 +92,7 @@ class OwnerExchange:
         self._under_way[number] = self._start(stage.swap)
 
     def _compute(self, number: int, work: Work) -> None:
-        """Assemble this rank's matrices from what arrived and orthogonalise them."""
+        """Assemble this rank's matrices from what arrived and orthogonalize them."""
         stage = self._gathered.pop(number)
         self._finish(self._under_way.pop(number))
         self._copy(stage.arriving)
@@ -100,7 +100,7 @@ class OwnerExchange:
         del stage  # and its wire buffers, where they are not kept
         work.orthogonalize(back.batches)
         self._wire.counts.orthogonalized += sum(len(some) for _, _, some in back.batches)
-        self._computed[number] = replace(back, batches=())  # what was orthogonalised is not needed any more
+        self._computed[number] = replace(back, batches=())  # what was orthogonalized is not needed any more
 
     def _scatter(self, number: int, index: int) -> None:
         """Start to move the results to every holder, or a part of them."""

@@ -1,6 +1,6 @@
 """Schedule: what one rank does in each step, worked out once from the plan and the rank.
 
-Every step reads the same pieces into the same memory, makes the same copies, orthogonalises the same matrices and
+Every step reads the same pieces into the same memory, makes the same copies, orthogonalizes the same matrices and
 writes the same pieces. So the first step works these lists out, and later steps walk over them. The user's tensors may
 move from step to step, so the schedule keeps no views of them. Its legs say where in a tensor a piece lies
 (`muonmesh.layout.Piece`).
@@ -273,7 +273,7 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], 
 
 
 def _alike(plan: Plan, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return assignments sorted into those of one shape and setting, which may be orthogonalised together."""
+    """Return assignments sorted into those of one shape and setting, which may be orthogonalized together."""
     groups: dict[tuple[str, tuple[int, int]], list[int]] = {}
     for number in numbers:
         assignment = plan.assignments[number]

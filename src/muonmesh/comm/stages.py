@@ -42,7 +42,7 @@ class Gather:
         reads: What this rank stores of them, and where it goes: into the send buffer, or straight into its matrices.
         swap: What travels; None if nothing does.
         arriving: From the receive buffer into the matrices.
-        matrices: What this rank orthogonalises, equal ones together: (b, rows, cols) each.
+        matrices: What this rank orthogonalizes, equal ones together: (b, rows, cols) each.
     """
 
     moving: tuple[int, ...]
@@ -57,7 +57,7 @@ class Compute:
     """One bucket at its owners, as this rank sees it: what it computes, and which results stay here.
 
     Attributes:
-        batches: What this rank orthogonalises: see `Work.orthogonalize`.
+        batches: What this rank orthogonalizes: see `Work.orthogonalize`.
         local: Matrices that are this rank's alone, those of one shape and setting together; computed while results
             travel.
         summed: Assignments over which sums are taken before they are written, see `Plan.summed`.

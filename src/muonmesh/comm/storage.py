@@ -120,7 +120,7 @@ class Storage:
         return 1 if self.layout is None else self.layout.copies()
 
     def parts(self, local: Tensor) -> Sequence[Tensor]:
-        """Return the stored elements that belong to the parameter, without a flat buffer's neighbours and padding."""
+        """Return the stored elements that belong to the parameter, without a flat buffer's neighbors and padding."""
         if not isinstance(self.layout, FlatShards):
             return (local,)
         flat = local.reshape(-1)

@@ -18,6 +18,6 @@ def view_in_matrix(piece: Piece, matrix: Tensor) -> Tensor:
 
 
 def memory_of(numels: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Return uninitialised memory by role, to be kept."""
+    """Return uninitialized memory by role, to be kept."""
     with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
         return {role: torch.empty(numel, dtype=dtype, device=device) for role, numel in numels.items()}

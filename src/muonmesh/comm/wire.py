@@ -45,7 +45,7 @@ class Counts:
     """What the last step did on this rank; `Plan` and routes say what it should have been.
 
     Attributes:
-        orthogonalized: Matrices that this rank has orthogonalised.
+        orthogonalized: Matrices that this rank has orthogonalized.
         collectives: Collectives that this rank took part in.
         bytes_sent: Bytes to other ranks; flags and sums of `reduce` are not counted.
         bytes_received: Bytes from other ranks, likewise.

@@ -121,20 +121,20 @@ class Work(Protocol):
         """Begin to bring the state of matrices that lies on the host: called a bucket before they are read."""
 
     def read(self, assignments: Sequence[int], ends: Ends) -> None:
-        """Fold the gradients into the momenta of matrices, and write what is orthogonalised of each leg's elements.
+        """Fold the gradients into the momenta of matrices, and write what is orthogonalized of each leg's elements.
 
         Each matrix that moves is read once a step, on every rank, also on those that store nothing of it. What is
         written has the shape of the leg's piece, any strides.
         """
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Read, orthogonalise and write matrices that are this rank's alone; `read` has not been called for them.
+        """Read, orthogonalize and write matrices that are this rank's alone; `read` has not been called for them.
 
         Those of one sequence have one shape and one setting.
         """
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-        """Orthogonalise batches: matrices (b, rows, cols), where to write the results, and their assignments.
+        """Orthogonalize batches: matrices (b, rows, cols), where to write the results, and their assignments.
 
         Those of one batch share their settings.
         """

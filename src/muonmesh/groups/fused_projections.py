@@ -1,7 +1,7 @@
 """How known modules store fused projections: which rows of one parameter are which matrix.
 
 A wrong split is a silent wrong update, so an order is listed only when it was read in the module's forward;
-`tests/unit/test_groups.py` runs those forwards. The module is recognised by its class, not by the parameter's
+`tests/unit/test_groups.py` runs those forwards. The module is recognized by its class, not by the parameter's
 name, and the sizes it states must add up to the parameter's, or the parameter is left whole.
 """
 

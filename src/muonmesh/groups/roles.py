@@ -264,7 +264,7 @@ def role(site: Site, known: Ends) -> Role:
     """What the parameter at `site` is; `known` comes from `ends`.
 
     Raises:
-        ValueError: the parameter is no longer the module's own (flattened, uninitialised, traced), so that nothing says
+        ValueError: the parameter is no longer the module's own (flattened, uninitialized, traced), so that nothing says
             what it is.
     """
     _refuse_unknowable(site)

@@ -1,6 +1,6 @@
 """Lightning: a module whose Trainer trains it with Muon, and the optimizer of a Fabric.
 
-One optimizer holds both halves, so that Lightning's automatic optimisation takes it. What is said through the wrappers
+One optimizer holds both halves, so that Lightning's automatic optimization takes it. What is said through the wrappers
 that Lightning and Fabric put around it (clipping, metrics) reaches the optimizer itself.
 """
 

@@ -1,4 +1,4 @@
-"""Where matrices live and who orthogonalises them: plain Python data, never torch.
+"""Where matrices live and who orthogonalizes them: plain Python data, never torch.
 
 Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/architecture.md``.
 """

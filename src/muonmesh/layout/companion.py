@@ -5,7 +5,7 @@ It is laid out like a parameter of its own, whose matrices have one column (or r
 matrices. It is placed as the parameter's momentum is, so what is true of any parameter is true of it: routes,
 checkpoints and resharding need nothing new.
 
-What has two sizes, such as "rows×rows", is as large as the matrices are. It lives where they are orthogonalised, at
+What has two sizes, such as "rows×rows", is as large as the matrices are. It lives where they are orthogonalized, at
 their owners, and does not travel. It is laid out as one tensor of all of it, one matrix's below the other's.
 """
 

@@ -1,4 +1,4 @@
-"""The one model of what an orthogonalisation costs."""
+"""The one model of what an orthogonalization costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def cost(rows: int, cols: int, *, degrees: Sequence[int], gram: bool, at_once: bool = False, deflated: int = 0) -> int:
-    """Return the floating-point operations of one orthogonalisation (a multiply-add counts 2).
+    """Return the floating-point operations of one orthogonalization (a multiply-add counts 2).
 
     Args:
         rows, cols: Size of the whole matrix, either orientation.

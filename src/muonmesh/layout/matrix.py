@@ -1,4 +1,4 @@
-"""Matrix: one orthogonalisation problem, and the ways in which a parameter consists of several."""
+"""Matrix: one orthogonalization problem, and the ways in which a parameter consists of several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix to orthogonalise: number ``index`` of its parameter, ``rows`` × ``cols`` (out × in).
+    """One matrix to orthogonalize: number ``index`` of its parameter, ``rows`` × ``cols`` (out × in).
 
     ``blocks`` say where its elements are in the parameter's global index space and where in the assembled
     matrix, which is row-major in the canonical orientation ``shape``: wide, so never taller than long.

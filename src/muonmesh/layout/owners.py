@@ -1,4 +1,4 @@
-"""Owners: which rank orthogonalises a matrix, chosen by what each of them carries already."""
+"""Owners: which rank orthogonalizes a matrix, chosen by what each of them carries already."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Parameter:
         target: Where the parameter lives, to which results are scattered.
         matrices: What it consists of; they cover it exactly.
         flops: Cost of each of the matrices, in their order.
-        settings: Text of everything that decides what an orthogonalisation computes. Matrices are batched
+        settings: Text of everything that decides what an orthogonalization computes. Matrices are batched
             only with equals, and the ranks compare it.
         companions: What its rule keeps by row, column or matrix, which travels to the owners and back, or in two sizes,
             which lives there.
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """A parameter that needs no orthogonalisation (AdamW's): nothing of it moves, but the ranks agree on it."""
+    """A parameter that needs no orthogonalization (AdamW's): nothing of it moves, but the ranks agree on it."""
 
     name: str
     target: Layout
@@ -62,7 +62,7 @@ def describe(parameter: Parameter | Elementwise) -> str:
     target = parameter.target
     line = f"{parameter.name}: shape {target.shape}, {target.describe()} {text_of_ranks(target.ranks)}"
     if isinstance(parameter, Elementwise):
-        return f"{line}, not orthogonalised"
+        return f"{line}, not orthogonalized"
     sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
     momentum = parameter.momentum_storage.describe()
     kept = "".join(f", {companion.describe()}" for companion in parameter.companions)

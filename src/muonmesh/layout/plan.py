@@ -1,4 +1,4 @@
-"""Plan: which rank orthogonalises each matrix, and in which bucket."""
+"""Plan: which rank orthogonalizes each matrix, and in which bucket."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from muonmesh.layout.routes import Leg, Routes, extend, pieces, pieces_by_holder
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One Matrix of the plan and its owner, the rank that orthogonalises it.
+    """One Matrix of the plan and its owner, the rank that orthogonalizes it.
 
     Attributes:
         parameter: Number of the parameter.
-        matrix: What is orthogonalised.
+        matrix: What is orthogonalized.
         owner: The rank that gets the whole matrix, and returns the result.
         flops: Cost of the matrix.
     """
@@ -37,7 +37,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who orthogonalises what. Plain data, the same on every rank; `routes` derives what one rank moves.
+    """Who orthogonalizes what. Plain data, the same on every rank; `routes` derives what one rank moves.
 
     Attributes:
         ranks: The connected set: all ranks that share any of the parameters.
@@ -45,7 +45,7 @@ class Plan:
         assignments: Every Matrix once, with its owner.
         buckets: Numbers of the assignments, by bucket, in order. What moves in a bucket moves and
             computes together; what does not is computed by its owner beside some bucket (`comm.schedule`).
-        elementwise: Parameters that are not orthogonalised.
+        elementwise: Parameters that are not orthogonalized.
         bucket_elements: About how many elements a rank works on at a time.
     """
 
@@ -209,7 +209,7 @@ def make_plan(
         parameters: What to plan, in the same order on every rank.
         ranks: The connected set; by default the ranks that hold any of the parameters.
         bucket_elements: Matrix elements of one owner in one bucket, about.
-        elementwise: Parameters that are not orthogonalised.
+        elementwise: Parameters that are not orthogonalized.
         known: The owners of some matrices, which they stay: they keep something of them.
 
     Raises:

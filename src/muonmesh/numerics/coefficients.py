@@ -63,7 +63,7 @@ class CoefficientSet:
 
 _JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
 
-# YouJiacheng, gist 393c90cbdc23b09d5688815ba382288b: five polynomials optimised together.
+# YouJiacheng, gist 393c90cbdc23b09d5688815ba382288b: five polynomials optimized together.
 _YOU: tuple[Polynomial, ...] = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),

@@ -9,7 +9,7 @@ HELD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 multiply in, on their way to a kernel: they have no arithmetic of their own."""
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""What matrices may be orthogonalised in. Not fp16: its largest number is 65504, its smallest normal one 6e-5, too
+"""What matrices may be orthogonalized in. Not fp16: its largest number is 65504, its smallest normal one 6e-5, too
 little for the products of a matrix whose singular values span four decades."""
 
 NEEDED_HELD = "one of " + ", ".join(map(str, HELD_DTYPES))

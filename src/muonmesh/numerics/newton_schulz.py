@@ -1,4 +1,4 @@
-"""Orthogonalise whole matrices: M = UΣVᵀ becomes (nearly) UVᵀ by a Newton–Schulz iteration.
+"""Orthogonalize whole matrices: M = UΣVᵀ becomes (nearly) UVᵀ by a Newton–Schulz iteration.
 
 One step applies an odd polynomial p to the singular values of X, using products only: with A = X Xᵀ,
 ``X ← a·X + (b·A + c·A² + ...) X``. The Gram form of two steps (Dao-AILab's Gram Newton–Schulz, 2026) needs the
@@ -68,7 +68,7 @@ def orthogonalize(
     """Return the orthogonal factor of each matrix: same singular vectors, all singular values near 1.
 
     Only the direction counts: multiplying x by a power of two changes no bit, a matrix of zeros stays exactly
-    zero, and there is no epsilon. A matrix with a non-finite entry becomes non-finite as a whole, its neighbours
+    zero, and there is no epsilon. A matrix with a non-finite entry becomes non-finite as a whole, its neighbors
     in the batch do not. On the CPU the bits of a result do not depend on the batch the matrix is in, and those of a
     transposed matrix (not square) are those of the transposed result.
 
@@ -112,7 +112,7 @@ def orthogonalize(
 
 @dataclass(frozen=True)
 class Orthogonalizer:
-    """How matrices of one shape are orthogonalised: what `orthogonalize` was asked for, resolved once.
+    """How matrices of one shape are orthogonalized: what `orthogonalize` was asked for, resolved once.
 
     Attributes:
         rows, cols: Of each matrix as it is iterated on, rows ≤ cols.
@@ -186,7 +186,7 @@ class Orthogonalizer:
 
     @cached_property
     def at_once(self) -> int:
-        """How many matrices are best orthogonalised together."""
+        """How many matrices are best orthogonalized together."""
         return self.products.at_once
 
     def __call__(
@@ -371,7 +371,7 @@ class _Iteration:
         self._panels: list[slice] = []  # of columns that are multiplied one after the other; empty: all at once
 
     def run(self, matrices: Tensor, out: Tensor, times: Tensor | None, *, overwrite: bool) -> None:
-        """Orthogonalise `matrices`, shape (batch, m, n), into `out`: at most as many as there is memory for.
+        """Orthogonalize `matrices`, shape (batch, m, n), into `out`: at most as many as there is memory for.
 
         The results are multiplied by `times`, (batch, 1, 1).
         """
@@ -395,7 +395,7 @@ class _Iteration:
             (store if exact is None else exact.store)(self.x, out)
 
     def run_in(self, room: Tensor, times: Tensor | None) -> Tensor:
-        """Orthogonalise the matrix in the last columns of a room, and return in which columns the result is."""
+        """Orthogonalize the matrix in the last columns of a room, and return in which columns the result is."""
         _, _, cols = self._shape
         width = room.shape[2] - cols
         self.x, self._next = room[..., width:], room[..., :cols]

@@ -12,7 +12,7 @@ ScaleMode: TypeAlias = Literal["original", "shape_scaling", "match_rms_adamw", "
 
 
 def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:
-    """Return the factor that an orthogonalised update is multiplied by.
+    """Return the factor that an orthogonalized update is multiplied by.
 
     An orthogonal rows × cols matrix has spectral norm 1 and RMS 1/√max(rows, cols); the learning rate is the
     spectral norm of one step divided by this factor.

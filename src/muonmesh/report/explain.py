@@ -29,15 +29,15 @@ class Row:
         parameter: Canonical name.
         algorithm: "muon", "adamw", or the rule of its group.
         reason: Why.
-        matrices: What is orthogonalised, e.g. ``3 of 768×768``.
+        matrices: What is orthogonalized, e.g. ``3 of 768×768``.
         layout: Where the parameter lives.
-        owners: How many matrices each rank orthogonalises.
+        owners: How many matrices each rank orthogonalizes.
         flops: FLOPs a step over all ranks.
         bytes: Bytes a step that this rank sends for it.
         rms: Root mean square of one step.
         spectral: Spectral norm of one step; nan for AdamW.
         state: Bytes that this rank keeps of it from step to step, in the dtypes in which they are kept.
-        sets: How many matrices each coefficient set orthogonalises, by its name.
+        sets: How many matrices each coefficient set orthogonalizes, by its name.
         flops_at_most: FLOPs a step over all ranks if every result of "deflated" needs two more polynomials.
     """
 
@@ -63,7 +63,7 @@ class Explanation:
     Attributes:
         rows: One per parameter, in the order of the groups.
         rank: The rank this is told for.
-        orthogonalizations: Matrices that this rank orthogonalises in a step.
+        orthogonalizations: Matrices that this rank orthogonalizes in a step.
         collectives: Collectives that this rank takes part in in a step.
         bytes_sent: Bytes this rank sends in a step; flags are not counted.
         bytes_received: Bytes it receives, likewise.
@@ -125,7 +125,7 @@ class Explanation:
         table.insert(1, "  ".join("─" * width for width in widths))
         table.append(
             f"rank {self.rank} of {len(self.flops)}: {self.orthogonalizations} of "
-            f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalisations, "
+            f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalizations, "
             f"{self.flops.get(self.rank, 0) / 1e9:.3g} of {sum(self.flops.values()) / 1e9:.3g} GFLOP "
             f"(imbalance {self.imbalance:.2f}), "
             f"{self.collectives} collectives, {self.bytes_sent / 1e6:.3g} MB sent, "
@@ -138,7 +138,7 @@ class Explanation:
                 sum(of) / 1e9 for of in zip(*((r.flops, r.flops_at_most) for r in self.rows), strict=True)
             )
             more = f", {most:.3g} GFLOP if every result needs more polynomials" if most > expected else ""
-            table.append(f"orthogonalised: {told}{more}")
+            table.append(f"orthogonalized: {told}{more}")
         if self.gradients.collectives:
             moved = self.gradients
             table.append(

@@ -47,17 +47,17 @@ from muonmesh.step.state_layout import Stored, state_layouts_of
 COEFFICIENTS: CoefficientName = "polar_express"
 STEPS = 5
 DEGREES = tuple(len(step) for step in coefficient_schedule(COEFFICIENTS, STEPS))
-WIRE = 2  # bytes: directions travel and are orthogonalised in bf16
+WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 BUCKET_ELEMENTS = int(OPTIMIZER_SETTINGS["bucket_cap_mb"].default * 2**20) // WIRE
 
-# Launches, counted by dry runs: of a step, of a bucket that travels, and of orthogonalising a batch of equal matrices.
+# Launches, counted by dry runs: of a step, of a bucket that travels, and of orthogonalizing a batch of equal matrices.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET, KERNELS_OF_A_BUCKET = 32, 13, 6
 LAUNCHES_OF_A_BATCH = {"gram": 22, "standard": 14}
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 95, (1, 15)  # that stays, that travels
 BATCH_ELEMENTS = 2**28
 LOOKED_AT_ONCE = 320 * 2**16  # elements of gradients that one launch of a multi-tensor operation looks at
-# Bytes read and written by all but products, for each element that a rank orthogonalises, counted likewise.
+# Bytes read and written by all but products, for each element that a rank orthogonalizes, counted likewise.
 BYTES_OF_AN_OWNED_ELEMENT = {"gram": 1, "standard": 1}
 BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
 NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eight H100 (NVIDIA/nccl#1685)
@@ -110,9 +110,9 @@ class Forecast(Timed):
     """What one step would cost on one rank, and how the work is spread.
 
     Attributes:
-        plan: Who orthogonalises what; the same on every rank.
+        plan: Who orthogonalizes what; the same on every rank.
         rank: The rank that is told of.
-        owned: Numbers of the assignments that it orthogonalises.
+        owned: Numbers of the assignments that it orthogonalizes.
         traffic: What it sends and receives; counted.
         beside: What it sends and receives of what a rule keeps by row, column or matrix, in fp32; counted.
         memory: What it holds.
@@ -143,7 +143,7 @@ class Forecast(Timed):
 
     @property
     def flops(self) -> int:
-        """Of the orthogonalisations of this rank."""
+        """Of the orthogonalizations of this rank."""
         return self.plan.loads[self.rank]
 
     @property
@@ -291,7 +291,7 @@ def muon_parameter(
 
 
 def flops_of(rows: int, cols: int, rule: Rule | None = None) -> int:
-    """Return the FLOPs of one orthogonalisation with Muon's defaults (Polar Express, 5 steps, bf16) and of a rule."""
+    """Return the FLOPs of one orthogonalization with Muon's defaults (Polar Express, 5 steps, bf16) and of a rule."""
     if rule is not None and not rule.orthogonalizes:
         return rule.flops(rows, cols) + 2 * rows * cols
     own = cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
@@ -326,7 +326,7 @@ def _kept(rule: Rule, plan: Plan, rank: int) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """What one rank orthogonalises, by bucket; matrices that stay where they are belong to none."""
+    """What one rank orthogonalizes, by bucket; matrices that stay where they are belong to none."""
 
     owned: tuple[int, ...]
     travelling: tuple[tuple[Matrix, ...], ...]
@@ -375,7 +375,7 @@ class _Work:
 
     @property
     def _rounds(self) -> Iterator[tuple[tuple[int, int], int, float]]:
-        """Yield the shape of equal matrices, in how many batches they are orthogonalised, and how many are in one."""
+        """Yield the shape of equal matrices, in how many batches they are orthogonalized, and how many are in one."""
         for some in itertools.chain.from_iterable(map(_batches, (*self.travelling, self.staying))):
             count = -(-len(some) * some[0].numel // BATCH_ELEMENTS)
             yield some[0].shape, count, len(some) / count

@@ -30,7 +30,7 @@ class StateBytes(NamedTuple):
 def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, StateBytes]:
     """Return what this rank keeps of each parameter once a step has been taken, by name.
 
-    The padding and the neighbours of a flat buffer are left out. Scales of int8 blocks that several parameters of a
+    The padding and the neighbors of a flat buffer are left out. Scales of int8 blocks that several parameters of a
     flat buffer share are counted with the first of them.
     """
     found = dict[str, StateBytes]()

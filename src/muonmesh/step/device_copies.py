@@ -23,7 +23,7 @@ class DeviceCopies:
 
     Args:
         offload: Moves it.
-        plan: Who orthogonalises what.
+        plan: Who orthogonalizes what.
         holdings: For each Matrix the pieces whose momentum is stored here.
         entries: The parameters of the plan, as it numbers them.
     """

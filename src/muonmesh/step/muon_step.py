@@ -26,7 +26,7 @@ from muonmesh.step.stored_companions import RuleSums, StoredCompanions
 from muonmesh.step.update_squares import UpdateSquares
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
-"""Elements of equal matrices that one task orthogonalises on a device, where each call has the whole device. On a CPU
+"""Elements of equal matrices that one task orthogonalizes on a device, where each call has the whole device. On a CPU
 the number of threads and the kernels say how many (`MuonStep.at_once`)."""
 
 _WORTH_A_THREAD = 1 << 18
@@ -173,7 +173,7 @@ class MuonStep:
     # ---------------------------------------------------------------- whole matrices
 
     def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-        """Orthogonalise batches (matrices, results, their assignments)."""
+        """Orthogonalize batches (matrices, results, their assignments)."""
         tasks: list[tuple[int, Callable[[], None]]] = []
         for batch, out, assignments in batches:
             size = self.at_once(len(batch), assignments[0])
@@ -185,7 +185,7 @@ class MuonStep:
         self.run(tasks)
 
     def at_once(self, count: int, number: int) -> int:
-        """Return how many of ``count`` matrices that are equal to this one are orthogonalised by one task."""
+        """Return how many of ``count`` matrices that are equal to this one are orthogonalized by one task."""
         numel = self._ready.plan.assignments[number].matrix.numel
         if self._ready.device.type != "cpu":
             return max(1, _AT_ONCE_ON_A_DEVICE // numel)
@@ -209,7 +209,7 @@ class MuonStep:
                 task()
 
     def orthogonalize_batch(self, batch: Tensor, out: Tensor, assignments: Sequence[int]) -> None:
-        """Orthogonalise matrices of one group and shape, with what their rule does before and after that."""
+        """Orthogonalize matrices of one group and shape, with what their rule does before and after that."""
         rule, orthogonalizer = self._ready.rule(assignments[0]), self._ready.orthogonalizer(assignments[0])
         if rule.balances():
             for assignment, matrix in zip(assignments, batch.unbind(), strict=True):

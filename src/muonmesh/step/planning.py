@@ -48,7 +48,7 @@ Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
 
 Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
-"""How matrices are orthogonalised, by the number of their group and their shape as they are assembled."""
+"""How matrices are orthogonalized, by the number of their group and their shape as they are assembled."""
 
 
 @dataclass
@@ -64,13 +64,13 @@ class Planned:
         elementwise: Those members of the AdamW groups of which it is known which ranks hold them, as the plan numbers
             them; ranks agree on their gradients and settings. None likewise.
         adamw: All members of each group that is AdamW's, which are stepped; empty for the others.
-        plan: Who orthogonalises what.
+        plan: Who orthogonalizes what.
         rank: This process.
         holdings: The pieces of each Matrix that are stored here.
         momentum_holdings: The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it.
         device: Of the Muon parameters, or of the first parameter if there are none; without any see
             `device_without_parameters`.
-        orthogonalizers: How the matrices of each Muon group of this rank are orthogonalised, by group and shape.
+        orthogonalizers: How the matrices of each Muon group of this rank are orthogonalized, by group and shape.
         exchange: Made when the ranks have compared their plans.
         beyond: The ranks of each parameter of which this rank holds nothing, until all parameters are planned.
     """

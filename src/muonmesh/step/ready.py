@@ -69,7 +69,7 @@ class ReadyParameters:
         offload: Brings state that lies on the host; None where it is with the parameters.
 
     Attributes:
-        plan: Who orthogonalises what.
+        plan: Who orthogonalizes what.
         holdings: For each Matrix the pieces whose momentum is stored here (`Planned.momentum_holdings`).
         device: Where the parameters are.
         blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
@@ -123,7 +123,7 @@ class ReadyParameters:
         return replace(rule, phase=phase_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
-        """Return how a matrix of which this rank stores something is orthogonalised."""
+        """Return how a matrix of which this rank stores something is orthogonalized."""
         return self._orthogonalizers[self.group(number), self.matrix(number).shape]
 
     def scale(self, number: int) -> float:

@@ -116,7 +116,7 @@ def dry_run(
 
     Raises:
         HostSync: the host would wait for the device; the traceback says where.
-        RuntimeError: torch.distributed is initialised already.
+        RuntimeError: torch.distributed is initialized already.
         ValueError: ``mesh`` has another number of ranks than ``world``.
     """
     run = step or (lambda some: some.step())
@@ -191,7 +191,7 @@ def _tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[Tensor]:
 def _ranks(world: int, rank: int) -> Iterator[None]:
     """Be one of many ranks, of which there are no others."""
     if dist.is_available() and dist.is_initialized():
-        raise RuntimeError("dry_run: found torch.distributed initialised; needed a process without it. Call it before")
+        raise RuntimeError("dry_run: found torch.distributed initialized; needed a process without it. Call it before")
     if world == 1:
         yield
         return

@@ -235,7 +235,7 @@ def _stepped(
 
 
 def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Random) -> str:
-    """Return which elementwise part of a rule gives an element other bits if its neighbours are elsewhere."""
+    """Return which elementwise part of a rule gives an element other bits if its neighbors are elsewhere."""
     weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     settings = Muon([{**group, "params": [weight]}]).param_groups[0]
     rule: Rule | ElementwiseRule = RULES[group["algorithm"]].of(settings)

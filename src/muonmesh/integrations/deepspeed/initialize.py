@@ -51,9 +51,9 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Return what `deepspeed.initialize` returns, with an engine that steps Muon and AdamW.
 
-    Every matrix is orthogonalised whole, once a step over all ranks, wherever ZeRO has put its elements; the update
+    Every matrix is orthogonalized whole, once a step over all ranks, wherever ZeRO has put its elements; the update
     is that of one process given the same reduced gradients. The optimizer is ``engine.basic_optimizer``; its
-    ``explain()`` says which parameter is where and who orthogonalises what.
+    ``explain()`` says which parameter is where and who orthogonalizes what.
 
     Args:
         model: The model, also one made under `deepspeed.zero.Init`.

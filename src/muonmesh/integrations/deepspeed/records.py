@@ -86,7 +86,7 @@ def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offse
 
 
 def _read_stage_3(zero: Any) -> Iterator[Flat]:
-    """Each sub-group holds an equal slice of every parameter, the last ones padded with uninitialised memory."""
+    """Each sub-group holds an equal slice of every parameter, the last ones padded with uninitialized memory."""
     for number, tensor in enumerate(zero.fp32_partitioned_groups_flat):
         group = zero._get_sub_group_process_group(number)
         held = []

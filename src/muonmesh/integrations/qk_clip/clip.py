@@ -26,19 +26,19 @@ from muonmesh.step.connection import placed_members
 
 
 class QKClip:
-    """Keeps the attention logits of a model below a threshold, by the weights that make them.
+    """Keeps the attention logits of a model below a threshold by scaling query and key weights.
 
-    While the model trains, one number S is noted for each head: its largest logit, or a bound on it. Fast kernels
-    return the log-sum-exp (lse) of each query's logits, and of n keys the largest lies in [lse − ln n, lse]. With the
-    bound no logit stays above the threshold, and a head is scaled down too far by at most ln n. `transformers` models
-    are seen through their attention interface, by the kernels of sdpa, flash and flex attention; eager attention and
-    sdpa without a fast kernel have their logits computed once more. Others call `watching`, `record` or `observe`.
-    `explain` says what was taken.
+    During the forward pass, QKClip records a number S for each head: its largest logit, or an upper bound on it. Fast
+    kernels return the log-sum-exp (lse) of each query's logits. With n keys, the largest logit lies in
+    [lse − ln n, lse]. With this bound no logit stays above the threshold, but S may be too large by up to ln n.
 
-    After a step the logits of a head are to be multiplied by γ = min(1, threshold/S): its rows of W_q and W_k, and of
-    their biases, are multiplied by √γ each. Where heads share a key, and for the rotary part of latent attention, only
-    the queries are changed, by γ (`muonmesh.groups.logits`). Momentum is left alone. Layers without a softmax are left
-    out.
+    Models of `transformers` need no change: QKClip reads their attention interface (sdpa, flash and flex attention).
+    For eager attention, and for sdpa without a fast kernel, QKClip computes the logits a second time. For modules of
+    your own, call `watching`, `record` or `observe`. `explain` shows the source of S.
+
+    After a step, QKClip scales the logits of each head by γ = min(1, threshold/S). It multiplies the head's rows of W_q
+    and W_k, and of their biases, by √γ each. Where heads share a key, and for the rotary part of latent attention, it
+    multiplies only the queries, by γ. Momentum does not change. Layers without a softmax are left out.
 
     All ranks that share the model call `step`: one all-reduce takes the largest S of all heads over them. The host
     waits for nothing.
@@ -89,9 +89,9 @@ class QKClip:
 
     @property
     def largest(self) -> Mapping[str, Tensor]:
-        """S of each head before the last step, over all ranks, by attention module: fp32 (heads,); see `explain`.
+        """The number S of each head before the last step, over all ranks: for each attention module, fp32 (heads,).
 
-        −inf where none was noted, inf where one was not finite.
+        −inf means that nothing was recorded, and inf that a logit was not finite.
         """
         return {a.name: self._last[self._starts[id(a.module)] :][: a.heads] for a in self._attentions}
 
@@ -99,7 +99,7 @@ class QKClip:
     def observe(
         self, module: nn.Module, query: Tensor, key: Tensor, *, scale: float, mask: Any = None, causal: bool = False
     ) -> None:
-        """Note the logits of one call of an attention module of one's own.
+        """Record the largest logits of one call of your own attention module, computed from queries and keys.
 
         Args:
             module: The attention module.
@@ -114,14 +114,14 @@ class QKClip:
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Note what the attention kernels that run in this context tell of the logits of a module of one's own.
+        """Record the log-sum-exp of the attention kernels that run in this context, for your own attention module.
 
-        Known are those of `torch.nn.functional.scaled_dot_product_attention` but its plain one, of
-        `torch.nn.attention.varlen`, and of flash-attn 2 and 3. Where keys come part by part, as in ring attention, all
-        parts count.
+        Supported are `torch.nn.functional.scaled_dot_product_attention` (not its math kernel),
+        `torch.nn.attention.varlen`, and flash-attn 2 and 3. If keys come part by part, as in ring attention, all parts
+        count.
 
         Raises:
-            ValueError: none of them ran.
+            ValueError: No supported kernel ran in this context.
         """
         with KernelBounds() as kernels:
             yield
@@ -132,18 +132,18 @@ class QKClip:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def record(self, module: nn.Module, largest: Tensor, *, first: int | None = None, bound: bool = False) -> None:
-        """Note the largest logit of some heads of an attention module.
+        """Record the largest logit of each head of an attention module.
 
         Args:
             module: The attention module.
             largest: Shape (heads,). FlexAttention gives it by ``AuxRequest(max_scores=True)``, Transformer Engine by
                 ``return_max_logit=True``.
-            first: Number of the first of these heads, where a rank computes some of them; None: all of them, or those
-                whose weight it holds, a DTensor.
-            bound: Whether ``largest`` is what no logit is above, such as the largest log-sum-exp of a head.
+            first: The index of the first of these heads, if a rank computes some of them. None means all heads, or
+                the heads whose weights this rank holds as a DTensor.
+            bound: Whether ``largest`` is an upper bound, such as the largest log-sum-exp of a head.
 
         Raises:
-            ValueError: the module is not among those whose weights are known, or these are not its heads.
+            ValueError: QKClip does not know the weights of this module, or the module has other heads.
         """
         attention = self._of.get(id(module))
         if attention is None:
@@ -162,9 +162,9 @@ class QKClip:
         self._sources[id(module)] = "bound, the kernel's log-sum-exp" if bound else "exact, as recorded"
 
     def explain(self) -> str:
-        """Return a line for each attention module: its heads, and what S was taken from at its last call here.
+        """Return a table with a line for each attention module: its number of heads, and the source of S.
 
-        Layers without a softmax, which have no logits to clip, are named.
+        The last line names the layers without a softmax, which have no logits to clip.
         """
         rows = [(a.name, str(a.heads), self._sources.get(id(a.module), "nothing yet")) for a in self._attentions]
         rows = [("attention", "heads", "S is"), *rows]
@@ -176,9 +176,9 @@ class QKClip:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clip the weights by what was noted since the last call; all ranks call it, after the optimizer's step.
+        """Scale the weights by what was recorded since the last call. Call it on all ranks after the optimizer's step.
 
-        After a step that the optimizer has skipped, no weight is changed.
+        If the optimizer skipped its step, no weight changes.
         """
         self._agree()
         for optimizer in [each() for each in self._optimizers] or [None]:

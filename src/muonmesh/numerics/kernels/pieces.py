@@ -148,7 +148,7 @@ def fold(
         tl.store(m_at, m, mask=inside & on)
         if DIRECTS:
             d_at = direction + _offsets(row, 2, plane, i, j)
-            if kind == _TRANSPOSED:  # neighbours in memory to neighbouring threads
+            if kind == _TRANSPOSED:  # neighbors in memory to neighboring threads
                 tl.store(tl.trans(d_at), tl.trans(d.to(D)), mask=tl.trans(inside))
             else:
                 tl.store(d_at, d.to(D), mask=inside)
@@ -208,7 +208,7 @@ def apply(
             w_at = weight + _offsets(row, 0, plane, i, j)
             p_at = master + _offsets(row, 1, plane, i, j)
             u_at = update + _offsets(row, 2, plane, i, j)
-            if kind == _TRANSPOSED:  # neighbours in memory to neighbouring threads
+            if kind == _TRANSPOSED:  # neighbors in memory to neighboring threads
                 u = tl.trans(tl.load(tl.trans(u_at), mask=tl.trans(inside), other=0.0))
             else:
                 u = tl.load(u_at, mask=inside, other=0.0)

@@ -18,7 +18,7 @@ from muonmesh.numerics.rules.rule import KeptAs, Rule, check_number
 class AdaMuonRule(MuonRule):
     """Muon of the momentum's signs, with a second moment for each element, kept from step to step.
 
-    With O the orthogonalised signs and v one number an element: ``v ← β₂ v + (1 − β₂)·O²``, without bias correction,
+    With O the orthogonalized signs and v one number an element: ``v ← β₂ v + (1 − β₂)·O²``, without bias correction,
     and ``Ô = O / (√v + ε)``, scaled by one number so that its Frobenius norm over the whole matrix is √min(m, n), that
     of an orthogonal matrix. After that comes Muon's scale; with "match_rms_adamw" the step has RMS 0.2·lr, the paper's.
 

@@ -21,7 +21,7 @@ from muonmesh.numerics.scale import StepSize
 class DynMuonRule(MuonRule):
     """Muon that takes U·Σᵖ·Vᵀ of its momentum UΣVᵀ, approximately; it keeps nothing but the momentum.
 
-    With X = M/‖M‖_F, E = X·Xᵀ − I and δ = p/2, the orthogonalised M is multiplied by
+    With X = M/‖M‖_F, E = X·Xᵀ − I and δ = p/2, the orthogonalized M is multiplied by
     ``I + δ·E + ½·δ·(δ − 1)·E²``, the Taylor series of (X·Xᵀ)^δ, and by sᵖ. s is the norm of the momentum that sums
     gradients, ‖M‖_F/(1 − μ), since the authors sum and Muon here averages. X·Xᵀ is that of the shorter side.
 
@@ -52,7 +52,7 @@ class DynMuonRule(MuonRule):
             raise ValueError(explain_error("dynmuon_power", repr(self.power), "a number from -1 to 1"))
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the orthogonalised matrices times the power of the singular values of their directions."""
+        """Return the orthogonalized matrices times the power of the singular values of their directions."""
         x = state["direction"]
         largest = x.abs().amax((-2, -1), keepdim=True)
         x = over(x, largest)  # so that no square vanishes

@@ -18,7 +18,7 @@ from muonmesh.numerics.scale import StepSize
 class HyperballRule(MuonRule):
     """Muon whose weights keep the Frobenius norm that they begin with, one number a matrix beside the momentum.
 
-    With N(X) = X/‖X‖_F and U the orthogonalised direction: ``W ← R·N(W − η·R·N(U))``, where R = ‖W₀‖_F before the first
+    With N(X) = X/‖X‖_F and U the orthogonalized direction: ``W ← R·N(W − η·R·N(U))``, where R = ‖W₀‖_F before the first
     step. R is kept: a step so small that it changes the norm by less than the weights' rounding would else let it drift
     for ever.
 
@@ -31,7 +31,7 @@ class HyperballRule(MuonRule):
 
     unsuited_warning: ClassVar[str] = (
         "weights that are all zero, which have no norm to keep under hyperball; it takes a plain Muon step, and keeps "
-        "the norm that this step has, however small its learning rate was. Needed: weights with a norm. Initialise "
+        "the norm that this step has, however small its learning rate was. Needed: weights with a norm. Initialize "
         'them, or write overrides={{"{name}": "normuon"}}, or another rule that lets weights grow'
     )
 

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised (K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)."""
+"""Muon: momentum, orthogonalized (K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muonmesh.numerics.rules.rule import KeptAs, Rule
 
 @dataclass(frozen=True, slots=True)
 class MuonRule(Rule):
-    """Momentum, orthogonalised.
+    """Momentum, orthogonalized.
 
     Attributes:
         lr: Learning rate; times the update scale it is the spectral norm of one step.

@@ -1,4 +1,4 @@
-"""Muon+: Muon whose orthogonalised rows and columns are brought to one norm (Zhang et al., arXiv 2602.21545)."""
+"""Muon+: Muon whose orthogonalized rows and columns are brought to one norm (Zhang et al., arXiv 2602.21545)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MuonPlusSides: TypeAlias = Literal["row", "col", "row_col", "col_row"]
 
 @dataclass(frozen=True, slots=True)
 class MuonPlusRule(MuonRule):
-    """Muon that evens out the orthogonalised direction; it keeps nothing but the momentum.
+    """Muon that evens out the orthogonalized direction; it keeps nothing but the momentum.
 
     With O the m × n result: each column is divided by its norm, then each row by its own ("col_row"), and the whole is
     scaled to the Frobenius norm √min(m, n) of an orthogonal matrix. After that comes Muon's scale. The authors leave

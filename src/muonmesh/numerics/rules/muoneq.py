@@ -18,10 +18,10 @@ MuonEqSides: TypeAlias = Literal["rows", "cols", "both"]
 
 @dataclass(frozen=True, slots=True)
 class MuonEqRule(MuonRule):
-    """Muon that equilibrates the direction before it is orthogonalised; it keeps nothing but the momentum.
+    """Muon that equilibrates the direction before it is orthogonalized; it keeps nothing but the momentum.
 
-    With X the m × n direction and D the diagonal matrix of its rows' norms, ``D⁻¹·X·‖X‖_F/√m`` is orthogonalised, whose
-    rows all have the norm that they had on average. As orthogonalising does not see the scale of a matrix, the factor
+    With X the m × n direction and D the diagonal matrix of its rows' norms, ``D⁻¹·X·‖X‖_F/√m`` is orthogonalized, whose
+    rows all have the norm that they had on average. As orthogonalizing does not see the scale of a matrix, the factor
     ‖X‖_F/√m is left out. For "both", ``D⁻¹·X·C⁻¹`` with the norms C of the columns of X. A row of zeros stays one, and
     there is no ε, which would swallow small gradients.
 

@@ -23,7 +23,7 @@ a wide one, as in nanochat and modded-nanogpt."""
 class NorMuonRule(MuonRule):
     """Muon with a second moment for each output neuron, kept from step to step.
 
-    With O the orthogonalised direction and v one number a row: ``v ← β₂ v + (1 − β₂)·mean(O², over the row)``, without
+    With O the orthogonalized direction and v one number a row: ``v ← β₂ v + (1 − β₂)·mean(O², over the row)``, without
     bias correction, and ``O / (√v + ε)``, scaled back to the Frobenius norm of O (as the authors' code does it).
 
     Attributes:

@@ -102,7 +102,7 @@ class Factors:
 
     @cached_property
     def arrives(self) -> bool:
-        """Whether updates are multiplied by their step where they are orthogonalised, before they travel.
+        """Whether updates are multiplied by their step where they are orthogonalized, before they travel.
 
         There the last product is multiplied by 1/ν anyhow, to divide the norm out. The step is multiplied into that
         number, so it costs nothing, and the weights are read and written once: decayed and added to what has arrived.

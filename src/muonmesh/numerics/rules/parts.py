@@ -55,7 +55,7 @@ def fold(
 
 
 def write_direction(rule: Rule, gradient: Tensor, state: Mapping[str, Tensor], into: Tensor) -> None:
-    """Write the direction, which is orthogonalised later.
+    """Write the direction, which is orthogonalized later.
 
     Args:
         rule: Whose `Rule.direction`.
@@ -85,16 +85,16 @@ def change_whole(
 
     Args:
         rule: Whose `Rule.whole`.
-        matrix: The orthogonalised matrix in its wide orientation, contiguous, written.
+        matrix: The orthogonalized matrix in its wide orientation, contiguous, written.
         state: What is given to `Rule.whole`, contiguous, written.
         rows, cols: Size of the matrix, out × in.
-        direction: What was orthogonalised, as ``matrix``, read only, where the rule `Rule.sees_direction`.
+        direction: What was orthogonalized, as ``matrix``, read only, where the rule `Rule.sees_direction`.
     """
     _change(matrix, rule.whole, state, rows=rows, cols=cols, direction=direction)
 
 
 def balance_whole(rule: Rule, matrix: Tensor, state: Mapping[str, Tensor], *, rows: int, cols: int) -> None:
-    """Run a rule's part on one whole direction before it is orthogonalised, in place, given as by `change_whole`.
+    """Run a rule's part on one whole direction before it is orthogonalized, in place, given as by `change_whole`.
 
     Args:
         rule: Whose `Rule.balance`.
@@ -256,7 +256,7 @@ def give_back(together: Tensor, tensors: list[Tensor]) -> None:
 
 
 def spare(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return uninitialised memory of a tensor's shape; if small, the thread's own, so that it costs no page faults."""
+    """Return uninitialized memory of a tensor's shape; if small, the thread's own, so that it costs no page faults."""
     if like.numel() > _CACHED:
         return torch.empty_like(like, dtype=dtype)
     return scratch("rule", like.shape, dtype=dtype, device=like.device)

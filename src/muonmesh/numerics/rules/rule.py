@@ -138,36 +138,37 @@ def check_number(settings: Hyperparameters, field: str, *, below: float) -> None
 
 @dataclass(frozen=True, slots=True)
 class Rule(Hyperparameters):
-    """What a group does with its matrices, in the order in which a step calls it.
+    """The update of the matrices of a param group, as methods that a step calls in a fixed order.
 
-    1. `fold` and `direction`, element by element, on every rank that stores some of the momentum.
-    2. The direction is gathered to the owner of the matrix, which has it whole: `balance`, orthogonalising, `whole`.
-    3. `summands`, if a rule asks for sums over whole matrices, element by element, on every rank that stores some of
-       the weights; what they add up to is the same on all of these ranks.
-    4. `keep`, if sums are asked for, on the owner.
-    5. `apply`, or `apply_with` the sums, element by element, on every rank that stores some of the weights. What
-       `apply_with` is given as "matrix" is what was kept before 4.
+    1. `fold` and `direction` work element by element, on every rank that stores a part of the momentum.
+    2. The owner, which is the rank that orthogonalizes the matrix, receives the whole direction. The owner calls
+       `balance`, orthogonalizes, and calls `whole`.
+    3. `summands` works element by element, on every rank that stores a part of the weights. It is called only if the
+       rule needs sums over whole matrices. The sums are the same on all ranks.
+    4. `keep` is called on the owner, if the rule needs sums.
+    5. `apply`, or `apply_with` if the rule needs sums, works element by element, on every rank that stores a part of
+       the weights. State of kind "matrix" reaches `apply_with` as it was before `keep`.
 
-    A rule of your own overrides some of these, says with `keeps` what they keep from step to step, and is made known
-    with `register_rule`. By themselves they are Muon without momentum.
+    To write a rule of your own, override some of these methods, declare its state with `keeps`, and call
+    `register_rule`. Without any override, the rule is Muon without momentum.
 
-    Elementwise parts are given any elements in any shape, as they lie in memory. So they may only use operations whose
-    result for an element depends on nothing but that element's inputs, for tensors of every length: ``lerp_``,
-    ``mul_``, ``sub_``, ``copy_``, ``where``, ``sqrt``, casts. Scalars may come from the fields.
-    `muonmesh.testing.prove_rule` shows whether a rule keeps to that.
+    A method that works element by element receives a part of the elements, in any shape. For each element, its result
+    may depend on the inputs of this element only, for tensors of every length. Suitable are ``lerp_``, ``mul_``,
+    ``sub_``, ``copy_``, ``where``, ``sqrt`` and casts. Scalars may come from the fields.
+    `muonmesh.testing.prove_rule` checks a rule for this.
 
     Attributes:
-        orthogonalizes: Whether directions are orthogonalised; if not, `whole` is given what `balance` returns.
-        sees_direction: Whether `whole` is given what was orthogonalised too: as ``state["direction"]``, shaped like its
-            update.
-        unsuited_warning: What the optimizer warns of for a matrix that is `unsuited`, with {name} where its
-            parameter's is.
-        scale_mode: See `update_scale`.
-        extra_scale_factor: Multiplies the scale.
-        coefficients: Coefficient set, see `orthogonalize`; the key of a group is ``ns_coefficients``.
-        steps: Newton–Schulz steps, ``ns_steps``.
-        method: See `orthogonalize`, ``ns_method``.
-        phase: A number of the matrix that `balance` and `whole` are given; see `turn`.
+        orthogonalizes: Whether directions are orthogonalized. If not, `whole` receives the result of `balance`.
+        sees_direction: Whether `whole` also receives the direction before it was orthogonalized, as
+            ``state["direction"]``, in the shape of the update.
+        unsuited_warning: The text of the warning about a matrix for which `unsuited` returns True. ``{name}`` stands
+            for the name of the parameter.
+        scale_mode: How the step depends on rows and columns, see `update_scale`.
+        extra_scale_factor: A factor of the scale.
+        coefficients: The coefficient set, see `orthogonalize`. Its key in a param group is ``ns_coefficients``.
+        steps: The number of Newton–Schulz steps. Its key in a param group is ``ns_steps``.
+        method: The method, see `orthogonalize`. Its key in a param group is ``ns_method``.
+        phase: The number of the matrix on which `balance` or `whole` works, see `turn`.
     """
 
     keys: ClassVar[Mapping[str, str]] = {
@@ -187,65 +188,65 @@ class Rule(Hyperparameters):
     phase: int = field(default=0, kw_only=True)
 
     def turn(self, every: int) -> bool:
-        """Return whether it is the turn of the matrix, in a part on whole matrices: in one of ``every`` steps.
+        """Return True in one of ``every`` steps, for work in `balance` or `whole` that need not be done each step.
 
-        In which of them is read from the name of its parameter: layers of one kind take turns one after the other. So
-        it is the same in every layout, on every rank, and after a resume.
+        The name of the parameter decides in which step. Layers of one kind take turns one after the other. The answer
+        is the same in every layout, on every rank, and after a resume.
         """
         return (self.steps_taken + self.phase) % every == 0
 
     def keeps(self) -> Mapping[str, KeptAs]:
-        """Return what is kept from step to step: its name in the optimizer's state, and what it is kept as.
+        """Return the state of the rule: for each name in the optimizer's state, the kind of its shape.
 
-        All of it begins as zeros. A matrix that is left alone, since its gradient is zero, keeps it unchanged.
+        State starts as zeros. The state of a matrix whose gradient is zero does not change.
         """
         return {}
 
     def fold(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Fold a gradient into what is kept as "momentum", in place.
+        """Add a gradient to the momentum, in place.
 
         Args:
             gradient: Any shape, any real dtype, read only.
-            state: What is kept as "momentum", each of that shape, in ``state_dtype``.
+            state: The state of kind "momentum". Each tensor has the shape of the gradient and ``state_dtype``.
         """
 
     def direction(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return what is orthogonalised, after `fold`.
+        """Return the direction, which the owner orthogonalizes; called after `fold`.
 
         Args:
             gradient: Any shape, any real dtype, read only.
-            state: What is kept as "momentum", each of that shape, read only.
+            state: The state of kind "momentum". Each tensor has the shape of the gradient; read only.
 
         Returns:
-            The same shape, any real dtype; it is rounded to the compute dtype.
+            A tensor of the same shape and any real dtype. It is rounded to the compute dtype.
         """
         return gradient
 
     def balance(self, direction: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return what becomes of whole matrices of directions before they are orthogonalised.
+        """Change whole matrices before they are orthogonalized, and return them.
 
-        As in `whole`, any operation may be used here. Only the direction counts: orthogonalising does not see the scale
-        of a matrix.
+        You may use any operation, as in `whole`. A factor on a whole matrix has no effect, because orthogonalization
+        removes it.
 
         Args:
-            direction: Shape (batch, rows, cols), out × in whatever the module stores; fp32 or wider; may be written.
-            state: As in `whole`, which is given it after this has written it.
+            direction: Shape (batch, rows, cols), always out × in; fp32 or wider. You may write to it.
+            state: As in `whole`, which is called afterwards with the same state.
 
         Returns:
-            Shape (batch, rows, cols); it is rounded to the compute dtype.
+            A tensor of shape (batch, rows, cols). It is rounded to the compute dtype.
         """
         return direction
 
     def whole(self, update: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return what becomes of orthogonalised matrices, before they are scattered and scaled.
+        """Change whole orthogonalized matrices before they are scattered and scaled, and return them.
 
-        Every layout gives it the same matrix in the same memory order, and on a CPU one matrix and one thread at a
-        time, so any operation may be used here.
+        You may use any operation: every layout passes the same matrix in the same memory order. On a CPU it passes one
+        matrix at a time, on one thread.
 
         Args:
-            update: Shape (batch, rows, cols), out × in whatever the module stores; fp32 or wider; may be written.
-            state: What is kept as "rows", (batch, rows, 1), "cols", (batch, 1, cols), "matrix", (batch, 1, 1), or
-                "rows×rows", (batch, rows, rows), say, of the dtype of ``update``; written in place.
+            update: Shape (batch, rows, cols), always out × in; fp32 or wider. You may write to it.
+            state: State in the dtype of ``update``, written in place. Its shape is (batch, rows, 1) for kind "rows",
+                (batch, 1, cols) for "cols", (batch, 1, 1) for "matrix", and (batch, rows, rows) for "rows×rows".
 
         Returns:
             Shape (batch, rows, cols).
@@ -257,9 +258,9 @@ class Rule(Hyperparameters):
 
         Args:
             weights: Any shape, fp32 or wider, written; rounded once to the dtype of the parameter.
-            update: That shape and dtype, may be written; what it holds in the end `Muon.metrics` takes for the step.
-            size: Learning rate times the scale of the whole matrix.
-            state: What is kept as "weights", each of that shape, in ``state_dtype``, written in place.
+            update: The same shape and dtype. You may write to it. `Muon.metrics` reads its final content as the step.
+            size: The learning rate times the scale of the whole matrix.
+            state: The state of kind "weights", of the same shape, in ``state_dtype``, written in place.
         """
         self.decay(weights, update)
         weights.sub_(update.mul_(size))
@@ -267,13 +268,13 @@ class Rule(Hyperparameters):
     def summands(
         self, weights: Tensor, update: Tensor, size: float | Tensor, state: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return what is added up over the whole matrix before `apply_with`, element by element.
+        """Return tensors whose sums over the whole matrix `apply_with` needs.
 
-        A rule that overrides neither this nor `apply_with` asks for no sums. One that does gets each sum over all
-        elements of the matrix, each counted once however many ranks hold it, and the same bits under every sharding.
+        Override this method and `apply_with` if a rule needs sums over a matrix. Each sum counts every element once,
+        however many ranks hold it. A sum has the same bits under every sharding.
 
-        It is called more than once in a step, so it writes nothing. State that a summand depends on after its change,
-        such as a second moment, is computed here without keeping it, and again in `apply_with`, which keeps it.
+        This method is called more than once in a step and must not write anything. If a summand depends on updated
+        state, such as a second moment, compute the new value here without storing it, and again in `apply_with`.
 
         Args:
             weights: Any shape, fp32 or wider, before the step, read only.
@@ -351,18 +352,18 @@ class Rule(Hyperparameters):
 
     @classmethod
     def changes_matrices(cls) -> bool:
-        """Return whether there is a part on whole matrices beyond orthogonalising them, or in its place."""
+        """Return whether there is a part on whole matrices beyond orthogonalizing them, or in its place."""
         return cls.whole is not Rule.whole or cls.balances() or not cls.orthogonalizes
 
     @classmethod
     def balances(cls) -> bool:
-        """Return whether there is a part on whole matrices before they are orthogonalised."""
+        """Return whether there is a part on whole matrices before they are orthogonalized."""
         return cls.balance is not Rule.balance
 
     def flops(self, rows: int, cols: int) -> int:
         """Return the floating-point operations of `balance` and `whole` for a matrix of rows × cols, 0 if they are few.
 
-        With those of orthogonalising they say what an owner has to do, so that all owners have about as much.
+        With those of orthogonalizing they say what an owner has to do, so that all owners have about as much.
         """
         return 0
 

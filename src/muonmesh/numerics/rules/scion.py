@@ -20,7 +20,7 @@ SCALES: tuple[ScaleMode, ...] = ("match_rms_adamw", "unit_rms_norm", "none")
 
 @dataclass(frozen=True, slots=True)
 class ScionRule(MuonRule, ABC):
-    """Momentum, brought to norm 1 by the operator norm of an embedding or of a head; it is not orthogonalised.
+    """Momentum, brought to norm 1 by the operator norm of an embedding or of a head; it is not orthogonalized.
 
     The paper decays weights by its rate γ and steps by γ times a radius ρ: write ``lr=γ·ρ`` and ``weight_decay=1/ρ``.
     It has no look-ahead: ``nesterov=False``.

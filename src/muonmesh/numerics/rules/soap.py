@@ -1,4 +1,4 @@
-"""SOAP-Muon: momentum is scaled in the eigenbasis of the gradients, then orthogonalised (SOAP: arXiv 2409.11321)."""
+"""SOAP-Muon: momentum is scaled in the eigenbasis of the gradients, then orthogonalized (SOAP: arXiv 2409.11321)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SoapRule(MuonRule):
     """Muon of momentum that Adam's second moment scales in the basis of Shampoo's preconditioners.
 
     Each matrix keeps running means L of G·Gᵀ and R of Gᵀ·G, and Q_L and Q_R, orthogonal and near their eigenvectors.
-    With U Muon's direction: ``P = Q_Lᵀ·U·Q_R``, ``v ← β₂·v + (1 − β₂)·P²``, and ``Q_L·(P/√v)·Q_Rᵀ`` is orthogonalised.
+    With U Muon's direction: ``P = Q_Lᵀ·U·Q_R``, ``v ← β₂·v + (1 − β₂)·P²``, and ``Q_L·(P/√v)·Q_Rᵀ`` is orthogonalized.
     Then L and R take in G, and the bases turn towards their eigenvectors by one power iteration. In the first step U
-    itself is orthogonalised, and the bases become the eigenvectors. A matrix whose first gradient comes later begins
+    itself is orthogonalized, and the bases become the eigenvectors. A matrix whose first gradient comes later begins
     with unit bases, so that the host need not ask a device for it.
 
     All of it, the momentum too, lies at the owner of the matrix. What travels is G, in the compute dtype.
@@ -30,7 +30,7 @@ class SoapRule(MuonRule):
     From KellerJordan/modded-nanogpt at f411b3d3, records/track_3_optimization/results/20260609_soap_f1_auxb2_clean/
     train_gpt_clean_SOTA.py, record 44: the bases lines 355 to 375, the scaling 377 to 387, the running means 389 to
     400, the order of all this 444 to 472. Left out are that script's trust gate, floors of updates and radii, which
-    come after orthogonalising or belong to attention alone.
+    come after orthogonalizing or belong to attention alone.
 
     Of its epsilons, 1e-30 on the diagonals of L and R and 1e-8 under norms change nothing. The one of √v, 1e-8, would
     swallow gradients of that size, so here it is none: where v is zero P is, and stays so. L, R and v are kept in units
