@@ -19,7 +19,8 @@ from tests.interpreter import interpreting
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Callable[..., Any]]:
-    with interpreting() as call:
+    with pytest.MonkeyPatch.context() as patch, interpreting() as call:
+        patch.setattr("tests.interpreter.SECONDS", 500.0)  # it starts three ranks, each of which imports torch
         yield call
 
 
