@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from muonmesh.numerics.kernels.portions import MEASURED
+from tests.samples import one_in
 
 REPOSITORY = Path(__file__).parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -74,6 +75,24 @@ def test_what_is_beside_products_fits(script: ModuleType, architecture: str, nam
     found = script.compiled(architecture, "beside", name)
     assert (found.spilled, found.lanes) == (0, 0)
     assert found.wide > 0 or name == "any not zero"  # which hardly reads anything
+
+
+PAGE = (REPOSITORY / "docs" / "internals" / "kernels.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.partition("<!-- table -->")[2].partition("<!-- end of table -->")[0].splitlines()[3:]
+]
+
+
+@pytest.mark.parametrize("row", one_in(9, ROWS), ids=lambda row: " ".join(row[:2]))
+def test_the_page_says_what_the_compiler_makes(script: ModuleType, row: list[str]) -> None:
+    """Registers, spills, shared memory and instructions for sm_80, sm_90 and sm_100."""
+    import triton
+
+    name, kind, *cells = row
+    assert f"Triton {triton.__version__}." in PAGE, "python benchmarks/kernels.py --page makes the table"
+    for architecture, told in zip(ARCHITECTURES[:3], cells, strict=False):
+        assert script._cell(script.compiled(architecture, kind, name)) == told, architecture
 
 
 def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:
