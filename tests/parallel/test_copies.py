@@ -36,6 +36,9 @@ MESHES = {
 }
 
 
+LEFT_OUT = sorted(["embedding.weight", *(f"{m}.{k}" for m in ("norm", "free", "head") for k in ("weight", "bias"))])
+
+
 class Net(nn.Module):
     """The plan takes up and down; embedding, norm, a matrix with its bias, and head are left out of it."""
 
@@ -91,7 +94,7 @@ def against_one_process(layout: str, process_group: str | None, folder: Path) ->
     model, alone = held(mesh, Net(stage)), Net(stage)
     optimizer = mm.from_model(model, process_group=process_group, **FP32)
     single = mm.from_model(alone, process_group="local", **FP32)
-    told: dict[str, Any] = {"norms": [], "clipped": []}
+    told: dict[str, Any] = {"norms": [], "clipped": [], "open": optimizer.explain().open}
     for step in range(3):
         backward(model, step, stage)
         with_gradients_of(model, alone)
@@ -106,7 +109,7 @@ def against_one_process(layout: str, process_group: str | None, folder: Path) ->
     told["copies"] = sorted({(m.name, m.storage.copies) for m in placed_members(optimizer) if "norm" in m.name})
     ours, theirs = optimizer.metrics(), single.metrics()
     told["metrics"] = [key for key in theirs if ours[key] != pytest.approx(theirs[key], rel=1e-5)]
-    told["explained"] = str(optimizer.explain())
+    told["found"] = optimizer.explain().open
     if "stage" not in names:
         mm.checkpoint.save(folder, model, optimizer)
         resumed = held(mesh, Net(7))
@@ -132,9 +135,47 @@ def test_what_a_plan_leaves_out_is_one_parameter(
         assert told["norms"] == pytest.approx([1.0] * 3, rel=1e-6)
         assert told["differing"] == []
         assert told["copies"] == [("norm.bias", copies), ("norm.weight", copies)]
+        assert sorted(told["open"]) == LEFT_OUT
+        assert told["found"] == ()
         assert told["metrics"] == []
         assert told.get("resumed", []) == []
     assert sum(told["orthogonalized"] for told in outcomes) == 3 * (2 if "stages" in layout else 1)  # each matrix once
+
+
+def saved_at_once(layout: str, folder: Path) -> list[str]:
+    """Save before the first step, and load into one that begins otherwise."""
+    sizes, names = MESHES[layout]
+    mesh = mesh_of(sizes, names=names)
+    models = [held(mesh, Net(seed)) for seed in (0, 7)]
+    optimizers = [mm.from_model(model, **FP32) for model in models]
+    mm.checkpoint.save(folder, models[0], optimizers[0])
+    mm.checkpoint.load(folder, models[1], optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model, 0)
+        optimizer.step()
+    return problem.differing(*(result(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)))
+
+
+@pytest.mark.parametrize("layout", ["tp", "fsdp, tp"])
+def test_what_a_plan_leaves_out_is_saved_before_the_first_step(workers, tmp_path: Path, layout: str) -> None:
+    ranks = torch.Size(MESHES[layout][0]).numel()
+    assert workers(ranks).run(saved_at_once, layout, tmp_path / "saved", timeout=60) == [[]] * ranks
+
+
+def saved_and_then(folder: Path) -> None:
+    """Experts that begin alike: the save takes them for one, and the first step must look again."""
+    model = Mixture("zeros dtensor")
+    groups = [{"params": [("expert", model.expert)]}, {"params": [("dense", model.dense)]}]
+    optimizer = mm.Muon(groups, **FP32)
+    mm.checkpoint.save(folder, model, optimizer)
+    model.expert.grad, model.dense.grad = model.given
+    optimizer.step()
+
+
+def test_a_save_before_the_first_step_decides_nothing(workers, tmp_path: Path) -> None:
+    for outcome in workers(4).run_expecting_errors(saved_and_then, tmp_path / "saved", timeout=60):
+        assert outcome.error is mm.LayoutError, outcome
+        assert "expert: Parameters of this name have different gradients of equal weights" in outcome.message
 
 
 def replicas_by_hand(process_group: str) -> tuple[list[float], list[str], set[int]]:

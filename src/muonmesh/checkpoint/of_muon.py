@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from muonmesh.checkpoint.record import Record, records_of
 from muonmesh.checkpoint.state import widen_state
 from muonmesh.numerics.precision import plain_modes
-from muonmesh.step.connection import connect, plan
+from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.runtime import Clip, Runtime
 
 
@@ -58,6 +59,21 @@ class OfMuon:
         """Return what a checkpoint calls otherwise than the model does: nothing, its names hold on all ranks."""
         return {}
 
-    def whole(self, model: nn.Module, *, write: bool) -> AbstractContextManager[None]:
-        """Return a context in which parameters that nobody trains are whole, which here they always are."""
-        return nullcontext()
+    @contextmanager
+    def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
+        """Return a context in which parameters that nobody trains are whole, which here they always are.
+
+        Before the first step, what is saved is saved with the copies that ranks find of it, by its weights alone. The
+        first step looks for them anew, since then there are gradients too.
+
+        Raises:
+            LayoutError, PlanError: on every rank: no plan can be made, or plain parameters of one name differ.
+        """
+        if write or self.runtime.connected is not None:
+            yield
+            return
+        connect(self.optimizer.param_groups, self.runtime)
+        try:
+            yield
+        finally:
+            forget(self.runtime)

@@ -236,10 +236,7 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
                     "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
                 )
                 what += 'each rank holds all of it, write Muon(..., process_group="world"). If the ranks hold shards, '
-                what += (
-                    "declare them with layouts=. Copies that a tensor-parallel plan leaves out are found in the first "
-                )
-                raise StateError(about(name, what + "step, so save after it"))
+                raise StateError(about(name, what + "declare them with layouts="))
     for record in records:
         layout = record.storage.layout
         holders = [rank for rank, digests in enumerate(said) if record.name in digests]

@@ -71,6 +71,8 @@ class Explanation:
         state_bytes: Bytes of state that this rank keeps from step to step.
         host_bytes: Those of them that ``state_device="cpu"`` keeps away from the device.
         gradients: What the source of gradients moves itself for a step, as under ``gradients="to_owners"``.
+        open: Names of parameters of which other ranks may hold copies, which the first step looks for. Until then they
+            are told as if there were none.
     """
 
     rows: tuple[Row, ...]
@@ -83,6 +85,7 @@ class Explanation:
     state_bytes: int = 0
     host_bytes: int = 0
     gradients: Counts = field(default_factory=Counts)
+    open: tuple[str, ...] = ()
 
     @property
     def imbalance(self) -> float:
@@ -145,6 +148,9 @@ class Explanation:
                 f"rank {self.rank} averages gradients in {moved.collectives} more collectives, "
                 f"{moved.bytes_sent / 1e6:.3g} MB sent, {moved.bytes_received / 1e6:.3g} MB received a step"
             )
+        if self.open:
+            more = f" and {len(self.open) - 3} more" if len(self.open) > 3 else ""
+            table.append(f"the first step looks for copies on other ranks of {', '.join(self.open[:3])}{more}")
         if self.state_bytes:
             host = f", {self.host_bytes / 1e6:.3g} MB of it on the host" if self.host_bytes else ""
             table.append(f"rank {self.rank} keeps {self.state_bytes / 1e6:.3g} MB of state{host}")
@@ -224,6 +230,7 @@ def explain(
         sum(memory.total for memory in kept.values()),
         sum(memory.host for memory in kept.values()),
         gradients,
+        () if planned.exchange is not None else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
     )
 
 

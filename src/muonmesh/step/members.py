@@ -70,6 +70,10 @@ class Member:
         """The ranks that hold it, as far as known."""
         return (this_rank(),) if self.storage.layout is None else self.storage.layout.ranks
 
+    def may_have_copies(self, ranks: Sequence[int]) -> bool:
+        """Whether others of these ranks, which work together, may hold this parameter too, which nobody has said."""
+        return self.holders != "known" and not set(self.ranks) >= set(ranks)
+
     def copied(self, copies: Copies) -> Member:
         """Return this member with those copies of it that ranks have found; they do not share its momentum."""
         found = copies.get((self.name, self.ranks))

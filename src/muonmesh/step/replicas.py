@@ -61,7 +61,7 @@ def claims_of(planned: Planned, ranks: Sequence[int], source: GradientSource) ->
     found = list[Claim]()
     for member in planned.members:
         tensor, storage = member.tensor, member.storage
-        if member.holders == "known" or set(member.ranks) >= set(ranks) or dist.get_backend() == "fake":
+        if not member.may_have_copies(ranks) or dist.get_backend() == "fake":
             continue
         try:
             gradient = gradient_of(member.name, tensor, source)
