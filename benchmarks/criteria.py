@@ -6,7 +6,7 @@
 
 On momentum (of momentum.py) it has to be nearer to the polar factor on every matrix, with singular values up to 1.15.
 On spectra of plateaus and on the matrices of stress.py its error may be 1.1 times that of Polar Express, or .1, and the
-largest singular value 1.3. Both are orthogonalised as a step does it: with the products that "auto" takes, and with
+largest singular value 1.3. Both are orthogonalized as a step does it: with the products that "auto" takes, and with
 torch's, and compared with Polar Express by the same products. Errors are relative in the Frobenius norm, to U Vᵀ in
 fp64, with U from the eigenvectors of X Xᵀ, which is as good as a singular value decomposition to some 10⁻⁹; on the
 matrices of stress.py as it says. The command fails where a bound is broken.

@@ -6,7 +6,7 @@
 
 Three GPT-2-small layers by default (--shapes, --layers) on two gloo ranks of one thread. Every contender has an engine
 of its own in the same two processes, with the same config, weights and gradients; they take turns, A B C A B C. At
-stages 1 and 2 DeepSpeed's Muon orthogonalises inside backward, so backward and step are timed together; SGD's time of
+stages 1 and 2 DeepSpeed's Muon orthogonalizes inside backward, so backward and step are timed together; SGD's time of
 the same round is what the engine takes without Muon, and is subtracted.
 
 The loss is linear in the weights, so the gradient of a rank is what its forward is given, and the reduced gradient is
@@ -83,7 +83,7 @@ class Contender:
 
     @property
     def dtype(self) -> str:
-        """What it orthogonalises in; DeepSpeed decides by what its accelerator says."""
+        """What it orthogonalizes in; DeepSpeed decides by what its accelerator says."""
         if not self.coefficients:
             return ""
         if self.ours is not None:
@@ -228,7 +228,7 @@ class Result:
 
     Attributes:
         name: The contender.
-        dtype: What it orthogonalises in.
+        dtype: What it orthogonalizes in.
         milliseconds: Backward and step, of each round, on the slowest rank.
         bytes_sent: In one backward and step, by all ranks together.
         bytes_counted: What muonmesh itself says that it has sent, all ranks; None for others.

@@ -6,7 +6,7 @@ Gradients are made as training makes them: a slowly turning part of low rank und
 and columns whose sizes spread over a decade. "linear" codes are k/127 of the largest number of a block of 256,
 "dynamic" codes those of 8-bit optimizers (Dettmers et al., arXiv 2110.02861): a sign, a decade and a fraction.
 "stochastic" rounds up as often as the number is nearer to the upper code. The error of a direction is that of the
-orthogonalised matrix, relative to its norm.
+orthogonalized matrix, relative to its norm.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether an update is what a Muon must make: the whole matrix orthogonalised, not a piece of it.
+"""Whether an update is what a Muon must make: the whole matrix orthogonalized, not a piece of it.
 
-Speed figures for Muon have been published and withdrawn because the matrices had not been orthogonalised at all.
+Speed figures for Muon have been published and withdrawn because the matrices had not been orthogonalized at all.
 """
 
 from __future__ import annotations

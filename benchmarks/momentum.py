@@ -3,7 +3,7 @@
     python -m benchmarks.momentum --out momentum.safetensors       # four kinds of models, steps 4, 16 and 48
     python -m benchmarks.momentum --out FILE --kinds gpt2 --width 768 --blocks 0 1 --at 21 159    # for iterations.py
 
-What is written are the directions that Muon orthogonalises, fp32, fused parameters cut into their matrices, of the last
+What is written are the directions that Muon orthogonalizes, fp32, fused parameters cut into their matrices, of the last
 block or of those asked for, under names such as gpt2.48.transformer.h.1.attn.c_attn.weight.0. Needs transformers and
 safetensors.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.narrow_results --json benchmarks/results/narrow_results.json
 
-Every orthogonalised matrix is rounded as its owner would round it before it cuts it into what the ranks are sent, so
+Every orthogonalized matrix is rounded as its owner would round it before it cuts it into what the ranks are sent, so
 one process shows what any layout would compute. Three codecs, each with blocks along the rows of the matrix:
 
 - ``powers``: 32 elements to a block, 8 bits each and a power of two for a scale, which is one byte (MXINT8 of the OCP
@@ -75,7 +75,7 @@ ROUND: dict[str, Callable[[Tensor], Tensor]] = {"powers": powers, "linear": line
 
 @contextmanager
 def results_in(codec: str) -> Iterator[None]:
-    """Let owners round what they have orthogonalised."""
+    """Let owners round what they have orthogonalized."""
     own = MuonStep.orthogonalize_batch
 
     def rounded(step: MuonStep, batch: Tensor, out: Tensor, assignments: Any) -> None:

@@ -11,7 +11,7 @@ the same. The model is an embedding, which is AdamW's, and blocks of two linear 
 or DDP.
 
 ``bound``: four things take turns, each timed from a barrier to the end of the slowest rank. A *step*; *computing*, the
-same step but that nothing travels (the owners orthogonalise what arrived the last time); *communicating*, the
+same step but that nothing travels (the owners orthogonalize what arrived the last time); *communicating*, the
 exchange's own collectives in their order with no work in between; AdamW's part, timed inside *computing*. Reported is
 (step − AdamW) over max(computing − AdamW, communicating): the median over the rounds. Where every core computes, the
 processor time that a transfer takes is taken from computing, so it is told beside, and so is the ratio to
@@ -22,7 +22,7 @@ max(computing − AdamW + that time, communicating).
 
 ``trace``: one step under torch.profiler. The spans of its transfers, each of which a thread waits for, and of the
 exchange's parts are kept for `docs/images/draw/timeline.py`, and how much of each gather lies under the
-orthogonalisation of the bucket before.
+orthogonalization of the bucket before.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def gradients(options: argparse.Namespace) -> Found:
 
 NAMES = {
     "_gather": "2 momentum",
-    "_compute": "4 orthogonalise",
+    "_compute": "4 orthogonalize",
     "_scatter": "5 scatter",
     "_receive": "6 update",
 }
@@ -374,7 +374,7 @@ def without_waits(spans: list[Found]) -> list[Found]:
 def hidden(spans: list[Found]) -> list[float]:
     """For each bucket but the first, the part of its gather that lies under the computing of the bucket before."""
     gathers = {s["bucket"]: s for s in spans if s["stage"] == "3 gather"}
-    computes = {s["bucket"]: s for s in spans if s["stage"] == "4 orthogonalise"}  # the last part, after waiting
+    computes = {s["bucket"]: s for s in spans if s["stage"] == "4 orthogonalize"}  # the last part, after waiting
     shares = []
     for bucket, gather in sorted(gathers.items()):
         if bucket:

@@ -8,7 +8,7 @@
 Three GPT-2-small layers by default (--shapes, --layers). In each layout the contenders take turns, A B C A B C,
 on the same parameters and gradients. The time is that of the slowest rank, from a barrier until `step()` has
 returned; the first rounds, which create state, plans and compiled code, are not counted. Afterwards the update of
-every whole matrix is measured by its singular values: whoever does not orthogonalise the whole has no figures.
+every whole matrix is measured by its singular values: whoever does not orthogonalize the whole has no figures.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def own_function(name: str, s: Tensor) -> Tensor:
 
 
 def judged(name: str, x: Tensor, **how: Any) -> dict[str, float]:
-    """The figures of one set for one bf16 matrix, orthogonalised as `how` says."""
+    """The figures of one set for one bf16 matrix, orthogonalized as `how` says."""
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     result = orthogonalize(x, coefficients=SETS[name], **how).double()
     found = {"largest": float(torch.linalg.matrix_norm(result, 2))}

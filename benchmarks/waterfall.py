@@ -142,7 +142,7 @@ def divided(optimizer: Optimizer, workload: Workload) -> tuple[float, float, flo
 
 
 def least_of(rows: int, cols: int, coefficients: CoefficientName | Literal["auto"], kernels: KernelName) -> int:
-    """Operations of one orthogonalisation: those of the polynomials, and the five thin products of deflation."""
+    """Operations of one orthogonalization: those of the polynomials, and the five thin products of deflation."""
     taken = Orthogonalizer.of(
         rows,
         cols,

@@ -32,7 +32,7 @@ COMMON = {
     "num_key_value_heads": 4,  # grouped queries: k and v are half as tall as q
     "tie_word_embeddings": False,
 }
-# What is orthogonalised: an independent list, by the end of the name. The rest is AdamW's.
+# What is orthogonalized: an independent list, by the end of the name. The rest is AdamW's.
 MATRICES: dict[str, Any] = {
     "q_proj.weight": "whole",
     "k_proj.weight": "whole",

@@ -79,7 +79,7 @@ def update_preconditioner(
 
 
 def step(grad: Tensor, state: dict[str, Any], *, mu: float, precondition_frequency: int) -> Tensor:
-    """Lines 441 to 472: return what is orthogonalised."""
+    """Lines 441 to 472: return what is orthogonalized."""
     state["momentum"].lerp_(grad, 1 - mu)
     momentum_update = grad.lerp(state["momentum"], mu)
     momentum_update = precondition_momentum(momentum_update, state)

@@ -1,4 +1,4 @@
-"""Orthogonalisation on the GPU against the fp64 SVD: strength at any scale, accuracy, and untouched inputs."""
+"""Orthogonalization on the GPU against the fp64 SVD: strength at any scale, accuracy, and untouched inputs."""
 
 from __future__ import annotations
 

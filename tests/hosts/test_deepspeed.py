@@ -172,7 +172,7 @@ def test_an_overflow_skips_the_step_on_every_rank(pools: dict[int, Pool], stage:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_matrices_that_straddle_ranks_are_orthogonalised_once(pools: dict[int, Pool], stage: int) -> None:
+def test_matrices_that_straddle_ranks_are_orthogonalized_once(pools: dict[int, Pool], stage: int) -> None:
     told = pools[2].run(ds.work_done, zero(stage) | {"gradient_accumulation_steps": 2})[0]
     inside = {name: [at % ds.SHAPES[name][1] for at in places] for name, places in told["cut"].items()}
     assert any(at for places in inside.values() for at in places), "no matrix is cut within a row"

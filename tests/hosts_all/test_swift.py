@@ -1,6 +1,6 @@
 """`swift sft` and `swift pt` themselves, on a tiny model in a folder: their steps are Muon's, and resumed ones too.
 
-A step of an orthogonalised matrix says so itself: divided by learning rate and the scale of the whole matrix, its
+A step of an orthogonalized matrix says so itself: divided by learning rate and the scale of the whole matrix, its
 largest singular value is near 1, for all fourteen matrices. Of a shard, a clipped or a raw gradient it is anything.
 (The smallest are not: the gradient of four short sentences has few singular values that are not about 0.)
 """

@@ -22,7 +22,7 @@ from tests.workers import Pool
 
 
 class LocalMuon(Optimizer):
-    """What many do: orthogonalises what this rank has of a matrix, and what is no matrix goes down its gradient."""
+    """What many do: orthogonalizes what this rank has of a matrix, and what is no matrix goes down its gradient."""
 
     def __init__(self, params: Iterable[nn.Parameter], *, apart: float = 0.0) -> None:
         self.apart = apart

@@ -524,7 +524,7 @@ def train_ddp(compiled: bool) -> list[str]:
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         tokens = torch.randint(96, (2, 16), generator=generator)
-        with wrapped.no_sync():  # two micro-batches, one orthogonalisation
+        with wrapped.no_sync():  # two micro-batches, one orthogonalization
             wrapped(input_ids=tokens, labels=tokens).loss.backward()
         wrapped(input_ids=tokens.flip(1), labels=tokens.flip(1)).loss.backward()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):

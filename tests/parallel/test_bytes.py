@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
 def least(weights: list[nn.Parameter]) -> int:
     """Elements that all ranks together must send, told from what each of them stores and from nothing else.
 
-    Whoever orthogonalises a matrix has to be sent what it does not store, once; and each other rank, of the result,
+    Whoever orthogonalizes a matrix has to be sent what it does not store, once; and each other rank, of the result,
     what it stores. So it should be a rank that stores most.
     """
     total = 0

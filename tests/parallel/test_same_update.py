@@ -268,7 +268,7 @@ def test_a_step_does_what_explain_says(workers, ranks: int, layout: str) -> None
     for promised, done in outcomes:
         assert promised == done
         matrices += done[0]
-    # no matrix is orthogonalised twice, none is left out
+    # no matrix is orthogonalized twice, none is left out
     assert matrices == len(_matrices())
     assert any(done[2] for _, done in outcomes)
 

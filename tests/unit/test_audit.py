@@ -87,7 +87,7 @@ def test_what_is_not_orthogonalized_is_told() -> None:
 
 
 class Blocks(Optimizer):
-    """Orthogonalises the upper and the lower half of each matrix, twice as far as it should."""
+    """Orthogonalizes the upper and the lower half of each matrix, twice as far as it should."""
 
     def __init__(self, params: Iterable[nn.Parameter], *, halves: int, times: float = 1.0, decay: float = 0.1) -> None:
         self.halves, self.times = halves, times

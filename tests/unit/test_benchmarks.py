@@ -1,4 +1,4 @@
-"""The benchmark's own promises: every contender runs, and whoever does not orthogonalise gets no figures."""
+"""The benchmark's own promises: every contender runs, and whoever does not orthogonalize gets no figures."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_rows_and_transposes(shape: tuple[int, int]) -> None:
     assert torch.equal(out, x.mT)
 
 
-# --- orthogonalisation ------------------------------------------------------------------------------------------
+# --- orthogonalization ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("coefficients", ["polar_express", "quintic", "aol", "qdwh", "deflated"])

@@ -54,7 +54,7 @@ def canonical(matrix: Tensor) -> Tensor:
 
 
 def stand_in(matrix: Tensor, rows: int, cols: int) -> Tensor:
-    """For the orthogonalisation, exact in int64: everything in it depends on every element and on where it is."""
+    """For the orthogonalization, exact in int64: everything in it depends on every element and on where it is."""
     down, along = torch.arange(1, matrix.shape[0] + 1)[:, None], torch.arange(1, matrix.shape[1] + 1)
     by_row, by_col = (matrix * along).sum(1, keepdim=True), (matrix * down * down).sum(0)
     return 7 * matrix + by_row * along + 3 * by_col * down + (by_row * down).sum() + 1000003 * rows + cols

@@ -440,7 +440,7 @@ def test_add_param_group_joins_later() -> None:
     assert "late.weight" in str(optimizer.explain())
 
 
-def test_gradient_accumulation_is_one_orthogonalisation_of_the_sum() -> None:
+def test_gradient_accumulation_is_one_orthogonalization_of_the_sum() -> None:
     model, optimizer = small()
     twin, other = copy.deepcopy((model, optimizer))
     x = torch.randn(8, 12)

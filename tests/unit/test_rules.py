@@ -553,7 +553,7 @@ def test_overrides_give_rules_to_the_other_half() -> None:
         mm.split_params(model, overrides={"2.weight": "scion"})
 
 
-def test_a_rule_without_parts_orthogonalises_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_without_parts_orthogonalizes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Plain(Rule):
         pass
@@ -809,7 +809,7 @@ def test_a_step_that_clipping_stops_on_a_device_changes_nothing(rule: str, state
 
 
 def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
-    """Results arrive as steps where nothing else is done to them; equal matrices are orthogonalised together."""
+    """Results arrive as steps where nothing else is done to them; equal matrices are orthogonalized together."""
     results = []
     for together_ in (False, True):
         weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
