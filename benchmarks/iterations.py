@@ -1,15 +1,16 @@
 """Iterations against each other: how near each comes to the polar factor in bf16, and how long it takes.
 
-    python benchmarks/iterations.py --momentum CHECKPOINT --json benchmarks/results/iterations.json
+    python benchmarks/iterations.py --momentum FILE --json benchmarks/results/iterations_deflated.json
     python benchmarks/iterations.py --only speed --rounds 9
 
-Contenders: sets by name, with compiled products too where there is a compiler ("one Gram matrix" is method="gram"), and
-"O": the 16 largest singular values brought down to the 16th, the matrix divided by a Schatten norm, then four quintics.
-O is only simulated, with its norm known from the fp64 singular values; "deflated" is what has become of it.
+Contenders: sets by name with torch's products, two with compiled ones too where the package has them ("one Gram matrix"
+is method="gram"), and "O": the 16 largest singular values brought down to the 16th, the matrix divided by a Schatten
+norm, then four quintics. O is only simulated, with its norm known from the fp64 singular values; "deflated" is what has
+become of it.
 
 Errors are relative, in the Frobenius norm, to U Vᵀ of the singular value decomposition in fp64, so they hold what the
 polynomials leave and what rounding adds. Times are processor times of one thread in rounds that take turns; what is
-reported are ratios to the default set.
+reported are ratios to Polar Express with torch's products.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -64,14 +66,16 @@ def spectrum(name: str, rows: int, cols: int) -> Tensor:
     return x.bfloat16()
 
 
-def inputs(momentum: Path | None, rows: int, cols: int) -> Iterator[tuple[str, Tensor]]:
+def inputs(momentum: Path | None, shapes: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Named wide matrices."""
-    for name in SPECTRA:
-        yield f"{name} {rows}×{cols}", spectrum(name, rows, cols)
+    for shape in shapes:
+        rows, cols = map(int, shape.split("x"))
+        for name in SPECTRA:
+            yield f"{name} {rows}×{cols}", spectrum(name, rows, cols)
     if momentum is not None:
-        from muonmesh.cli.checkpoints import whole_tensors
+        from safetensors.torch import load_file
 
-        for name, x in whole_tensors(momentum, "optimizer.state.", ".momentum_buffer").items():
+        for name, x in load_file(momentum).items():
             yield name, (x if x.shape[0] <= x.shape[1] else x.mT).bfloat16().contiguous()
 
 
@@ -93,15 +97,16 @@ def o(x: Tensor, *, deflated: bool) -> Tensor:
     s = torch.linalg.svdvals(x.double())
     wider = float(s.norm() / (s**8).sum() ** 0.125)
     first = tuple(value * wider ** (2 * k + 1) for k, value in enumerate(O_QUINTICS[0]))
-    return orthogonalize(x, coefficients=[first, *O_QUINTICS[1:]])
+    return usual(x, coefficients=[first, *O_QUINTICS[1:]])
 
 
+usual = functools.partial(orthogonalize, kernels="torch")
 CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "simple": lambda x: orthogonalize(x, coefficients="simple"),
-    "polar_express": orthogonalize,
-    "polar_express, standard": lambda x: orthogonalize(x, method="standard"),
-    "qdwh": lambda x: orthogonalize(x, coefficients="qdwh"),
-    "deflated": lambda x: orthogonalize(x, coefficients="deflated"),
+    "simple": functools.partial(usual, coefficients="simple"),
+    "polar_express": usual,
+    "polar_express, standard": functools.partial(usual, method="standard"),
+    "qdwh": functools.partial(usual, coefficients="qdwh"),
+    "deflated": functools.partial(usual, coefficients="deflated"),
     "O": lambda x: o(x, deflated=True),
     "O without deflation": lambda x: o(x, deflated=False),
 }
@@ -117,12 +122,12 @@ except ValueError as error:
     print(error)
 
 
-def accuracy(momentum: Path | None, rows: int, cols: int) -> list[dict[str, Any]]:
+def accuracy(momentum: Path | None, shapes: list[str]) -> list[dict[str, Any]]:
     """Error to the polar factor, error to the set's own function, and the largest singular value."""
     table = []
     print("\nerror to U Vᵀ / largest singular value, bf16\n\n| input | " + " | ".join(CONTENDERS) + " |")
     print("|---" * (len(CONTENDERS) + 1) + "|")
-    for name, x in inputs(momentum, rows, cols):
+    for name, x in inputs(momentum, shapes):
         u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
         row: dict[str, Any] = {"input": name, "shape": list(x.shape)}
         for contender, run in CONTENDERS.items():
@@ -160,7 +165,7 @@ def qdwh_of(s: Tensor) -> Tensor:
 
 
 def speed(rounds: int) -> list[dict[str, Any]]:
-    """Time of the default set over that of each, one thread."""
+    """Time of Polar Express with torch's products over that of each, one thread."""
     table = []
     print("\ntime of polar_express over that of each, processor time of one thread\n\n| matrix | " + " | ".join(TIMED))
     print("|---" * (len(TIMED) + 1) + "|")
@@ -173,9 +178,9 @@ def speed(rounds: int) -> list[dict[str, Any]]:
                 CONTENDERS[name](x)
                 if number:  # the first allocates
                     times[name].append(time.process_time() - start)
-        usual = times["polar_express"]
-        ratios = {name: statistics.median(a / b for a, b in zip(usual, times[name], strict=True)) for name in TIMED}
-        table.append({"shape": [rows, cols], "ms": 1e3 * statistics.median(usual), "ratios": ratios})
+        of_one = times["polar_express"]
+        ratios = {name: statistics.median(a / b for a, b in zip(of_one, times[name], strict=True)) for name in TIMED}
+        table.append({"shape": [rows, cols], "ms": 1e3 * statistics.median(of_one), "ratios": ratios})
         print(f"| {rows}×{cols} | " + " | ".join(f"{ratios[name]:.2f}" for name in TIMED) + " |", flush=True)
     return table
 
@@ -184,8 +189,8 @@ def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("accuracy", "speed"))
-    parser.add_argument("--momentum", type=Path, help="a checkpoint of `muonmesh train`: RUN/checkpoints/muon/step-...")
-    parser.add_argument("--shape", default="768x3072", help="of the synthetic matrices in the accuracy table")
+    parser.add_argument("--momentum", type=Path, help="what momentum.py has written")
+    parser.add_argument("--shapes", nargs="+", default=["768x768", "768x3072"], help="of the matrices of known spectra")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
@@ -195,11 +200,11 @@ def main() -> None:
         "command": "python benchmarks/iterations.py --momentum FILE --json FILE",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
+        "load": round(os.getloadavg()[0], 1),
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, bf16 instructions: {'yes' if bf16 else 'no'}",
     }
-    rows, cols = map(int, options.shape.split("x"))
     if options.only != "speed":
-        figures["accuracy"] = accuracy(options.momentum, rows, cols)
+        figures["accuracy"] = accuracy(options.momentum, options.shapes)
     if options.only != "accuracy":
         figures["speed"] = speed(options.rounds)
     if options.json is not None:

@@ -1,9 +1,11 @@
 """Record the momentum of models that learn the standard library byte by byte, for iterations.py and criteria.py.
 
     python -m benchmarks.momentum --out momentum.safetensors       # four kinds of models, steps 4, 16 and 48
+    python -m benchmarks.momentum --out FILE --kinds gpt2 --width 768 --blocks 0 1 --at 21 159    # for iterations.py
 
 What is written are the directions that Muon orthogonalises, fp32, fused parameters cut into their matrices, of the last
-block, under names such as gpt2.48.transformer.h.1.attn.c_attn.weight.0. Needs transformers and safetensors.
+block or of those asked for, under names such as gpt2.48.transformer.h.1.attn.c_attn.weight.0. Needs transformers and
+safetensors.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--blocks", nargs="+", help="numbers from 0 on (default: the last)")
     parser.add_argument("--at", type=int, nargs="+", default=[4, 16, 48], help="steps, from 2 on")
     options = parser.parse_args()
     data, found = text(), dict[str, Tensor]()
@@ -60,7 +63,8 @@ def main() -> None:
             optimizer.zero_grad()
             value.backward()
             if step in options.at:
-                some = directions(model, optimizer, str(options.layers - 1))
+                blocks = options.blocks or [str(options.layers - 1)]
+                some = {name: x for block in blocks for name, x in directions(model, optimizer, block).items()}
                 found |= {f"{kind}.{step}.{name}": direction for name, direction in some.items()}
                 print(f"{kind}, step {step}: loss {value.item():.2f}, {len(some)} matrices", flush=True)
             optimizer.step()

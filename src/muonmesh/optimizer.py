@@ -48,7 +48,7 @@ from muonmesh.settings import (
     check_process_group,
     read_settings,
     refuse_engine,
-    refuse_partitioner,
+    refuse_makers,
     shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
@@ -159,10 +159,7 @@ class Muon(torch.optim.Optimizer):
             if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
                 needed = "ordered collections, the same order on every rank"
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
-                frame = frame.f_back
-            refuse_partitioner(frame.f_locals.get("self"))
+            refuse_makers(sys._getframe(1))
             precision, group = Precision.of(shared), shared["process_group"]
             # A copy of the layouts, so that what the caller does with the mapping later changes nothing here.
             layouts, cap = dict(shared["layouts"] or {}), float(shared["bucket_cap_mb"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
+from types import FrameType
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
@@ -341,28 +342,34 @@ def check_process_group(process_group: object, words: Sequence[str] = ("world", 
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
 
-def refuse_partitioner(maker: object) -> None:
-    """Refuse to be made by torch's ``ZeroRedundancyOptimizer``, which gives each rank other parameters.
+def refuse_makers(frame: FrameType | None) -> None:
+    """Refuse to be made by what gives an optimizer other parameters than the model's: it calls a constructor.
 
     Args:
-        maker: The object whose method makes the optimizer, if one does.
+        frame: Of what makes the optimizer. Those that called it count too, and of no frame a local variable is read,
+            since frames would then keep it alive.
 
     Raises:
-        TypeError: it is such an optimizer. Norms would be those of a rank's own parameters, and each rank would have
-            to wait for the owner of the others' matrices.
+        TypeError: it is torch's ``ZeroRedundancyOptimizer``. Norms would be those of a rank's own parameters, and each
+            rank would have to wait for the owner of the others' matrices. Or it is DeepSpeed's engine.
     """
-    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(maker).__mro__):
-        needed = "all parameters on every rank, since ranks share the work by themselves"
-        write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without ZeroRedundancyOptimizer: '
-        write += "each rank then orthogonalises and stores its share"
-        raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
+    while frame is not None:
+        maker = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if maker == ("deepspeed.runtime.engine", "_configure_optimizer"):
+            refuse_engine("deepspeed")
+        if maker == ("torch.distributed.optim.zero_redundancy_optimizer", "_init_local_optimizer"):
+            needed = "all parameters on every rank, since ranks share the work by themselves"
+            write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without '
+            write += "ZeroRedundancyOptimizer: each rank then orthogonalises and stores its share"
+            raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
+        frame = frame.f_back
 
 
 def refuse_engine(user: str) -> None:
     """Refuse to serve DeepSpeed's engine itself, which may have put flat tensors in the place of parameters.
 
     Args:
-        user: The module that calls ``step``, or that asks whether it was given an optimizer.
+        user: The module that makes the optimizer, calls ``step``, or asks whether it was given an optimizer.
 
     Raises:
         TypeError: it is DeepSpeed's.

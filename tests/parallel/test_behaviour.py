@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import pickle
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,6 +290,24 @@ def test_ranks_take_the_products_that_all_of_them_have(workers) -> None:
     for told, differing, ours in workers(2).run(products_of_one_rank, "auto", -1):
         assert told == []
         assert bool(differing) == ours
+
+
+@pytest.mark.parametrize("lesser", [0, 1])
+def test_ranks_on_different_processors_hold_the_same_weights(tmp_path: Path, products: None, lesser: int) -> None:
+    """One rank has AVX2 alone: in torch, in oneDNN and in the products in C."""
+    running = []
+    for rank in range(2):
+        told = ["avx2"] if rank == lesser else []
+        less = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"} if told else {}
+        command = [sys.executable, "-m", "tests.processors", str(tmp_path / "store"), str(rank), *told]
+        running.append(subprocess.Popen(command, env=os.environ | less, stdout=subprocess.PIPE, text=True))
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in running]
+    assert [rank["differing"] for rank in found] == [[], []]
+    assert not found[lesser]["bf16"]
+    if compiled.library().variant.startswith("avx512"):  # else both ranks are of one kind
+        assert [len(rank["told"]) for rank in found] == [1, 0]
+        assert "all ranks use torch's products" in found[0]["told"][0]
+        assert [rank["not torch's"] for rank in found] == [[], []]
 
 
 def test_products_that_one_rank_lacks_are_an_error_on_every_rank_where_asked_for(workers, products) -> None:

@@ -755,3 +755,19 @@ def test_pictures_are_small() -> None:
     pictures = [*(ROOT / "docs" / "images").glob("*.*")]
     assert len(pictures) >= 5
     assert {picture.name: size for picture in pictures if (size := picture.stat().st_size) > 150_000} == {}
+
+
+def test_the_table_of_matrices_made_to_break_an_iteration_is_the_recorded_one() -> None:
+    matrices = json.loads((ROOT / "benchmarks/results/stress.json").read_text())["matrices"]
+    section = (ROOT / "docs/internals/iterations.md").read_text().partition("## Matrices made to break")[2]
+    rows = dict(re.findall(r"^\| (\w+)[^|]*\| [^|]* \| (.*) \|$", section.partition("\n## ")[0], re.MULTILINE))
+    assert rows.keys() == matrices[0].keys() - {"input"}
+    for name, row in rows.items():
+        found = {
+            key: [each[name][key] for each in matrices if key in each[name]] for key in ("largest", "own", "polar")
+        }
+        expected = [max(found["largest"])]
+        for key in ("own", "polar"):
+            expected += [max(found[key]), statistics.median(found[key])] if found[key] else []
+        told = [float(number) for number in re.findall(r"(?<![\w/])\d*\.\d+", row)]
+        assert told == [pytest.approx(number, abs=0.00051) for number in expected], name

@@ -52,7 +52,13 @@ def test_a_forecast_is_near_a_dry_run(mesh: dict[str, int], placements: tuple[Sh
     assert found.launches == pytest.approx(run.launches, rel=0.25)
     assert found.elementwise_bytes == pytest.approx(run.elementwise_bytes, rel=0.25)
     assert found.memory.exchange == pytest.approx(run.peak_bytes, rel=0.35)
+    assert found.messages == run.messages
+    assert found.kernels == pytest.approx(run.kernels, rel=0.25)
+    assert found.views == pytest.approx(run.views, rel=0.35)
+    assert found.slow_flops == pytest.approx(run.slow_flops, rel=0.1)
     assert found.seconds == pytest.approx(run.seconds, rel=0.25)
+    assert found.best_seconds == pytest.approx(run.best_seconds, rel=0.25)
+    assert found.best_seconds < found.seconds
 
 
 @pytest.mark.parametrize("rule", ["soap", "normuon", "adamuon", "scion_sign"])
@@ -93,9 +99,35 @@ def test_the_busiest_rank_is_told_of_unless_another_is_asked_for() -> None:
 
 def test_the_modelled_time_follows_the_rates() -> None:
     weights = [Weight("weight", layout.MeshLayout.replicated((512, 512), (0, 1)), "whole")]
-    rates = Rates(flops=1e6, bytes=math.inf, wire=math.inf, launch=0.0, collective=0.0)
-    found = forecast(weights, rates=rates)
-    assert found.seconds == pytest.approx(found.flops / 1e6)
+    free = dict.fromkeys(("kernel", "operation", "view", "matrix", "collective", "message"), 0.0)
+    found = forecast(weights, rates=Rates(flops=1e6, published=1e5, bytes=math.inf, wire=math.inf, **free))
+    assert found.best_seconds == pytest.approx(found.flops / 1e6)
+    assert found.seconds == pytest.approx(found.slow_flops / 1e5)
+    assert found.slow_flops == pytest.approx(found.flops * (3000 / 512) ** 1.2)
+
+
+def test_what_torch_would_take_is_what_a_dry_run_of_it_takes() -> None:
+    """One process. Small matrices are the host's time, of which ours costs more for a few, and less for many."""
+    for shapes in ([(768, 768)] * 4, [(64, 64)] * 200, LAYERS):
+        model = nn.Module()
+        for number, shape in enumerate(shapes):
+            model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
+        run = dry_run(model, lambda model: torch.optim.Muon(list(model.parameters()), lr=0.02), steps=1)
+        place = [layout.MeshLayout.replicated(shape, (0,)) for shape in shapes]
+        found = forecast([Weight(f"weight{number}", where, "whole") for number, where in enumerate(place)])
+        assert found.seconds_of_torch() == pytest.approx(run.seconds, rel=0.25)
+        assert found.seconds_of_torch(published=False) == pytest.approx(run.best_seconds, rel=0.25)
+        assert (found.seconds < found.seconds_of_torch()) == (len(shapes) > 4)
+
+
+def test_small_products_are_as_slow_as_published_ones() -> None:
+    """Milliseconds of X Xᵀ on an H800 by flash-muon's kernel and by cuBLAS, from the README of nil0x9/flash-muon."""
+    published = {1024: (0.0124, 0.0112), 2048: (0.0322, 0.0384), 4096: (0.1838, 0.2955), 8192: (1.4528, 2.2643)}
+    for rows, times in published.items():
+        for by_triton, milliseconds in zip((True, False), times, strict=True):
+            flops = rows**3 * (1 if by_triton else 2)
+            seconds = flops * Rates.weight_of(rows**2, by_triton=by_triton) / Rates().published
+            assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.25)
 
 
 def test_vectors_and_embeddings_are_stored_and_not_computed() -> None:

@@ -17,6 +17,8 @@ from muonmesh.report.forecast import WIRE, Forecast, Weight
 
 MODELLED = "modelled"
 COUNTED = "counted"
+PER_SECOND = ("flops", "published", "bytes", "wire")
+"""Rates that are so much a second; the others are seconds."""
 
 
 def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
@@ -46,6 +48,7 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes sent": found.bytes_sent,
             "bytes received": found.bytes_received,
             "collectives": found.collectives,
+            "messages": found.messages,
             "bytes of gradients sent": found.gradients.bytes_sent,
             "bytes of gradients received": found.gradients.bytes_received,
             "collectives of gradients": found.gradients.collectives,
@@ -56,13 +59,14 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
         },
         MODELLED: {
             "bytes of the exchange": found.memory.exchange,
+            "bytes of NCCL": found.memory.nccl,
             "bytes together": found.memory.total,
             "launches": found.launches,
             "elementwise bytes": found.elementwise_bytes,
-            "seconds of the host": found.parts["host"],
-            "seconds of the device": found.parts["device"],
-            "seconds of the network": found.parts["network"],
-            "seconds": found.seconds,
+            **{
+                f"seconds{whose}": dict(zip(("products as published", "products at best"), ends, strict=True))
+                for whose, ends in _seconds(found).items()
+            },
         },
         "rates": asdict(found.rates),
         "kinds": _kinds(weights, found, owners),
@@ -82,11 +86,20 @@ def load_rates(path: Path) -> DeviceRates:
     for name, value in content.items():
         if name not in known:
             raise FileError(f"--rates {path}: found {name!r}; needed {', '.join(known)}. Rename it or leave it out")
-        least = 0 if name in ("launch", "collective") else math.nextafter(0, 1)
+        least = 0 if name not in PER_SECOND else math.nextafter(0, 1)
         if not is_number(value) or not least <= value < math.inf:
             needed = "a number of seconds" if least == 0 else "a positive, finite number a second"
             raise FileError(f"--rates {path}: found {name} {value!r}; needed {needed}. Correct it")
     return DeviceRates(**content)
+
+
+def _seconds(found: Forecast) -> dict[str, tuple[float, float]]:
+    published, best = found.parts(), found.parts(published=False)
+    return {
+        "": (found.seconds, found.best_seconds),
+        **{f" of the {part}": (published[part], best[part]) for part in best},
+        " of torch.optim.Muon": (found.seconds_of_torch(), found.seconds_of_torch(published=False)),
+    }
 
 
 def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:

@@ -75,8 +75,8 @@ def plan(
     rates: Annotated[
         Path | None,
         typer.Option(
-            help="A JSON file with the rates of a device: flops, bytes, wire (per second), launch, collective "
-            "(seconds). Default: one H100.",
+            help="A JSON file with the rates of a device: flops, published, bytes, wire (per second), kernel, "
+            "operation, view, matrix, collective, message (seconds). Default: one H100.",
             rich_help_panel=WHERE,
             show_default=False,
         ),
@@ -219,13 +219,18 @@ def _counted(figures: dict[str, Any]) -> dict[str, str]:
 
 def _modelled(figures: dict[str, Any]) -> dict[str, str]:
     def milliseconds(name: str) -> str:
-        return f"{figures[name] * 1e3:,.3g} ms"
+        ends = [f"{figures[name][end] * 1e3:,.3g}" for end in ("products at best", "products as published")]
+        return " to ".join(dict.fromkeys(ends)) + " ms"
 
+    pairs = zip(figures["seconds of torch.optim.Muon"].values(), figures["seconds"].values(), strict=True)
+    verdict = {(True, True): "faster", (False, False): "slower"}.get(tuple(a < b for a, b in pairs), "either")
     return {
         "step, the slowest of the three below": milliseconds("seconds"),
         **{f"time of the {part}": milliseconds(f"seconds of the {part}") for part in ("host", "device", "network")},
+        f"torch.optim.Muon, not what it sends: {verdict}": milliseconds("seconds of torch.optim.Muon"),
         "kernel launches": f"{figures['launches']:,}",
         "memory of the step": decimal(figures["bytes of the exchange"]),
+        "memory of NCCL's buffers": decimal(figures["bytes of NCCL"]),
         "all memory, without activations": decimal(figures["bytes together"]),
     }
 

@@ -6,36 +6,74 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """How fast a device is, for the model of time. By default one H100 SXM, its data sheet's figures where marked so.
+    """How fast a device is, for the model of time. By default one H100 SXM; docs/plan.md has the source of each rate.
 
     Attributes:
-        flops: bf16 products, FLOP/s: 70 % of the data sheet's 989 TFLOP/s.
+        flops: The most that bf16 products may reach, FLOP/s: 70 % of the data sheet's 989 TFLOP/s.
+        published: What a triangle of tiles by Triton is published to reach on large matrices: 38 % (flash-muon, H800).
         bytes: Of its memory, B/s: 80 % of the data sheet's 3.35 TB/s.
         wire: Of the network to other ranks, B/s each way: 400 Gb/s.
-        launch: Seconds of the host for one launch through torch.
+        kernel: Seconds of the host for a kernel of ours, with the step's Python around it.
+        operation: Likewise for one of torch's.
+        view: Likewise for an operation that starts none.
+        matrix: Seconds of the host for each matrix, of the step's Python.
         collective: Seconds until the first byte of a collective arrives.
+        message: Seconds more for each rank that an all-to-all reaches.
     """
 
     flops: float = 0.70 * 989e12
+    published: float = 0.38 * 989e12
     bytes: float = 0.80 * 3.35e12
     wire: float = 50e9
-    launch: float = 6e-6
+    kernel: float = 30e-6
+    operation: float = 4e-6
+    view: float = 1e-6
+    matrix: float = 10e-6
     collective: float = 30e-6
+    message: float = 1e-6
 
-    def parts(
-        self, *, launches: int, flops: int, elementwise_bytes: int, bytes_sent: int, collectives: int
-    ) -> dict[str, float]:
+    @staticmethod
+    def weight_of(elements: float, *, by_triton: bool) -> float:
+        """Return how much longer a FLOP takes than at the rate ``published``, in a product with so many elements.
+
+        Fitted to flash-muon's times of X Xᵀ on an H800, 1024 to 8192 rows, by its kernel and by cuBLAS: both speeds
+        grow with the side of the result to the power of 1.2, up to 3000 and 2200 rows. A batch counts as one square.
+        """
+        most, full = (1.0, 3000) if by_triton else (0.48 / 0.38, 2200)
+        slower: float = (full * full / max(1.0, elements)) ** 0.6
+        return max(1.0, slower) / most
+
+
+class Timed:
+    """A step whose time is modelled: a `muonmesh.testing.DryRun`, or a `Forecast`, with figures of the same names."""
+
+    def parts(self: Any, *, published: bool = True) -> dict[str, float]:
         """Return the modelled seconds of the host, the device and the network, which work side by side.
 
-        The host needs ``launch`` for each launch. The device computes the products and moves the elementwise bytes, one
-        after the other. The network moves ``bytes_sent`` and begins each collective anew.
+        Args:
+            published: Whether products are as fast as published ones, not as fast as they may be at most.
         """
+        rates: DeviceRates = self.rates
+        products = self.slow_flops / rates.published if published else self.flops / rates.flops
+        started = self.kernels * rates.kernel + (self.launches - self.kernels) * rates.operation
+        begun = self.collectives * rates.collective + self.messages * rates.message
         return {
-            "host": launches * self.launch,
-            "device": flops / self.flops + elementwise_bytes / self.bytes,
-            "network": bytes_sent / self.wire + collectives * self.collective,
+            "host": started + self.views * rates.view + self.matrices * rates.matrix,
+            "device": products + self.elementwise_bytes / rates.bytes,
+            "network": self.bytes_sent / rates.wire + begun,
         }
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the step: the slowest of `parts`. What one waits for the other is left out."""
+        return max(self.parts().values())
+
+    @property
+    def best_seconds(self) -> float:
+        """Likewise, with products as fast as they may be at most: a bound from below."""
+        return max(self.parts(published=False).values())

@@ -8,8 +8,10 @@ to dry runs of the real step (`muonmesh.testing.dry_run`). `tests/unit/test_fore
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -37,7 +39,7 @@ from muonmesh.layout.companion import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, Rule, by_defaults, is_known, is_matrix_rule
-from muonmesh.report.device_rates import DeviceRates
+from muonmesh.report.device_rates import DeviceRates, Timed
 from muonmesh.report.traffic import Carried, Traffic, carried, traffic
 from muonmesh.settings import OPTIMIZER_SETTINGS
 from muonmesh.step.state_layout import Stored, state_layouts_of
@@ -50,13 +52,17 @@ STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 BUCKET_ELEMENTS = int(OPTIMIZER_SETTINGS["bucket_cap_mb"].default * 2**20) // WIRE
 
 # Launches, counted by dry runs: of a step, of a bucket that travels, and of orthogonalising a batch of equal matrices.
-LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET = 32, 13
+LAUNCHES_OF_A_STEP, LAUNCHES_OF_A_BUCKET, KERNELS_OF_A_BUCKET = 32, 13, 6
 LAUNCHES_OF_A_BATCH = {"gram": 22, "standard": 14}
+VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 95, (1, 15)  # that stays, that travels
 BATCH_ELEMENTS = 2**28
 LOOKED_AT_ONCE = 320 * 2**16  # elements of gradients that one launch of a multi-tensor operation looks at
 # Bytes read and written by all but products, for each element that a rank orthogonalises, counted likewise.
 BYTES_OF_AN_OWNED_ELEMENT = {"gram": 1, "standard": 1}
 BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
+NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eight H100 (NVIDIA/nccl#1685)
+# torch.optim.Muon, counted by dry runs: launches and views of a matrix; it multiplies all of every square, by cuBLAS.
+LAUNCHES_OF_TORCH, VIEWS_OF_TORCH = 33, 12
 SQUARES = 5  # rows × rows matrices that the iteration works in
 
 
@@ -83,6 +89,7 @@ class Memory:
         weights, gradients, adamw: Of what the rank stores from step to step; counted.
         momentum: Of what the rule keeps, likewise.
         exchange: The most that a step takes beside these; modelled.
+        nccl: What NCCL takes for the first all-to-all; modelled.
     """
 
     weights: int
@@ -90,15 +97,16 @@ class Memory:
     momentum: int
     adamw: int
     exchange: int
+    nccl: int
 
     @property
     def total(self) -> int:
         """All of it. Activations and the layers that FSDP2 gathers for them are not in it."""
-        return self.weights + self.gradients + self.momentum + self.adamw + self.exchange
+        return self.weights + self.gradients + self.momentum + self.adamw + self.exchange + self.nccl
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Forecast(Timed):
     """What one step would cost on one rank, and how the work is spread.
 
     Attributes:
@@ -109,6 +117,10 @@ class Forecast:
         beside: What it sends and receives of what a rule keeps by row, column or matrix, in fp32; counted.
         memory: What it holds.
         launches: Kernels that it starts; modelled.
+        kernels: Those of them that are of our own operators; modelled.
+        views: Operations that start nothing; modelled.
+        matrices: Parameters of Muon.
+        slow_flops: See `muonmesh.testing.DryRun`.
         elementwise_bytes: What it reads and writes for all but matrix products; modelled.
         rates: Of the model of time.
         gradients: What moves gradients to owners, if anything; counted.
@@ -121,6 +133,10 @@ class Forecast:
     beside: Carried
     memory: Memory
     launches: int
+    kernels: int
+    views: int
+    matrices: int
+    slow_flops: float
     elementwise_bytes: int
     rates: DeviceRates
     gradients: Counts
@@ -151,20 +167,18 @@ class Forecast:
         return self.traffic.received * WIRE + self.beside.received * STATE
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Modelled seconds of host, device and network, which work side by side."""
-        return self.rates.parts(
-            launches=self.launches,
-            flops=self.flops,
-            elementwise_bytes=self.elementwise_bytes,
-            bytes_sent=self.bytes_sent,
-            collectives=self.collectives,
-        )
+    def messages(self) -> int:
+        """Ranks that its all-to-alls reach, summed up."""
+        return self.traffic.messages
 
-    @property
-    def seconds(self) -> float:
-        """Modelled time of the optimizer's step: the slowest of `parts`, a bound from below."""
-        return max(self.parts.values())
+    def seconds_of_torch(self, *, published: bool = True) -> float:
+        """Modelled time of torch.optim.Muon, whose every rank computes every matrix, without its communication."""
+        shapes = [assignment.matrix.shape for assignment in self.plan.assignments]
+        flops = [STEPS * 2 * rows * rows * (2 * cols + rows) for rows, cols in shapes]
+        weights = [self.rates.weight_of(rows * rows, by_triton=False) for rows, _ in shapes]
+        products = sum(map(operator.mul, flops, weights)) / self.rates.published
+        each = LAUNCHES_OF_TORCH * self.rates.operation + VIEWS_OF_TORCH * self.rates.view
+        return max(products if published else sum(flops) / self.rates.flops, len(shapes) * each)
 
 
 def forecast(
@@ -219,6 +233,7 @@ def forecast(
         momentum=_kept(own, plan, rank) * STATE,
         adamw=2 * others * itemsize,
         exchange=work.peak(travelling),
+        nccl=NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (travelling.messages > 0),
     )
     # Gradient, momentum read and written, direction; result, weight read and written. AdamW: five reads, three writes.
     elementwise_bytes = stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * 7 * itemsize
@@ -230,6 +245,10 @@ def forecast(
         carried(plan, rank),
         memory,
         work.launches + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE),
+        work.kernels,
+        work.views + len(parameters) * VIEWS_OF_A_MATRIX[travelling.messages > 0],
+        len(parameters),
+        work.slow_flops,
         elementwise_bytes + work.elementwise_bytes,
         rates or DeviceRates(),
         _gradients(source, weights, tensors, rank, bucket_elements * WIRE),
@@ -312,6 +331,7 @@ class _Work:
     owned: tuple[int, ...]
     travelling: tuple[tuple[Matrix, ...], ...]
     staying: tuple[Matrix, ...]
+    flops: Mapping[tuple[int, int], int]
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> _Work:
@@ -326,13 +346,39 @@ class _Work:
                 owned.append(number)
                 (here if plan.moves(number) else staying).append(plan.assignments[number].matrix)
             travelling.append(tuple(here))
-        return cls(tuple(sorted(owned)), tuple(travelling), tuple(staying))
+        flops = {plan.assignments[number].matrix.shape: plan.assignments[number].flops for number in owned}
+        return cls(tuple(sorted(owned)), tuple(travelling), tuple(staying), flops)
 
     @property
     def launches(self) -> int:
         buckets = len(self.travelling) if any(self.travelling) else 0
-        batches = sum(_launches(some) for some in (*self.travelling, self.staying))
-        return LAUNCHES_OF_A_STEP + LAUNCHES_OF_A_BUCKET * buckets + batches
+        return LAUNCHES_OF_A_STEP + (LAUNCHES_OF_A_BUCKET - KERNELS_OF_A_BUCKET) * buckets + self.kernels
+
+    @property
+    def kernels(self) -> int:
+        buckets = len(self.travelling) if any(self.travelling) else 0
+        return KERNELS_OF_A_BUCKET * buckets + sum(
+            count * LAUNCHES_OF_A_BATCH[resolve_method(*shape)] for shape, count, _ in self._rounds
+        )
+
+    @property
+    def views(self) -> int:
+        return VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * sum(count for _, count, _ in self._rounds)
+
+    @property
+    def slow_flops(self) -> float:
+        found = 0.0
+        for (rows, cols), count, together in self._rounds:
+            weight = DeviceRates.weight_of(together * rows**2, by_triton=True)
+            found += self.flops[rows, cols] * count * together * weight
+        return found
+
+    @property
+    def _rounds(self) -> Iterator[tuple[tuple[int, int], int, float]]:
+        """Yield the shape of equal matrices, in how many batches they are orthogonalised, and how many are in one."""
+        for some in itertools.chain.from_iterable(map(_batches, (*self.travelling, self.staying))):
+            count = -(-len(some) * some[0].numel // BATCH_ELEMENTS)
+            yield some[0].shape, count, len(some) / count
 
     @property
     def elementwise_bytes(self) -> int:
@@ -363,11 +409,6 @@ def _batches(matrices: Sequence[Matrix]) -> list[tuple[Matrix, ...]]:
     for matrix in matrices:
         found.setdefault(matrix.shape, []).append(matrix)
     return [tuple(some) for some in found.values()]
-
-
-def _launches(matrices: Sequence[Matrix]) -> int:
-    rounds = [(some[0].shape, -(-len(some) * some[0].numel // BATCH_ELEMENTS)) for some in _batches(matrices)]
-    return sum(count * LAUNCHES_OF_A_BATCH[resolve_method(*shape)] for shape, count in rounds)
 
 
 def _iterating(matrices: Sequence[Matrix]) -> int:

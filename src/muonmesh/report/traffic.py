@@ -31,11 +31,13 @@ class Traffic:
         buckets: One entry for each bucket of the plan, those in which the rank moves nothing too.
         sent: Elements that it sends, both ways, by number of the parameter.
         collectives: In which it takes part; the sums that rules ask for are among them.
+        messages: Ranks that it sends to or receives from, summed up over these.
     """
 
     buckets: tuple[BucketTraffic, ...]
     sent: Counter[int]
     collectives: int
+    messages: int
 
     @property
     def received(self) -> int:
@@ -46,12 +48,14 @@ class Traffic:
 def traffic(plan: Plan, rank: int) -> Traffic:
     """Return what ``rank`` moves in a step, what rules keep beside their matrices left out."""
     sent: Counter[int] = Counter()
-    buckets, collectives = [], 0
+    buckets, collectives, messages = [], 0, 0
     for bucket, numbers in enumerate(plan.buckets):
         gather = plan.routes(bucket, rank, gather=True)
         scatter = plan.routes(bucket, rank, gather=False)
         rounds = plan.rounds(bucket).count
         collectives += plan.gathers(bucket) + rounds
+        for way in (gather, scatter):
+            messages += max(len(side.keys() - {rank}) for side in (way.stored, way.assembled))
         asked = plan.summed(numbers)
         collectives += 2 * any(map(plan.moves, asked))  # the largest exponents, and the integers
         there, back = moved(gather.stored, rank), moved(scatter.assembled, rank)
@@ -59,7 +63,7 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         arriving, returning = moved(gather.assembled, rank), moved(scatter.stored, rank)
         sizes = (there.total(), arriving.total(), back.total(), returning.total())
         buckets.append(BucketTraffic(*sizes, rounds))
-    return Traffic(tuple(buckets), sent, collectives)
+    return Traffic(tuple(buckets), sent, collectives, messages)
 
 
 class Carried(NamedTuple):

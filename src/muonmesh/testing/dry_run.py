@@ -21,7 +21,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.errors import explain_error
 from muonmesh.layout.region import row_major
 from muonmesh.optimizer import Muon
-from muonmesh.report.device_rates import DeviceRates
+from muonmesh.report.device_rates import DeviceRates, Timed
 from muonmesh.step.connection import connect
 from muonmesh.testing.device import pretended_cuda
 from muonmesh.testing.launches import Launches
@@ -31,16 +31,21 @@ Placer = Callable[[str, nn.Parameter], Sequence[Placement]]
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(Timed):
     """What one step would do on one rank.
 
     Attributes:
         launches: Kernels; a multi-tensor operation takes as many as its tensors need.
         operations: Calls of torch that launch something.
+        kernels: Launches that are of our own operators.
+        views: Calls of torch that launch nothing.
+        matrices: Parameters that Muon steps by Python of its own; 0 for other optimizers.
         collectives: On the device.
+        messages: Ranks that all-to-alls reach, summed up.
         bytes_sent: To other ranks, as `Counts` has it; 0 for other optimizers than Muon.
         elementwise_bytes: Read and written by all but matrix products.
         flops: Of the matrix products.
+        slow_flops: Likewise, weighted by how slow small products are published to be (`DeviceRates.weight_of`).
         elements: That this rank stores of parameters.
         peak_bytes: Most memory at once beside parameters, gradients, state and what was kept.
         kept_bytes: Memory that is kept between steps beside these.
@@ -53,10 +58,15 @@ class DryRun:
 
     launches: int
     operations: int
+    kernels: int
+    views: int
+    matrices: int
     collectives: int
+    messages: int
     bytes_sent: int
     elementwise_bytes: int
     flops: int
+    slow_flops: float
     elements: int
     peak_bytes: int
     kept_bytes: int
@@ -70,21 +80,6 @@ class DryRun:
     def bytes_per_element(self) -> float:
         """Elementwise bytes for each element that this rank stores."""
         return self.elementwise_bytes / max(1, self.elements)
-
-    @property
-    def seconds(self) -> float:
-        """Modelled time of the step: the slowest of the host, the device and the network, which work side by side.
-
-        `DeviceRates.parts` tells the three. What one waits for the other is left out, so this is a bound from below.
-        """
-        parts = self.rates.parts(
-            launches=self.launches,
-            flops=self.flops,
-            elementwise_bytes=self.elementwise_bytes,
-            bytes_sent=self.bytes_sent,
-            collectives=self.collectives,
-        )
-        return max(parts.values())
 
 
 def dry_run(
@@ -157,10 +152,15 @@ def dry_run(
     return DryRun(
         count.total,
         sum(count.operations.values()),
+        count.kernels,
+        count.views,
+        len(parameters) if isinstance(made, Muon) else 0,
         sum(count.collectives.values()),
+        count.messages,
         sent,
         count.elementwise_bytes,
         count.flops,
+        count.slow_flops,
         elements,
         count.peak,
         kept,

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from muonmesh.numerics.kernels.portions import FIRST, LOOKED
+from muonmesh.report.device_rates import DeviceRates
 
 _NOTHING = frozenset(
     (
@@ -106,7 +107,11 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operations: Calls of torch, likewise.
         elementwise_bytes: Read and written by all but products and collectives.
         flops: Of the products.
+        slow_flops: Likewise, weighted by `DeviceRates.weight_of`.
+        kernels: Launches of our own operators.
+        views: Operations that run nothing, which take the host's time all the same.
         collectives: By name.
+        messages: Ranks that these send to or receive from, summed up; of all-to-alls, whose splits say so.
         bytes_to_device: What copies from the host move, for which it does not wait.
         bytes_to_host: What copies to the host move.
         places: Where in ``within`` launches come from, as ``(file, function)``.
@@ -124,7 +129,8 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
-        self.elementwise_bytes = self.flops = 0
+        self.elementwise_bytes = self.flops = self.kernels = self.views = self.messages = 0
+        self.slow_flops = 0.0
         self.bytes_to_device = self.bytes_to_host = 0
         self.collectives: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
@@ -150,19 +156,23 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in made:
             self._account(tensor)
         if not any(t.is_cuda for t in given + made) or name in _NOTHING:
+            self.views += name in _NOTHING
             return found
         if space in _COLLECTIVES:
             self.collectives[name] += 1
+            splits = [value for value in args if isinstance(value, list) and value and isinstance(value[0], int)]
+            self.messages += max((sum(map(bool, sizes)) for sizes in splits), default=0)
             return found
         self.operations[name] += 1
         count = _launches(name, args, kwargs)
         self.launches[name] += count
         self.places[self._place()] += count
+        self.kernels += count * (space == "muonmesh")
         if space == "muonmesh" and name == "multiply":
-            self.flops += _flops_of_multiply(args)
+            self._multiplied(_flops_of_multiply(args), args[9], by_triton=True)
         elif name in _PRODUCTS:
             left, right = [value for value in args if isinstance(value, Tensor)][-2:]
-            self.flops += 2 * left.numel() * right.shape[-1]
+            self._multiplied(2 * left.numel() * right.shape[-1], made[0], by_triton=False)
             summand = args[0] if name in ("addmm", "baddbmm") else None
             if summand is not None and kwargs.get("beta", 1) != 0 and kwargs.get("out") is not summand:
                 self.launches["copy of the summand"] += 1  # cuBLAS adds in place
@@ -170,6 +180,10 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moved = _usually(name, args) if space == "muonmesh" else None
             self.elementwise_bytes += sum(_bytes(func, args, kwargs, made)) if moved is None else moved
         return found
+
+    def _multiplied(self, flops: int, out: Tensor, *, by_triton: bool) -> None:
+        self.flops += flops
+        self.slow_flops += flops * DeviceRates.weight_of(out.numel(), by_triton=by_triton)
 
     @property
     def total(self) -> int:

@@ -1,0 +1,245 @@
+"""The host's time of a step on CUDA, up to the driver, without a GPU: muonmesh beside torch.optim.Muon.
+
+    python benchmarks/host_time.py
+    python benchmarks/host_time.py --cases gpt2 --rounds 9 --json benchmarks/results/host_time.json
+
+The step runs by what runs on CUDA. Triton's own driver and launcher run over a libcuda that returns at once
+(`tests/launch_driver.c`), so each of our kernels is looked up, bound and started as on a GPU. Tensors lie in the memory
+of the CPU and are the case's shapes divided by `Case.shrunk`, with memory limits divided by its square, so that batches
+and launches are those of the real shapes, while an operation of torch takes little beside its dispatch. A product of
+torch's is one dispatch of another operation of one element, as little as a product can cost.
+
+What is reported is processor time of one thread, the least over the rounds, in turns. The driver's own time for each
+launch (about 2 µs on the host) is left out for both; launches are printed beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Matrices of one process.
+
+    Attributes:
+        title: What the table calls them.
+        shapes: Of the real matrices.
+        shrunk: Both lengths are divided by this.
+    """
+
+    title: str
+    shapes: Sequence[tuple[int, int]]
+    shrunk: int
+
+
+LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
+CASES = {
+    "gpt2": Case("3 layers of GPT-2 small", [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 3, 48),
+    "small": Case("1,000 of 64 × 64", [(64, 64)] * 1000, 8),
+    "llama": Case("Llama 8B", LLAMA, 64),
+}
+
+
+def library(folder: Path) -> None:
+    """Make the libcuda in a folder."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise SystemExit("host_time.py: found no C compiler; needed one for tests/launch_driver.c. Install gcc")
+    flags = ["-O2", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run([compiler, *flags, str(ROOT / "tests" / "launch_driver.c")], check=True)
+
+
+def pretend_device(shrunk: int) -> None:
+    """Let the package start Triton's kernels over the libcuda, for tensors of the CPU."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    from tests import launches
+    from triton.runtime.driver import driver
+
+    from muonmesh.numerics import kernels, newton_schulz
+    from muonmesh.numerics.kernels import fused, triton_launch
+    from muonmesh.numerics.kernels.triton import triton_products
+    from muonmesh.step import muon_step, nonzero
+
+    driver.set_active(launches.Driver())
+    torch.cuda.device = launches.on  # type: ignore[assignment,misc]
+    run, cuda = triton_launch.Launch.run, torch.device("cuda:0")
+    triton_launch.Launch.run = lambda self, device: run(self, cuda)  # type: ignore[method-assign]
+
+    def products(kernels: Any, *, rows: int, cols: int, **others: Any) -> Any:
+        return triton_products(at_once=max(1, (1 << 30) // (rows * cols * 2 * shrunk**2)))
+
+    newton_schulz.select = muon_step.select = products  # type: ignore[assignment]
+    at_once = muon_step._AT_ONCE_ON_A_DEVICE // shrunk**2
+    muon_step.MuonStep._at_once = lambda self, count, number: max(1, at_once // self._ready.matrix(number).numel)  # type: ignore[method-assign]
+    for place in (kernels, fused, nonzero):
+        place.is_usable = lambda device: True  # type: ignore[attr-defined]
+
+
+def leave_out_products() -> None:
+    """Let torch's products be a dispatch that computes one element."""
+    import torch
+
+    one, into = torch.ones(1), torch.ones(1)
+
+    def product(*operands: Any, out: Any = None, **options: Any) -> Any:
+        torch.mul(one, one, out=into)
+        return operands[0] if out is None else out
+
+    for name in ("bmm", "baddbmm", "mm", "addmm"):
+        setattr(torch, name, product)
+
+
+def step_of(case: Case, who: str) -> Callable[[], Any]:
+    """Return a step of one optimizer over the case's matrices."""
+    import torch
+    from torch import nn
+
+    import muonmesh as mm
+
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(*(length // case.shrunk for length in shape))) for shape in case.shapes]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    if who == "torch":
+        return torch.optim.Muon(weights, lr=0.02).step
+    optimizer = mm.Muon(weights, ns_coefficients="polar_express", bucket_cap_mb=16 / case.shrunk**2)
+    optimizer._runtime.waits, optimizer._runtime.together = False, True
+    return optimizer.step
+
+
+def least(call: Callable[[], Any], times: int) -> float:
+    """Return the least microseconds of this thread's processor time that a call took."""
+    found = []
+    for _ in range(times):
+        begun = time.thread_time_ns()
+        call()
+        found.append(time.thread_time_ns() - begun)
+    return min(found) / 1e3
+
+
+def serve(name: str) -> None:
+    """Step whenever a line comes in; answer with the microseconds of each."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from muonmesh.numerics.kernels.triton import triton_products
+
+    case = CASES[name]
+    torch.set_num_threads(1)
+    pretend_device(case.shrunk)
+    leave_out_products()
+    steps = {who: step_of(case, who) for who in ("muonmesh", "torch")}
+    stub = ctypes.CDLL("libcuda.so.1")
+
+    def launched() -> int:
+        return ctypes.c_uint64.in_dll(stub, "launches").value
+
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Counts what torch dispatches."""
+
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.calls = Counter[str]()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls[f"{func.namespace}.{func.overloadpacket.__name__}"] += 1
+            return func(*args, **(kwargs or {}))
+
+    counted = {}
+    for who, step in steps.items():
+        for _ in range(3):
+            step()
+        before = launched()
+        with Seen() as seen:
+            step()
+        counted[who] = {"triton": launched() - before, "calls": dict(seen.calls.most_common())}
+    print(json.dumps(counted), flush=True)
+    one, matrix = torch.ones(1), torch.ones(1, 8, 8, dtype=torch.bfloat16)
+    into, table = torch.empty_like(matrix), triton_products(at_once=1)
+    single = {
+        "a product by Triton": lambda: table.polynomial(matrix, 1.0, 1.0, into),
+        "an operation of torch": lambda: torch.add(one, one),
+        "a view": lambda: matrix[0],
+    }
+    for _ in sys.stdin:
+        found = {}
+        for what, start in single.items():
+            found[what] = least(start, 200)
+        for who, step in steps.items():
+            found[who] = least(step, 5)
+        print(json.dumps(found), flush=True)
+
+
+def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
+    """Return the figures of one case."""
+    places = {"LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder), "OMP_NUM_THREADS": "1"}
+    path = {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(folder / "cache")}
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--serve", name],
+        env={**os.environ, **places, **path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    lines = [process.stdout.readline()]
+    for _ in range(rounds):
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        lines.append(process.stdout.readline())
+    process.stdin.close()
+    process.wait()
+    if not all(lines):
+        raise SystemExit("a process that measures has ended; its error is above")
+    counted, *times = map(json.loads, lines)
+    return {who: {"us": min(some[who] for some in times), **counted.get(who, {})} for who in times[0]}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--serve", choices=CASES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    from contenders import Entries
+    from report import print_rows, write_json
+
+    with tempfile.TemporaryDirectory() as folder:
+        library(Path(folder))
+        tables = {name: measured(name, arguments.rounds, Path(folder)) for name in arguments.cases}
+    for name, found in tables.items():
+        rows = [
+            [who, f"{one.get('triton', '')}", f"{sum(one.get('calls', {}).values()) or ''}", f"{one['us']:,.1f}"]
+            for who, one in found.items()
+        ]
+        ratio = found["muonmesh"]["us"] / found["torch"]["us"]
+        print_rows(f"{CASES[name].title}: muonmesh / torch {ratio:.3f}", ["", "Triton", "dispatched", "host µs"], rows)
+    if arguments.json:
+        write_json(arguments.json, "benchmarks/host_time.py", Entries((), (), {}), tables, {"rounds": arguments.rounds})
+
+
+if __name__ == "__main__":
+    main()
