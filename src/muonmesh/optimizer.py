@@ -581,11 +581,6 @@ class Muon(torch.optim.Optimizer):
         return self._runtime.stopped
 
     @property
-    def communication_seconds(self) -> float:
-        """Host seconds that the last step spent waiting for other ranks; on CUDA streams wait, not the host."""
-        return self.counts.seconds_waiting
-
-    @property
     def counts(self) -> Counts:
         """What the last step did on this rank; `explain` says what it should be."""
         planned = self._runtime.planned

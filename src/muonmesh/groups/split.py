@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from muonmesh.errors import about, explain_error, warn
+from muonmesh.groups.ends import GUESS, ends
 from muonmesh.groups.fused_projections import Matrices, global_shape
 from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
-from muonmesh.groups.roles import GUESS, by_shape, declarations, declared_by, ends, role, without_decay
+from muonmesh.groups.roles import by_shape, declarations, declared_by, role, without_decay
 from muonmesh.groups.sites import Role, Site, sites, unwrapped
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name, names_matching

@@ -178,16 +178,15 @@ class Orthogonalizer:
         degrees = [len(polynomial) for polynomial in self.prepared.finish]
         return degrees, "gram" if len(self.segments) < self.prepared.steps else "standard"
 
-    @cached_property
     def products(self) -> Matmuls:
-        """The products; raises ValueError where the kernels cannot be."""
+        """Return the products, for one thread: they have memory. Raises ValueError where the kernels cannot be."""
         rows, cols = self.rows, self.cols
         return select(self.kernels, device=self.device, dtype=self.dtype, rows=rows, cols=cols, whole=self.whole)
 
     @cached_property
     def at_once(self) -> int:
         """How many matrices are best orthogonalized together."""
-        return self.products.at_once
+        return self.products().at_once
 
     def __call__(
         self,
@@ -206,7 +205,7 @@ class Orthogonalizer:
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
             raise ValueError(explain_error("out", found, needed, write))
         numbers = None if times is None else times.to(torch.promote_types(self.dtype, torch.float32))[:, None, None]
-        matmuls = self.products
+        matmuls = self.products()
         if room is not None:
             with exact_fp32(self.dtype):
                 return _Iteration(self, 1, matmuls).run_in(room, numbers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,6 +79,7 @@ class Collected(NamedTuple):
         adamw: Of each AdamW group, a flat tensor once.
         error: The first thing that is wrong; the rank keeps it and takes part in what others wait for.
         missing: The parameters without a gradient, by name.
+        some: Whether any parameter of this rank has a gradient.
     """
 
     muon: list[ParameterStep | None]
@@ -86,17 +87,7 @@ class Collected(NamedTuple):
     adamw: list[list[ParameterStep]]
     error: Exception | None
     missing: dict[str, Tensor]
-
-    @property
-    def some(self) -> bool:
-        """Whether any parameter of this rank has a gradient."""
-        return any(entry.gradient is not None for entry in self.here)
-
-    @property
-    def here(self) -> Iterator[ParameterStep]:
-        """Those that this rank stores something of."""
-        yield from (entry for entry in self.muon if entry is not None)
-        yield from (entry for some in self.adamw for entry in some)
+    some: bool
 
 
 def collect(
@@ -165,7 +156,8 @@ def collect(
             found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
             error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
         adamw.append([entry_of(member) for member in tensors.values()])
-    return Collected(muon, elementwise, adamw, error, missing)
+    some = any(entry.gradient is not None for entry in entries.values())
+    return Collected(muon, elementwise, adamw, error, missing, some)
 
 
 def create_state(entry: ParameterStep, precision: Precision) -> None:
