@@ -13,6 +13,7 @@ from torch import nn
 
 from muonmesh.groups import ParamGroups, split_params
 from tests.dataflow import Flow, flow
+from tests.zoo import numbers_on_meta
 
 
 def small(name: str, **settings: Any) -> nn.Module:
@@ -74,13 +75,19 @@ MODELS: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]], tuple[str, .
         ("logits",),
     ),
     ("ViTForImageClassification", VISION, IMAGE, ("logits",)),
+    (
+        "DecisionTransformerModel",
+        {"hidden_size": 32, "n_layer": 1, "n_head": 2},
+        {"states": (1, 4, 17), "actions": (1, 4, 4), "returns_to_go": (1, 4, 1), "timesteps": (1, 4)},
+        ("state_preds", "action_preds", "return_preds"),
+    ),
 ]
 
 
 def ran(model: nn.Module, shapes: dict[str, tuple[int, ...]], results: tuple[str, ...]) -> Flow:
-    with torch.device("meta"):
+    with torch.device("meta"), numbers_on_meta():
         given = {
-            name: torch.ones(shape, dtype=torch.long if name.endswith("ids") else torch.float32)
+            name: torch.ones(shape, dtype=torch.long if name.endswith(("ids", "timesteps")) else torch.float32)
             for name, shape in shapes.items()
         }
         found = model(**given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -102,6 +103,9 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
 
     That is a convolution of at most 4 channels anywhere. In models of transformers and timm, which are whole, it is any
     layer inside no block, or of at most 4 inputs (coordinates). What a pipeline stage lacks could have made anything.
+
+    In such a model a linear map outside the blocks is an output layer if it makes 2 to 4 numbers, or as many as an
+    input layer reads and no other layer does: it tells the data.
     """
     whole = any(
         hasattr(m, "base_model_prefix") or callable(getattr(m, "get_classifier", None)) for m in model.modules()
@@ -115,7 +119,7 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
         ]
         in_blocks = {out for block in blocks for m in block.modules() if (out := _outputs(m)) is not None}
 
-    entire = whole
+    entire, data = whole, Counter[int]()  # how many input layers read so many inputs
 
     def walk(module: nn.Module, blocked: bool) -> Iterator[tuple[nn.Module, Kind, str]]:
         nonlocal whole
@@ -134,8 +138,14 @@ def _input_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Kind, str]]:
                 narrow = coordinates or (into <= 4 and convolution)
                 if foreign and (narrow or (whole and not blocked and into not in in_blocks)):
                     what = f"{'convolution' if convolution else 'linear map'} of {into} inputs, made by no layer"
+                    data[into] += not convolution
                     yield child, "embeddings", f"input layer: {what}"
-                elif entire and not blocked and not convolution and 1 < out <= 4:
+                elif (
+                    entire
+                    and not blocked
+                    and not convolution
+                    and (1 < out <= 4 or 0 < data[out] == sum(_inputs(m) == out for m in everything))
+                ):
                     yield child, "head", f"output layer: {out} numbers, outside the blocks"
                 made.add(out)
             elif isinstance(child, nn.Embedding | nn.EmbeddingBag):
