@@ -212,9 +212,7 @@ class _Draft:
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
         return Compute(batches, self.local, self._summed, staying, self.rounds, results)
 
-    def scatter(
-        self, index: int, passage: Passage, results: Sequence[Tensor], memory: Mapping[str, Tensor]
-    ) -> Scatter:
+    def scatter(self, index: int, passage: Passage, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Scatter:
         """Return one round of the results that travel back, with its views of the memory."""
         told = f", round {index + 1} of {self.rounds.count}" if self.rounds.count > 1 else ""
         swap = passage.swap(f"the scatter of {self.name}{told}", memory)
