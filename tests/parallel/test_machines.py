@@ -153,9 +153,9 @@ class SentTo(Sent):
         self.machine, self.far = machine, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and func.overloadpacket.__name__ == "send":
-            if args[2] // self.machine != dist.get_rank() // self.machine:
-                self.far += sum(t.numel() * t.element_size() for t in args[0])
+        sends = func.namespace == "c10d" and func.overloadpacket.__name__ == "send"
+        if sends and args[2] // self.machine != dist.get_rank() // self.machine:
+            self.far += sum(t.numel() * t.element_size() for t in args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
