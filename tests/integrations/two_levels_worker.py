@@ -1,6 +1,6 @@
 """What each rank of two machines runs: steps of matrices that all ranks hold; rank 0 writes what has left its machine.
 
-    torchrun --nnodes 2 --nproc-per-node 2 … two_levels_worker.py FILE INTERFACE MACHINE
+torchrun --nnodes 2 --nproc-per-node 2 … two_levels_worker.py FILE INTERFACE MACHINE
 """
 
 from __future__ import annotations
