@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-from tests.kills import COMMAND, begun_like, learn_from, losses, options
 from tests.integrations import two_levels_worker
+from tests.kills import COMMAND, begun_like, learn_from, losses, options
 from tests.links import Host, two_hosts
 
 STEPS = 12
