@@ -25,7 +25,9 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.wire import Wire
 from muonmesh.step.muon_step import MuonStep
 
-Moment = Literal["before the flags", "before the gather", "in AdamW's half", "before the scatter", "at the end"]
+Moment = Literal[
+    "before the flags", "before the gather", "in AdamW's half", "before the scatter", "before passing on", "at the end"
+]
 How = Literal["killed", "exited", "stopped"]
 STEPS = 4
 LAST_WHOLE = 2  # steps before the one in which a rank vanishes
@@ -96,16 +98,26 @@ def vanish_at(moment: Moment, how: How) -> None:
         "before the gather": (Wire, "swap", 1),
         "in AdamW's half": (muonmesh.optimizer, "step_elementwise", 1),
         "before the scatter": (Wire, "swap", 2),
+        "before passing on": (Wire, "swap", 2),  # four replicas on two machines gather nothing, and scatter first
         "at the end": (MuonStep, "finish", 1),
     }
     before(*places[moment])
 
 
 def train(
-    connection: Connection, rank: int, ranks: int, port: int, victim: int, moment: Moment, how: How, keeps: bool
+    connection: Connection,
+    rank: int,
+    ranks: int,
+    port: int,
+    victim: int,
+    moment: Moment,
+    how: How,
+    keeps: bool,
+    machine: int,
 ) -> None:
     """What each rank does; ``keeps``: rank 0 keeps the store, as without torchrun."""
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(machine)
     store = dist.TCPStore("127.0.0.1", port, is_master=False) if not keeps else _kept_by_first(connection, rank)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=6))
     model = make()
@@ -142,7 +154,14 @@ def _kept_by_first(connection: Connection, rank: int) -> dist.TCPStore:
 
 
 def left_behind(
-    moment: Moment, how: How, *, ranks: int = 3, victim: int = 1, keeps: bool = False, seconds: float = 60.0
+    moment: Moment,
+    how: How,
+    *,
+    ranks: int = 3,
+    victim: int = 1,
+    keeps: bool = False,
+    seconds: float = 60.0,
+    machine: int = 0,
 ) -> dict[int, Told]:
     """Let a rank vanish, and return what each of the others says; none may still be silent after that time."""
     context = multiprocessing.get_context("forkserver")
@@ -152,7 +171,7 @@ def left_behind(
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, ranks, store.port, victim, moment, how, keeps)
+            arguments = (theirs, rank, ranks, store.port, victim, moment, how, keeps, machine)
             process = context.Process(target=train, args=arguments, daemon=True)
             process.start()
             theirs.close()

@@ -54,6 +54,10 @@ class Host:
         """Take its interface down."""
         _ip("netns", "exec", self.name, "ip", "link", "set", self.interface, "down")
 
+    def widen(self, size: int) -> None:
+        """Let its interface send packets of so many bytes."""
+        _ip("netns", "exec", self.name, "ip", "link", "set", self.interface, "mtu", str(size))
+
     def mend(self) -> None:
         """Take it up again."""
         _ip("netns", "exec", self.name, "ip", "link", "set", self.interface, "up")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
+from tests.integrations import two_levels_worker
 from tests.kills import COMMAND, begun_like, learn_from, losses, options
 from tests.links import Host, two_hosts
 
@@ -72,3 +76,35 @@ def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_rig
         assert wire.carried > 1000
         assert wire.lost > 0
         print(f"cut at step {reached}: both ended within {seconds:.1f} s; {wire.carried} packets, {wire.lost} lost")
+
+
+def stepped(hosts: tuple[Host, Host], folder: Path, machine: int) -> list[dict[str, Any]]:
+    """What each of two ranks on each of two hosts writes."""
+    file, started = folder / f"{machine}", []
+    for number, host in enumerate(hosts):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+        command += ["--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", "29523"]
+        command += ["--local-addr", host.address, two_levels_worker.__file__, str(file), host.interface, str(machine)]
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        started.append(host.start(*command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    for process in started:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    return [json.loads(file.with_suffix(f".{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_one_copy_of_the_results_leaves_each_of_two_hosts(tmp_path: Path) -> None:
+    """Counted by the kernel at the interfaces, packets and acknowledgements too."""
+    with two_hosts() as (one, other, _):
+        for host in (one, other):
+            host.widen(16000)
+        told, not_told = (stepped((one, other), tmp_path, machine) for machine in (2, 0))
+    result = 2 * sum(map(math.prod, two_levels_worker.SHAPES))  # bytes in bf16
+    passed, plain = (some[0]["left"] + some[2]["left"] for some in (told, not_told))
+    print(f"left the hosts in a step: {passed:.0f} bytes, {plain:.0f} without passing on; one copy: {result}")
+    assert [some["machine"] for some in (*told, *not_told)] == [2] * 4 + [0] * 4
+    assert all(some["weights"] == told[0]["weights"] for some in (*told, *not_told))
+    assert result <= passed <= 1.05 * result
+    assert 2 * result <= plain <= 2.1 * result

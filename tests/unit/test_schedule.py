@@ -40,20 +40,28 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...], 
     "fused": ((4,), (Shard(0),), (24, 8), ("rows", 8, 12, 4)),
     "stack": ((4,), (Shard(0),), (6, 8, 5), "stack"),
     "interleaved": ((4,), (Shard(0),), (16, 8), ("interleaved", 2, 0)),
+    "replicas inside": ((2, 2), (Shard(0), Replicate()), (8, 10), None),
+}
+LARGER: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...], object]] = {
+    "eight replicas": ((8,), (Replicate(),), (5, 7), None),
+    "replicas of pairs": ((4, 2), (Replicate(), Shard(0)), (8, 10), None),
+    "pairs of replicas": ((2, 4), (Replicate(), Shard(1)), (8, 10), ("rows", 3, 5)),
+    "replicas of an uneven cut": ((2, 2, 2), (Replicate(), Shard(0), Replicate()), (1, 10), None),
 }
 
 
-def plan_of(name: str, *, bucket_elements: int, count: int = 5) -> Plan:
-    mesh, placements, shape, spec = CASES[name]
+def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0) -> Plan:
+    mesh, placements, shape, spec = (CASES | LARGER)[name]
     layout = MeshLayout(shape, mesh, tuple(range(math.prod(mesh))), placements)
     parameters = []
     for number in range(count):
         matrices = split(f"{name} {number}", shape, spec)
         parameters.append(Parameter(f"{name} {number}", layout, layout, matrices, (1,) * len(matrices), ""))
     # Cut like nothing else, so that segments of the wire that have equal pieces of a matrix are not at equal distances.
-    flat = FlatShards.cut((7, 9), layout.ranks, [0, 5, 30, 31, 63])
+    borders = [0, 5, 30, 31, *[63] * (len(layout.ranks) - 3)]
+    flat = FlatShards.cut((7, 9), layout.ranks, borders)
     parameters.append(Parameter("flat", flat, flat, split("flat", (7, 9), None), (1,), ""))
-    return make_plan(parameters, bucket_elements=bucket_elements)
+    return make_plan(parameters, bucket_elements=bucket_elements, machine=machine)
 
 
 def schedules(plan: Plan) -> list[Schedule]:
@@ -65,11 +73,12 @@ def stages_of(schedule: Schedule) -> list[tuple[Gather, Compute]]:
     return [(stage, schedule.compute(number, stage.matrices)) for number, stage in enumerate(there)]
 
 
-def rounds_of(schedule: Schedule, number: int, back: Compute) -> list[Scatter]:
-    found: list[Scatter] = []
+def rounds_of(schedule: Schedule, number: int, back: Compute, before: list[Scatter] | None = None) -> list[Scatter]:
+    """The rounds of a stage; what is in ``before``, to which they are added, came before them."""
+    before = [] if before is None else before
     for index in range(back.rounds.count):
-        found.append(schedule.scatter(number, index, back.results, found[-1] if found else None))
-    return found
+        before.append(schedule.scatter(number, index, back.results, before[-1] if before else None))
+    return before[len(before) - back.rounds.count :]
 
 
 def travel(ways: list[Swap | None]) -> None:
@@ -108,15 +117,19 @@ def elements(leg: Leg, storage: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bucket_elements", [1, 200, 10**6])
-@pytest.mark.parametrize("name", CASES)
-def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [*((name, 0) for name in CASES), *((n, m) for n in (*CASES, *LARGER) for m in (1, 2, 4, 3) if "repl" in n)],
+)
+def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_elements: int) -> None:
     """What every rank stores comes back to it negated, through owners that see whole matrices."""
-    plan = plan_of(name, bucket_elements=bucket_elements)
+    plan = plan_of(name, bucket_elements=bucket_elements, machine=machine)
     every = list(itertools.product(range(len(plan.parameters)), plan.ranks))
     held = {key: stored(plan, *key) for key in every}
     back = {key: torch.zeros_like(held[key]) for key in every}
     owned = 0
     ranks = schedules(plan)
+    done: list[list[Scatter]] = [[] for _ in ranks]
     for rank, schedule in enumerate(ranks):
         local_of_stages = [alike for _, rest in stages_of(schedule) for alike in rest.local]
         for local in itertools.chain.from_iterable([*local_of_stages, *schedule.left]):
@@ -143,8 +156,8 @@ def test_all_ranks_together_replay_an_exchange(name: str, bucket_elements: int) 
                 out.copy_(-x)
             for leg, of in rest.staying:
                 elements(leg, back[leg.parameter, rank]).sub_(of, alpha=-1)
-        each = zip(ranks, stages, strict=True)
-        for of_all in zip(*(rounds_of(schedule, n, rest) for schedule, (_, rest) in each), strict=True):
+        each = zip(ranks, stages, done, strict=True)
+        for of_all in zip(*(rounds_of(s, n, rest, before) for s, (_, rest), before in each), strict=True):
             for one in of_all:
                 for to, of in one.leaving:
                     to.copy_(of)

@@ -72,6 +72,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    machine: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Ranks of one machine. Where replicas are in several machines, ranks pass results on.",
+            rich_help_panel=WHERE,
+        ),
+    ] = 8,
     rates: Annotated[
         Path | None,
         typer.Option(
@@ -93,7 +101,7 @@ def plan(
 
     try:
         asked: dict[str, Any] = {"experts": experts, "weights": weights, "to_owners": to_owners, "rule": rule}
-        found = planned(model, mesh=mesh, rank=rank, rates=rates, **asked)
+        found = planned(model, mesh=mesh, rank=rank, machine=machine, rates=rates, **asked)
     except ValueError as error:
         raise SystemExit(complain("plan", str(error), code=2)) from error
     print_plan(found, as_json=as_json)
@@ -108,13 +116,14 @@ def planned(
     to_owners: bool = False,
     rule: str = "muon",
     rank: int | None = None,
+    machine: int = 8,
     rates: Path | None = None,
     parts: Sequence[ModelParameter] | None = None,
 ) -> dict[str, Any]:
     """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
 
     Args:
-        model, mesh, experts, weights, to_owners, rule, rank, rates: As the options say.
+        model, mesh, experts, weights, to_owners, rule, rank, machine, rates: As the options say.
         parts: The parameters, where they are known already; ``model`` is their name then.
 
     Raises:
@@ -136,9 +145,10 @@ def planned(
         raise FileError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
     itemsize = 4 if weights == "fp32" else 2
-    found = forecast(placed, rank=rank, rates=speed, itemsize=itemsize, to_owners=to_owners, rule=rule)
+    how: dict[str, Any] = {"to_owners": to_owners, "rule": rule, "machine": machine}
+    found = forecast(placed, rank=rank, rates=speed, itemsize=itemsize, **how)
     asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights, "to owners": to_owners, "rule": rule}
-    return {**asked, **figures_of(placed, found)}
+    return {**asked, "machine": machine, **figures_of(placed, found)}
 
 
 def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:

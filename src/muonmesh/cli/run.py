@@ -69,7 +69,7 @@ def preview(settings: Settings, *, as_json: bool = False) -> None:
         parts = parameters_of(build_model(config))
     ranks = settings.ranks
     meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
-    found = planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), parts=parts)
+    found = planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), machine=ranks, parts=parts)
     print_plan(found, as_json=as_json)
 
 

@@ -52,6 +52,7 @@ class OwnerExchange:
         self._computed: dict[int, Compute] = {}
         self._under_way: dict[int, Transfer | None] = {}
         self._scattered: dict[int, Scatter] = {}
+        self._latest: tuple[Scatter, Transfer] | None = None  # kept where what arrives in it may be passed on
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -83,13 +84,14 @@ class OwnerExchange:
         self._wire.counts.orthogonalized += self.schedule.local_count
         if count:
             self._receive(count - 1, work)
+        self._latest = None
 
     def _gather(self, number: int, work: Work) -> None:
         """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
         work.fetch(self.schedule.moving(number + 1))
         stage = self._gathered[number] = self.schedule.gather(number)
         work.read(stage.moving, stage.reads)
-        self._under_way[number] = self._start(stage.swap)
+        self._under_way[number] = None if stage.swap is None else self._start(stage.swap)
 
     def _compute(self, number: int, work: Work) -> None:
         """Assemble this rank's matrices from what arrived and orthogonalize them."""
@@ -106,11 +108,13 @@ class OwnerExchange:
         """Start to move the results to every holder, or a part of them."""
         stage = self._computed[number]
         if index < stage.rounds.count:
-            one = self._scattered[number] = self.schedule.scatter(
-                number, index, stage.results, self._scattered.get(number)
-            )
+            before = self._scattered.get(number) if self._latest is None else self._latest[0]
+            one = self._scattered[number] = self.schedule.scatter(number, index, stage.results, before)
+            if one.passes and self._latest is not None:
+                self._finish(self._latest[1])
             self._copy(one.leaving)
-            self._under_way[number] = self._start(one.swap)
+            started = self._under_way[number] = self._start(one.swap)
+            self._latest = (one, started) if self.schedule.relays else None
 
     def _scatter_the_rest(self, number: int, work: Work) -> None:
         """Move the results' other parts; the last one is still on its way then.
@@ -151,9 +155,7 @@ class OwnerExchange:
             work.write(stage.staying)
             self._computed[number] = replace(stage, summed={}, staying=())
 
-    def _start(self, swap: Swap | None) -> Transfer | None:
-        if swap is None:
-            return None
+    def _start(self, swap: Swap) -> Transfer:
         return self._wire.swap(swap.what, swap.send, swap.receive, sent=swap.sent, received=swap.received)
 
     def _finish(self, transfer: Transfer | None) -> None:

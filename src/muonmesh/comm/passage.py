@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +34,7 @@ class Passage:
         assembled: Legs whose matrix is, by the peer that stores them.
         rank: This one.
         peers: All ranks, in the order of their process group.
+        owned: The assignments whose matrices are on this rank; None: all of ``assembled``.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Passage:
         assembled: Mapping[int, Sequence[Leg]],
         rank: int,
         peers: Sequence[int],
+        owned: Container[int] | None = None,
     ) -> None:
+        self._owned = {leg.assignment for some in assembled.values() for leg in some} if owned is None else owned
         self._name, self.stored, self._assembled, self._rank, self._peers = name, stored, assembled, rank, peers
         in_storage, in_matrices = self._sizes(stored), self._sizes(assembled)
         self._sent, self._received = (in_storage, in_matrices) if name == "gather" else (in_matrices, in_storage)
@@ -57,6 +60,32 @@ class Passage:
             for peer in self._peers
         ]
 
+    @cached_property
+    def _passed_on(self) -> list[tuple[Leg, int]]:
+        """What leaves of matrices of other owners, with its place in the send buffer."""
+        return [
+            (leg, self._starts_assembled[peer] + leg.start)
+            for peer, some in self._assembled.items()
+            if peer != self._rank
+            for leg in some
+            if leg.assignment not in self._owned
+        ]
+
+    @property
+    def passes(self) -> bool:
+        """Whether this rank passes on what has arrived in the exchange before."""
+        return bool(self._passed_on)
+
+    def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> Copies:
+        """Return what is passed on, each time in the send buffer and in the receive buffer of the exchange before."""
+        places = {
+            (leg.assignment, leg.piece): arrived._starts_held[peer] + leg.start
+            for peer, some in arrived.stored.items()
+            for leg in some
+        }
+        pairs = [(start, places[leg.assignment, leg.piece], leg.piece.numel) for leg, start in self._passed_on]
+        return tuple((send[to : to + numel], receive[of : of + numel]) for to, of, numel in pairs)
+
     @property
     def numels(self) -> dict[str, int]:
         """How much memory is needed by role."""
@@ -64,7 +93,7 @@ class Passage:
 
     def sends_as(self, other: Passage) -> bool:
         """Whether the same elements of this rank's matrices leave in the same order."""
-        return self._copies == other._copies
+        return self._copies == other._copies and not self.passes and not other.passes
 
     def swap(self, what: str, memory: Mapping[str, Tensor]) -> Swap:
         """Return what moves, with its views of the memory."""
@@ -91,6 +120,8 @@ class Passage:
         found: dict[int, list[_Copy]] = {}
         for peer in self._peers:
             for leg in self._assembled.get(peer, ()) if peer != self._rank else ():
+                if leg.assignment not in self._owned:
+                    continue
                 piece = leg.piece
                 copy = _Copy(
                     piece.shape,

@@ -28,7 +28,7 @@ from muonmesh.comm.views import memory_of, view_in_matrix
 from muonmesh.comm.work import Local
 from muonmesh.layout import Plan, Routes
 from muonmesh.layout.rounds import Rounds
-from muonmesh.layout.routes import Leg, in_rounds
+from muonmesh.layout.routes import Leg, append
 
 
 class Schedule:
@@ -48,16 +48,19 @@ class Schedule:
     Attributes:
         stages: How many stages there are.
         left: Local matrices that no stage computes, those of one shape and setting together.
+        relays: Whether this rank passes results of others on.
         memory: What they work in, by role, if it is kept from step to step; empty on a device.
     """
 
     def __init__(self, plan: Plan, rank: int, peers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Work it out."""
         self._drafts, self.left = _drafts(plan, rank, peers)
+        self._passages = _passages(plan, rank, peers, self._drafts)
+        self.relays = any(passage.passes for passage in self._passages)
         self._dtype, self._device = dtype, device
         self.stages = len(self._drafts)
         self._rounds_before = [0, *itertools.accumulate(draft.rounds.count for draft in self._drafts)]
-        self._fillings_before = [0, *itertools.accumulate(len(set(draft.filling)) for draft in self._drafts)]
+        self._filling = _fillings(self._passages, self._rounds_before)
         self.memory: Mapping[str, Tensor] = {}
         if device.type == "cpu":
             numels: dict[str, int] = {}
@@ -106,19 +109,25 @@ class Schedule:
             number: Of the stage.
             index: Of the round in it.
             results: Those of `compute`.
-            before: The round before in this stage. If both send the same, its send buffer serves again.
+            before: The round before, in this stage or in an earlier one. If both send the same, its send buffer serves
+                again; and what has arrived in it may be passed on. Needed for nothing else.
         """
         found = self._views.get((number, index))
         if not isinstance(found, Scatter):
-            draft = self._drafts[number]
-            memory = dict(self._memory(draft.received(index), self._rounds_before[number] + index))
-            filling = draft.filling[index]
-            if before is not None and filling == draft.filling[index - 1]:
+            draft, turn = self._drafts[number], self._rounds_before[number] + index
+            passage, filling = self._passages[turn], self._filling[turn]
+            memory = dict(self._memory(_only("scatter.receive", passage), turn))
+            again = before is not None and turn > 0 and filling == self._filling[turn - 1]
+            if again and before is not None:
                 memory["scatter.send"] = before.swap.send
-                found = replace(draft.scatter(index, results, memory), leaving=())
+                found = replace(draft.scatter(index, passage, results, memory), leaving=())
             else:
-                memory |= self._memory(draft.sent(index), self._fillings_before[number] + filling)
-                found = draft.scatter(index, results, memory)
+                memory |= self._memory(_only("scatter.send", passage), filling)
+                found = draft.scatter(index, passage, results, memory)
+            if passage.passes:
+                assert before is not None
+                passed = passage.passed_on(self._passages[turn - 1], before.swap.receive, found.swap.send)
+                found = replace(found, leaving=(*found.leaving, *passed), passes=True)
             self._keep((number, index), found)
         return found
 
@@ -126,9 +135,9 @@ class Schedule:
         """Yield what is needed at once by role, with the turn of these roles: two take the same memory in turns."""
         for number, draft in enumerate(self._drafts):
             yield number, draft.numels((*GATHER, *COMPUTE))
-            for index in range(draft.rounds.count):
-                yield self._rounds_before[number] + index, draft.received(index)
-                yield self._fillings_before[number] + draft.filling[index], draft.sent(index)
+        for turn, passage in enumerate(self._passages):
+            yield turn, _only("scatter.receive", passage)
+            yield self._filling[turn], _only("scatter.send", passage)
 
     def _memory(self, numels: Mapping[str, int], turn: int) -> Mapping[str, Tensor]:
         if self.memory:
@@ -169,17 +178,8 @@ class _Draft:
         gather, scatter = ways
         self._gathers, self.rounds = gathers, rounds
         self._gather = Passage("gather", gather.stored, gather.assembled, rank, peers)
-        self._staying = scatter.stored.get(rank, ())
+        self.scatter_routes, self._staying = scatter, scatter.stored.get(rank, ())
 
-        def by_round(legs: Sequence[Leg], holder: int) -> list[tuple[Leg, ...]]:
-            return in_rounds(legs, rounds.count, lambda leg: rounds.of(plan.distance(leg.assignment, holder)))
-
-        stored = {peer: by_round(legs, rank) for peer, legs in scatter.stored.items()}
-        assembled = {peer: by_round(legs, peer) for peer, legs in scatter.assembled.items()}
-        self._scatter = [
-            Passage("scatter", _of_round(number, stored), _of_round(number, assembled), rank, peers)
-            for number in range(rounds.count)
-        ]
         self._summed = plan.summed(moving)
         self._batches = _alike(plan, [number for number in moving if plan.assignments[number].owner == rank])
         self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
@@ -191,22 +191,6 @@ class _Draft:
         if self._gathers:
             needed |= self._gather.numels
         return {role: needed[role] for role in roles if role in needed}
-
-    def received(self, index: int) -> dict[str, int]:
-        """Return how much memory a round needs for what it receives, by role."""
-        return {"scatter.receive": self._scatter[index].numels["scatter.receive"]}
-
-    def sent(self, index: int) -> dict[str, int]:
-        """Return how much memory a round needs for what it sends, by role."""
-        return {"scatter.send": self._scatter[index].numels["scatter.send"]}
-
-    @cached_property
-    def filling(self) -> list[int]:
-        """For each round, how often the send buffer is filled anew before it is sent: replicas are sent the same."""
-        found = [0] * bool(self._scatter)
-        for one, other in itertools.pairwise(self._scatter):
-            found.append(found[-1] + (not one.sends_as(other)))
-        return found
 
     def gather(self, memory: Mapping[str, Tensor]) -> Gather:
         """Return what travels to the owners, with its views of the memory."""
@@ -229,9 +213,8 @@ class _Draft:
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
         return Compute(batches, self.local, self._summed, staying, self.rounds, results)
 
-    def scatter(self, index: int, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Scatter:
+    def scatter(self, index: int, passage: Passage, results: Sequence[Tensor], memory: Mapping[str, Tensor]) -> Scatter:
         """Return one round of the results that travel back, with its views of the memory."""
-        passage = self._scatter[index]
         told = f", round {index + 1} of {self.rounds.count}" if self.rounds.count > 1 else ""
         swap = passage.swap(f"the scatter of {self.name}{told}", memory)
         copies = passage.copies(_by_assignment(self._batches, results), swap.send)
@@ -245,13 +228,40 @@ class _Draft:
         return [part.view(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
-def _of_round(number: int, legs: Mapping[int, Sequence[tuple[Leg, ...]]]) -> dict[int, tuple[Leg, ...]]:
-    """Return the legs of one round, by peer."""
-    return {peer: some[number] for peer, some in legs.items() if some[number]}
+def _passages(plan: Plan, rank: int, peers: Sequence[int], drafts: Sequence[_Draft]) -> list[Passage]:
+    """Return what travels back in each round of all stages, one after the other; late results in rounds that follow."""
+    total, first = sum(draft.rounds.count for draft in drafts), 0
+    stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
+    assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
+    for draft in drafts:
+        for ends, legs in ((stored, draft.scatter_routes.stored), (assembled, draft.scatter_routes.assembled)):
+            for peer, leg in ((peer, leg) for peer, some in legs.items() if peer != rank for leg in some):
+                holder = rank if ends is stored else peer
+                turn = first + plan.exchange_of(leg.assignment, holder, draft.rounds)
+                append(ends[turn].setdefault(peer, []), leg)
+        first += draft.rounds.count
+    owned = {number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank}
+    return [Passage("scatter", *ends, rank, peers, owned) for ends in zip(stored, assembled, strict=True)]
+
+
+def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> list[int]:
+    """Return for each round how often the send buffer has been filled anew before: replicas are sent the same."""
+    found = [0] * bool(passages)
+    for turn, (one, other) in enumerate(itertools.pairwise(passages), start=1):
+        found.append(found[-1] + (turn in first_of_stages or not one.sends_as(other)))
+    return found
+
+
+def _only(role: str, passage: Passage) -> dict[str, int]:
+    """Return how much memory a round needs for one of its roles."""
+    return {role: passage.numels[role]}
 
 
 def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], tuple[tuple[Local, ...], ...]]:
-    """Return a draft for each bucket that moves, with the local matrices that came before; and those after the last."""
+    """Return a draft for each bucket that moves, with the local matrices that came before; and those after the last.
+
+    One more is for results that are passed on after the last bucket.
+    """
     drafts, waiting = list[_Draft](), list[Local]()
 
     def taken() -> tuple[tuple[Local, ...], ...]:
@@ -269,6 +279,9 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], 
             ways = _without(gather, staying), _without(scatter, staying)
             name, gathers, rounds = f"bucket {number}", plan.gathers(number), plan.rounds(number)
             drafts.append(_Draft(plan, rank, peers, name, moving, taken(), ways, gathers, rounds))
+    if plan.late:
+        nothing, rounds = (Routes({}, {}), Routes({}, {})), Rounds(plan.late)
+        drafts.append(_Draft(plan, rank, peers, "what is passed on", (), (), nothing, False, rounds))
     return drafts, taken()
 
 

@@ -79,11 +79,13 @@ class Scatter:
     """Results of one bucket on their way from the owners to those that hold it, or a part of them.
 
     Attributes:
-        leaving: From the results into the send buffer.
+        leaving: From the results into the send buffer; and from the receive buffer of the exchange before, if any.
         swap: What travels.
         arrived: What is written from the receive buffer.
+        passes: Whether anything leaves that has arrived in the exchange before.
     """
 
     leaving: Copies
     swap: Swap
     arrived: Ends
+    passes: bool = False

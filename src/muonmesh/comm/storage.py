@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -345,6 +346,16 @@ def world_size() -> int:
 def this_rank() -> int:
     """Return this process's global rank, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def ranks_of_a_machine() -> int:
+    """Return how many ranks each machine has by what the launcher says, if it numbers them machine by machine; else 0.
+
+    torchrun sets ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK``.
+    """
+    size, rank = os.environ.get("LOCAL_WORLD_SIZE", "0"), this_rank()
+    count = int(size) if size.isdecimal() else 0
+    return count if count and os.environ.get("LOCAL_RANK", str(rank % count)) == str(rank % count) else 0
 
 
 def device_without_parameters() -> torch.device:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -395,11 +396,16 @@ def mean(summands: Sequence[Tensor]) -> Tensor:
 
 def on_replica(storage: Storage, number: int) -> Storage:
     """Return where momentum lives that one replica alone keeps, flat, each of its ranks of what it stores."""
-    layout = storage.layout
-    assert isinstance(layout, MeshLayout)
+    assert isinstance(storage.layout, MeshLayout)
+    return Storage(_on_replica(storage.layout, number), storage.shape)
+
+
+@lru_cache(maxsize=1024)
+def _on_replica(layout: MeshLayout, number: int) -> FlatShards:
+    """Return that layout; the matrices of all layers share it."""
     sizes = [_numel(layout.local_shape(rank)) if layout.replica_number(rank) == number else 0 for rank in layout.ranks]
     held = tuple((Interval(0, size, 0),) if size else () for size in sizes)
-    return Storage(FlatShards(layout, held, tuple(sizes)), storage.shape)
+    return FlatShards(layout, held, tuple(sizes))
 
 
 def _numel(shape: Sequence[int]) -> int:

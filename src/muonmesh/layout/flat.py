@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
@@ -90,9 +91,13 @@ class FlatShards(Layout):
         """The ranks that may hold some of it."""
         return self.within.ranks
 
+    @cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
     def held(self, rank: int) -> tuple[Interval, ...]:
         """Return the intervals of one rank."""
-        return self.intervals[self.ranks.index(rank)] if rank in self.ranks else ()
+        return self.intervals[self._place_of[rank]] if rank in self._place_of else ()
 
     def holds(self, rank: int) -> bool:
         """Return whether ``rank`` holds any of it."""
@@ -105,7 +110,7 @@ class FlatShards(Layout):
         return self._found[rank]
 
     def _blocks(self, rank: int) -> Iterator[Block]:
-        local = self.within.local_shape(rank) if rank in self.ranks else ()
+        local = self.within.local_shape(rank) if rank in self._place_of else ()
         for first, count, start in self.held(rank):
             for offset, shape in _boxes(local, first, first + count):
                 for block in self.within.blocks(rank):
@@ -113,7 +118,7 @@ class FlatShards(Layout):
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the flat buffer on ``rank``."""
-        return (self.sizes[self.ranks.index(rank)],)
+        return (self.sizes[self._place_of[rank]],)
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold one whole copy together with ``rank``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -14,6 +14,7 @@ from muonmesh.layout.layout import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
+from muonmesh.layout.relay import Relay
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, extend, pieces, pieces_by_holder
 
@@ -47,6 +48,7 @@ class Plan:
             computes together; what does not is computed by its owner beside some bucket (`comm.schedule`).
         elementwise: Parameters that are not orthogonalized.
         bucket_elements: About how many elements a rank works on at a time.
+        machine: How many ranks each machine has, numbered one after the other; 0: all ranks are in one machine.
     """
 
     ranks: tuple[int, ...]
@@ -55,19 +57,30 @@ class Plan:
     buckets: tuple[tuple[int, ...], ...]
     elementwise: tuple[Elementwise, ...] = ()
     bucket_elements: int = 1 << 23
+    machine: int = 0
 
     def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
         """Return what ``rank`` exchanges for a bucket on the way to the owners, or on the way back.
 
         On the way there an owner is sent what the ranks of its own replica hold; on the way back it sends the result
-        to the ranks of every replica.
+        to the ranks of every replica, or ranks pass it on (`Relay`).
         """
         stored: dict[int, list[Leg]] = {}
         assembled: dict[int, list[Leg]] = {}
+        chain = not gather and self.rounds(bucket).count > 1
         for number in self.buckets[bucket]:
             assignment = self.assignments[number]
             place = self._layout(assignment, gather=gather)
             owner = assignment.owner
+            relay = None if gather else self._relays[assignment.parameter]
+            if relay is not None:
+                ways = relay.outgoing(owner, rank, chain=chain)
+                for holder, parts in pieces_by_holder(place, [to for _, to, _ in ways], assignment.matrix):
+                    extend(assembled, holder, number, assignment.parameter, parts)
+                if mine := tuple(pieces(place, rank, assignment.matrix)):
+                    sender, _, _ = relay.incoming(owner, rank, chain=chain)
+                    extend(stored, sender, number, assignment.parameter, mine)
+                continue
             if rank == owner:
                 holders = place.replica(rank) if gather else place.ranks
                 for holder, parts in pieces_by_holder(place, holders, assignment.matrix):
@@ -104,12 +117,44 @@ class Plan:
         # Looked at once a parameter: a bucket has thousands of matrices of the same one.
         parameters = {self.assignments[number].parameter for number in numbers}
         targets = [self.parameters[parameter].target for parameter in parameters]
-        return Rounds.over(
+        found = Rounds.over(
             max(target.copies() for target in targets),
             max(1, self.bucket_elements // max(owned.values())),
             near=any(len(target.ranks) > target.copies() for target in targets),
             sums=bool(self.summed(numbers)),
         )
+        chain = found.count > 1
+        passed = [relay.exchanges(chain=chain) for p in parameters if (relay := self._relays[p]) is not None]
+        last = max(passed, default=1)
+        return replace(found, count=max(found.count, last)) if chain else replace(found, late=last - 1)
+
+    @cached_property
+    def late(self) -> int:
+        """How many exchanges follow those of all buckets, until the last results have been passed on."""
+        left = 0
+        for rounds in map(self.rounds, range(len(self.buckets))):
+            left = max(left - rounds.count, rounds.late)
+        return left
+
+    @cached_property
+    def _relays(self) -> list[Relay | None]:
+        """How results are passed on, by parameter; None where owners send them to all."""
+        several = self.machine and len({rank // self.machine for rank in self.ranks}) > 1
+        return [Relay.of(p.target, self.machine) if several else None for p in self.parameters]
+
+    def exchange_of(self, number: int, holder: int, rounds: Rounds) -> int:
+        """Return when a result of a bucket comes to a rank: in which of the bucket's exchanges, or those that follow.
+
+        Args:
+            number: Of the assignment.
+            holder: Another rank than the owner, which holds some of it.
+            rounds: Those of the bucket.
+        """
+        assignment = self.assignments[number]
+        relay = self._relays[assignment.parameter]
+        if relay is None:
+            return rounds.of(self.distance(number, holder))
+        return relay.incoming(assignment.owner, holder, chain=rounds.count > 1)[2]
 
     def distance(self, assignment: int, holder: int) -> int:
         """Return how many replicas a rank that holds some of a matrix comes after the owner's, in a circle."""
@@ -173,7 +218,7 @@ class Plan:
 
     def description(self) -> list[str]:
         """Return the lines that must be the same on every rank."""
-        lines = [f"ranks {self.ranks}"]
+        lines = [f"ranks {self.ranks}, {self.machine} in a machine"]
         lines += [describe(parameter) for parameter in self.parameters] + [
             describe(other) for other in self.elementwise
         ]
@@ -196,6 +241,7 @@ def make_plan(
     bucket_elements: int,
     elementwise: Sequence[Elementwise] = (),
     known: Mapping[KnownMatrix, int] = MappingProxyType({}),
+    machine: int = 0,
 ) -> Plan:
     """Prove that everything is covered, and assign every matrix its owner and a bucket.
 
@@ -211,6 +257,7 @@ def make_plan(
         bucket_elements: Matrix elements of one owner in one bucket, about.
         elementwise: Parameters that are not orthogonalized.
         known: The owners of some matrices, which they stay: they keep something of them.
+        machine: How many ranks each machine has; 0: all ranks are in one machine.
 
     Raises:
         LayoutError: a layout, or the matrices of a parameter, do not cover it exactly once.
@@ -249,4 +296,5 @@ def make_plan(
         in_order,
         tuple(elementwise),
         bucket_elements,
+        machine,
     )

@@ -19,12 +19,14 @@ class Rounds:
         near: Whether any travels over distance 0.
         sums: Whether distance 0 has the first round to itself, if there are several: the sums that rules ask for are
             taken over what travels there, before anything is written.
+        late: In how many more exchanges, of later buckets, results are passed on (`Relay`).
     """
 
     count: int = 0
     at_once: int = 1
     near: bool = False
     sums: bool = False
+    late: int = 0
 
     @staticmethod
     def over(copies: int, at_once: int, *, near: bool, sums: bool) -> Rounds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from muonmesh.layout.layout import Layout
@@ -38,35 +38,24 @@ class Routes:
 
     Attributes:
         stored: The legs whose storage is on this rank, by the rank that has their matrix.
-        assembled: The legs whose matrix is on this rank, by the rank that stores them.
+        assembled: The legs whose matrix is on this rank, by the rank that stores them. On the way back they may also be
+            of a matrix of which this rank has been sent a part, and passes it on.
     """
 
     stored: dict[int, tuple[Leg, ...]]
     assembled: dict[int, tuple[Leg, ...]]
 
 
-def in_rounds(legs: Sequence[Leg], count: int, of: Callable[[Leg], int]) -> list[tuple[Leg, ...]]:
-    """Return the legs between two ranks by the round in which they travel; both ranks divide them alike.
-
-    ``start`` of a leg is then its place in what is exchanged in its round.
-    """
-    if count == 1:
-        return [tuple(legs)]
-    found: list[list[Leg]] = [[] for _ in range(count)]
-    filled = [0] * count
-    for leg in legs:
-        number = of(leg)
-        found[number].append(replace(leg, start=filled[number]))
-        filled[number] += leg.piece.numel
-    return [tuple(some) for some in found]
-
-
 def extend(legs: dict[int, list[Leg]], peer: int, number: int, parameter: int, parts: Iterable[Piece]) -> None:
     """Add the pieces of assignment ``number`` to the legs that are exchanged with ``peer``, after those before it."""
     for piece in parts:
-        before = legs.setdefault(peer, [])
-        start = before[-1].start + before[-1].piece.numel if before else 0
-        before.append(Leg(number, parameter, piece, start))
+        append(legs.setdefault(peer, []), Leg(number, parameter, piece, 0))
+
+
+def append(legs: list[Leg], leg: Leg) -> None:
+    """Add a leg to those that two ranks exchange, after those before it."""
+    start = legs[-1].start + legs[-1].piece.numel if legs else 0
+    legs.append(leg if leg.start == start else replace(leg, start=start))
 
 
 def pieces(layout: Layout, rank: int, matrix: Matrix) -> Iterator[Piece]:

@@ -190,6 +190,7 @@ def forecast(
     bucket_elements: int = BUCKET_ELEMENTS,
     to_owners: bool = False,
     rule: str = "muon",
+    machine: int = 0,
 ) -> Forecast:
     """Plan a model and say what a step costs, with the defaults of Muon and of the rule for its matrices.
 
@@ -201,6 +202,7 @@ def forecast(
         bucket_elements: Elements of one owner in one bucket.
         to_owners: Whether replicas add gradients up at owners, as ``gradients="to_owners"`` does.
         rule: How matrices are stepped. Its FLOPs, state and traffic are counted; launches and bytes are Muon's.
+        machine: How many ranks each machine has; 0: all are in one.
 
     Raises:
         LayoutError: a layout, or the matrices of a weight, do not cover it exactly once.
@@ -220,7 +222,7 @@ def forecast(
     ranks = sorted(
         {rank for layout in {id(w.layout.ranks): w.layout for w in weights}.values() for rank in layout.ranks}
     )
-    plan = make_plan(parameters, ranks=ranks, bucket_elements=bucket_elements, elementwise=elementwise)
+    plan = make_plan(parameters, ranks=ranks, bucket_elements=bucket_elements, elementwise=elementwise, machine=machine)
     if rank is None:
         rank = max(plan.ranks, key=lambda r: (plan.loads[r], -r))
     travelling = traffic(plan, rank)

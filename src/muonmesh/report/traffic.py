@@ -63,7 +63,7 @@ def traffic(plan: Plan, rank: int) -> Traffic:
         arriving, returning = moved(gather.assembled, rank), moved(scatter.stored, rank)
         sizes = (there.total(), arriving.total(), back.total(), returning.total())
         buckets.append(BucketTraffic(*sizes, rounds))
-    return Traffic(tuple(buckets), sent, collectives, messages)
+    return Traffic(tuple(buckets), sent, collectives + plan.late, messages)
 
 
 class Carried(NamedTuple):

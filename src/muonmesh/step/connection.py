@@ -104,7 +104,7 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
-        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers
+        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers, runtime.machine
         planned = runtime.planned = widened(planned, views, ranks, *settings)
         insist(group, planned.plan)
     planned.exchange = Exchange(
@@ -127,6 +127,8 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
 def _agree_on_products(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned | None) -> bool:
     """Let all ranks of a group take what all can multiply with, if they leave that to us; whether this rank changes.
 
+    Where launchers say different numbers of ranks of a machine, the ranks take none.
+
     Args:
         group: The ranks that work together.
         runtime: Written.
@@ -135,13 +137,15 @@ def _agree_on_products(group: dist.ProcessGroup | None, runtime: Runtime, planne
     compute, ranks = runtime.precision.compute, [0] if group is None else dist.get_process_group_ranks(group)
     bf16 = planned is not None and planned.device.type == "cpu" and compute == torch.bfloat16
     mine = None if planned is None else (runtime.asked, auto_takes() if bf16 else None)
-    told = dict(zip(ranks, tell_all(mine, group=group) if group is not None else [mine], strict=True))
-    first = ranks[0]
+    everyone = tell_all((mine, runtime.machine), group=group) if group is not None else [(mine, runtime.machine)]
+    told, first = dict(zip(ranks, (products for products, _ in everyone), strict=True)), ranks[0]
+    machine = runtime.machine
+    runtime.machine = machine if all(other == machine for _, other in everyone) else 0
     other = next((rank for rank in ranks if told[rank] != told[first]), None)
     everywhere = all(entry is not None and entry[0] == "auto" for entry in told.values())
     kernels: KernelName = "torch" if everywhere and other is not None else runtime.asked
     if kernels == runtime.precision.kernels:
-        return False
+        return runtime.machine != machine
     runtime.precision = replace(runtime.precision, kernels=kernels)
     if kernels != runtime.asked and this_rank() == first:
         what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
@@ -239,7 +243,7 @@ def _read(
     if error is not None:
         return None, sets, error
     try:
-        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers
+        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers, runtime.machine
         runtime.planned = plan_members(groups, members, signature, *settings)
     except (LayoutError, ValueError) as found:
         return None, sets, found

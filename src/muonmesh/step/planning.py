@@ -179,8 +179,11 @@ def plan_members(
     precision: Precision,
     bucket_cap_mb: float,
     keepers: Mapping[KnownMatrix, int] = MappingProxyType({}),
+    machine: int = 0,
 ) -> Planned:
     """Make the plan of this rank's parameters, whose ``keepers`` stay the owners of their matrices.
+
+    A ``machine`` has so many ranks; see `make_plan`.
 
     Raises:
         LayoutError: a parameter is held in a way that cannot be mapped to whole matrices.
@@ -202,6 +205,7 @@ def plan_members(
         bucket_elements=bucket_elements(bucket_cap_mb, precision),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
         known=keepers,
+        machine=machine,
     )
     adamw = tuple(
         tuple(m for m in members if m.group == number and not is_matrix_rule(group["algorithm"]))
@@ -221,6 +225,7 @@ def widened(
     precision: Precision,
     bucket_cap_mb: float,
     keepers: Mapping[KnownMatrix, int] = MappingProxyType({}),
+    machine: int = 0,
 ) -> Planned:
     """Return the plan of a connected set whose ranks hold different parameters, from what each of them holds.
 
@@ -240,6 +245,7 @@ def widened(
         bucket_elements=elements,
         elementwise=elementwise,
         known=keepers,
+        machine=machine,
     )
 
     def own(parameter: Parameter | Elementwise) -> Member | None:

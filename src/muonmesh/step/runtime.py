@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
-from muonmesh.comm.storage import Declared
+from muonmesh.comm.storage import Declared, ranks_of_a_machine
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
@@ -70,6 +70,7 @@ class Runtime:
         stopped: Whether the last step changed nothing; a 0-d bool tensor where the host did not wait for the flags.
         interrupted: What interrupted a step that had begun to write; None: nothing did.
         source: Where gradients, names and sharing groups come from.
+        machine: How many ranks each machine has, as all ranks say; 0: all are in one, or it is not known.
         asked: What was asked to multiply; `precision` says what all ranks take.
     """
 
@@ -98,6 +99,7 @@ class Runtime:
     interrupted: str | None = None
     source: GradientSource = PARAMETER_GRAD
     found_group: dist.ProcessGroup | None = None
+    machine: int = field(default_factory=ranks_of_a_machine)
     asked: KernelName = field(init=False)
 
     def __post_init__(self) -> None:

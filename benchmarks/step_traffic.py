@@ -1,0 +1,206 @@
+"""What gradients and a step send under Muon of several packages, on clusters that are not here.
+
+    python benchmarks/step_traffic.py --json benchmarks/results/step_traffic.json
+
+Figures of muonmesh are those of its planner, for the rank with the most work. Figures of other packages are means over
+the ranks, derived from their sources: `SOURCES` names the lines. Weights, gradients and what travels are bf16, and ring
+collectives send (R - 1)/R of their elements. What FSDP2 gathers for the forward and the backward pass is left out
+everywhere, and so is DMuon's broadcast in its place. Modelled is the network alone: bytes over 50 GB/s, and 30 µs for
+each message. Operations that a package coalesces into one launch count as one message each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from contenders import Entries
+from report import print_rows, write_json
+
+from muonmesh.cli.blueprint import blueprint
+from muonmesh.cli.cluster import parse_cluster
+from muonmesh.cli.run_settings import Settings
+from muonmesh.layout import MeshLayout, Replicate, split_matrices
+from muonmesh.report.device_rates import DeviceRates
+from muonmesh.report.forecast import Weight, forecast
+
+ITEM, ITERATIONS, MACHINE = 2, 5, 8
+DDP_BUCKET = 25 * 2**20  # bytes: torch's default
+EMERGING = "emerging_optimizers 0.3, orthogonalized_optimizers/muon_utils.py"
+SOURCES = {
+    "dion": "microsoft/dion 0a059a4, dion/megabatch_base.py: all-gather of results 849, all-to-alls 793 and 816, one "
+    "axis of a mesh 46 to 51 and 410",
+    "Megatron layer-wise": "NVIDIA/Megatron-LM d98e8a64dd, megatron/core/optimizer/layer_wise_optimizer.py: shards of "
+    "whole matrices 197, buffers of the distributed optimizer 551 to 558; megatron/core/distributed/"
+    f"param_and_grad_buffer.py: reduce-scatter 718; duplicated over tensor parallelism: {EMERGING} 274",
+    "Megatron distributed": f"as layer-wise, and {EMERGING}: one all-reduce of the Gram matrix for each iteration 317",
+    "DMuon": "X-Square-Robot/dmuon f002f24, dmuon/_backends/ddp/group.py: reduce 257, broadcast 592; "
+    "dmuon/_backends/fsdp2/group.py: reduce 1102, over replicas 1232, broadcast 1755, gather 1484 and scatter 1622 "
+    "over tensor parallelism",
+}
+CASES = {
+    "Llama 8B, DDP 8": ("llama-3.1-8b", "ddp=8", None),
+    "Llama 8B, DDP 64": ("llama-3.1-8b", "ddp=64", None),
+    "Llama 8B, FSDP2 64": ("llama-3.1-8b", "fsdp=64", None),
+    "Llama 405B, HSDP 16×32 × TP 8": ("llama-3.1-405b", "hsdp=16x32,tp=8", None),
+    "DeepSeek-V3, 2,048 ranks": ("deepseek-v3", "hsdp=8x32,tp=8", "ddp=8,ep=32,fsdp=8"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank sends in a step; ``device`` is the modelled time of the products where a plan tells it."""
+
+    case: str
+    method: str
+    bytes: int
+    messages: int
+    device: float | None = None
+
+    @property
+    def network(self) -> float:
+        """Modelled seconds of the network."""
+        rates = DeviceRates()
+        return self.bytes / rates.wire + self.messages * rates.collective
+
+
+@dataclass(frozen=True)
+class Held:
+    """How one weight lies: elements on a rank, and over how many ranks which axes cut or copy it."""
+
+    weight: Weight
+    local: int
+    replicas: int
+    shards: int
+    tensor: int
+
+    @staticmethod
+    def of(weight: Weight, kinds: list[str]) -> Held:
+        """Read it off the layout; the axes of experts cut whole experts, which counts as no axis of FSDP's or TP's."""
+        layout = weight.layout
+        assert isinstance(layout, MeshLayout)
+        sizes = {"ddp": 1, "fsdp": 1, "tp": 1}
+        for kind, size, placement in zip(kinds, layout.mesh, layout.placements, strict=True):
+            if kind in sizes and (kind == "ddp") == isinstance(placement, Replicate):
+                sizes[kind] = size
+        return Held(weight, math.prod(layout.local_shape(0)), sizes["ddp"], sizes["fsdp"], sizes["tp"])
+
+    @property
+    def gradient(self) -> float:
+        """Elements that AdamW's reduction sends: a reduce-scatter over shards, an all-reduce over replicas."""
+        return self.local * ((self.shards - 1) + 2 * (self.replicas - 1) / self.replicas)
+
+
+def rows_of(case: str) -> list[Row]:
+    """Return a row for each method."""
+    model, mesh, experts = CASES[case]
+    cluster = parse_cluster(mesh, experts)
+    parts = blueprint(model, vocab=Settings.vocab, seq=Settings.seq)
+    weights = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
+    names = {"replicate": "ddp", "shard": "fsdp", "tensor": "tp", "expert": "ep"}
+    held = []
+    for weight in weights:
+        axes = cluster.mesh
+        if cluster.experts and weight.layout.mesh == tuple(size for _, size in cluster.experts):  # type: ignore[attr-defined]
+            axes = cluster.experts
+        held.append(Held.of(weight, [names[kind] for kind, _ in axes]))
+    matrices = [one for one in held if one.weight.matrices is not None]
+    others = [one for one in held if one.weight.matrices is None]
+    sharded = any(one.shards > 1 for one in held)
+    layers = len({name.split(".")[2] for name in (w.name for w in weights) if ".layers." in name}) + 1
+    gradients = round(sum(one.gradient for one in held) * ITEM)
+    groups = layers * (1 + any(one.replicas > 1 for one in held)) if sharded else 0
+    messages = groups or -(-sum(one.local for one in held) * ITEM // DDP_BUCKET)
+    found = [Row(case, "AdamW", gradients, messages)]
+
+    for method, to_owners in (("muonmesh", False), ("muonmesh to owners", True)):
+        if to_owners and all(one.replicas == 1 for one in held):
+            continue
+        told = forecast(weights, itemsize=ITEM, to_owners=to_owners, machine=MACHINE)
+        first, begun = gradients, messages
+        if to_owners:  # FSDP2's reduce-scatter stays; the rest goes to owners
+            first = round(sum(one.local * (one.shards - 1) for one in held) * ITEM) + told.gradients.bytes_sent
+            begun = (layers if sharded else 0) + told.gradients.collectives
+        sent = first + told.bytes_sent
+        found.append(Row(case, method, sent, begun + told.collectives, told.parts["device"]))
+
+    several = any(sum(size > 1 for size in (one.shards, one.tensor)) > 1 for one in matrices)
+    if not several and experts is None:
+        shapes = len({weight.layout.shape for weight in (one.weight for one in matrices)})
+        back = sum(one.local * ((one.replicas - 1) / one.replicas if not sharded else 0) for one in matrices)
+        there = sum(2 * one.local * (one.shards - 1) / one.shards for one in matrices)
+        found.append(Row(case, "dion", gradients + round((back + there) * ITEM), messages + shapes * (1 + sharded)))
+
+    # Megatron has no FSDP here: all ranks but tensor and expert parallelism are data-parallel.
+    megatron, buckets, duplicated, distributed, shared = 0.0, 0.0, 0.0, 0.0, 0.0
+    for one in held:
+        data = one.replicas * one.shards
+        megatron += 2 * (data - 1) / data * one.local * one.shards
+        buckets += 2 * one.local * one.shards / max(40e6, 1e6 * data)
+        if one.weight.matrices is not None and one.tensor > 1:
+            mine = split_matrices(one.weight.name, one.weight.layout.shape, one.weight.matrices)
+            cut = next(p.dim for p in reversed(one.weight.layout.placements) if not isinstance(p, Replicate))  # type: ignore[attr-defined]
+            for matrix in mine:
+                side = matrix.cols if cut == 0 else matrix.rows
+                duplicated += (one.tensor - 1) / one.tensor * matrix.numel / data * 2  # fp32
+                distributed += ITERATIONS * 2 * (one.tensor - 1) / one.tensor * side**2 / data
+                shared += 1 / data
+    found.append(Row(case, "Megatron layer-wise", round((megatron + duplicated) * ITEM), math.ceil(buckets + shared)))
+    if shared:
+        gram = round((megatron + distributed) * ITEM)
+        found.append(Row(case, "Megatron distributed", gram, math.ceil(buckets + ITERATIONS * shared)))
+
+    if experts is None:
+        owned, count = sum(one.gradient for one in others), 0.0
+        for one in matrices:
+            whole = one.local * one.shards  # DMuon does not cut it over data-parallel ranks
+            owned += whole * (one.shards - 1) / one.shards
+            owned += 2 * one.local * (one.replicas - 1) / one.replicas  # among the ranks of the owner's column
+            owned += 2 * (one.tensor - 1) / one.tensor * one.local / one.replicas  # the gather and the scatter
+            count += (
+                (one.shards > 1)
+                + 2 * (one.replicas > 1) / one.shards
+                + 2 * (one.tensor > 1) / one.shards / one.replicas
+            )
+        rest = layers if sharded else -(-sum(one.local for one in others) * ITEM // DDP_BUCKET)
+        found.append(Row(case, "DMuon", round(owned * ITEM), math.ceil(count + rest)))
+    return found
+
+
+def main() -> None:
+    """Derive, print and write."""
+    summary, _, description = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--json", help="where to write the figures")
+    options = parser.parse_args()
+    tables: dict[str, Any] = {}
+    for case in options.only:
+        rows = rows_of(case)
+        base = rows[0].bytes
+        tables[case] = {row.method: {**asdict(row), "network": row.network} for row in rows}
+        print_rows(
+            case,
+            ["", "GB sent", "over AdamW", "messages", "network ms", "products ms"],
+            [
+                [
+                    row.method,
+                    f"{row.bytes / 1e9:.2f}",
+                    f"{row.bytes / base:.2f}",
+                    f"{row.messages:,}",
+                    f"{row.network * 1e3:,.0f}",
+                    "" if row.device is None else f"{row.device * 1e3:,.0f}",
+                ]
+                for row in rows
+            ],
+        )
+    if options.json:
+        write_json(options.json, "benchmarks/step_traffic.py", Entries((), (), {}), tables, {"sources": SOURCES})
+
+
+if __name__ == "__main__":
+    main()

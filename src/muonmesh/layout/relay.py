@@ -1,0 +1,115 @@
+"""Relay: how a result is passed on from replica to replica, where the ranks that hold it are in several machines.
+
+The owner sends one copy to the first holder of each part. From then on every rank passes on what has just arrived, so
+each rank sends each of its parts about once, and one copy of a part enters each machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from muonmesh.layout.layout import Layout
+from muonmesh.layout.region import Block
+
+Way = tuple[int, int, int]
+"""One copy of a part: (sender, receiver, the exchange in which it travels, counted from the first of its bucket)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relay:
+    """The ranks that hold the same of a parameter, one of each replica, and how many in a row share a machine.
+
+    A copy is as far from the owner's as it comes behind it in a circle. Machines come one after the other there, each
+    with the copy first that has the place in its machine that the owner's copy has in its own. So the copies of
+    different owners enter a machine at different ranks.
+
+    Attributes:
+        layout: Where the parameter lives.
+        parts: Of each part of it the ranks that hold it, by the number of the replica.
+        together: How many replicas in a row share a machine; 1 where that differs from place to place.
+    """
+
+    layout: Layout
+    parts: tuple[tuple[int, ...], ...]
+    together: int
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(layout: Layout, machine: int) -> Relay | None:
+        """Return the relay of a parameter in machines of so many ranks; None if its replicas are not cut alike."""
+        copies = layout.copies()
+        found: dict[tuple[Block, ...], dict[int, int]] = {}
+        for rank in layout.ranks if copies > 1 else ():
+            if blocks := layout.blocks(rank):
+                found.setdefault(blocks, {})[layout.replica_number(rank)] = rank
+        if not found or any(len(some) != copies for some in found.values()):
+            return None
+        parts = tuple(tuple(some[number] for number in range(copies)) for some in found.values())
+        machines = [rank // machine for rank in parts[0]]
+        together = machines.count(machines[0])
+        even = machines == [first for first in machines[::together] for _ in range(together)][:copies]
+        return Relay(layout, parts, together if even and copies % together == 0 else 1)
+
+    @cached_property
+    def _part_of(self) -> dict[int, tuple[int, ...]]:
+        return {rank: part for part in self.parts for rank in part}
+
+    @property
+    def near(self) -> bool:
+        """Whether a copy has several parts, so that the owner sends some to its own replica."""
+        return len(self.layout.ranks) > self.layout.copies()
+
+    def exchanges(self, *, chain: bool) -> int:
+        """Return after how many exchanges all ranks have all parts."""
+        copies = self.layout.copies()
+        return self.near + (copies - 1 if chain else 1 + (1 < self.together < copies))
+
+    def incoming(self, owner: int, rank: int, *, chain: bool) -> Way:
+        """Return how a part of a result comes to a rank that holds it; the owner has its own from itself.
+
+        Args:
+            owner: Of the matrix.
+            rank: The receiver.
+            chain: Whether each copy is made from the one before it. If not, they are made from the owner's copy, and
+                in each other machine from the first there.
+        """
+        part = self._part_of[rank]
+        first = self.layout.replica_number(owner)
+        distance = self._distance(first, self.layout.replica_number(rank))
+        own = part[first] == owner
+        if distance == 0:
+            return owner, rank, 0
+        before, depth = self._before(distance, chain)
+        return part[self._at(first, before)], rank, depth - own
+
+    def outgoing(self, owner: int, rank: int, *, chain: bool) -> Iterator[Way]:
+        """Yield what a rank sends of a result, to whom and when; nothing if it is given nothing to pass on."""
+        first = self.layout.replica_number(owner)
+        if rank == owner:
+            yield from ((rank, part[first], 0) for part in self.parts if part[first] != rank)
+        part = self._part_of.get(rank)
+        if part is not None:
+            mine, copies = self._distance(first, part.index(rank)), len(part)
+            for distance in range(mine + 1, min(mine + 2, copies) if chain else copies):
+                if self._before(distance, chain)[0] == mine:
+                    yield self.incoming(owner, part[self._at(first, distance)], chain=chain)
+
+    def _before(self, distance: int, chain: bool) -> tuple[int, int]:
+        """Return the distance of the copy from which one is made, and how many times it has been passed on then."""
+        machine, place = divmod(distance, self.together)
+        if chain:
+            return distance - 1, distance
+        return (distance - place, 2) if machine and place else (0, 1)
+
+    def _distance(self, first: int, copy: int) -> int:
+        (machine, place), (other, there) = divmod(first, self.together), divmod(copy, self.together)
+        machines = self.layout.copies() // self.together
+        return (other - machine) % machines * self.together + (there - place) % self.together
+
+    def _at(self, first: int, distance: int) -> int:
+        """Return the number of the copy at a distance."""
+        (machine, place), (further, beside) = divmod(first, self.together), divmod(distance, self.together)
+        machines = self.layout.copies() // self.together
+        return (machine + further) % machines * self.together + (place + beside) % self.together
