@@ -125,7 +125,8 @@ def exchange(device: torch.device, ranks: int) -> Iterator[Line]:
     yield Line(f"all-to-all, {ranks} ranks, 4 bytes, µs", f"{begun * 1e6:.0f}", f"{small * 1e6:.0f}")
     sent = MESSAGE * (ranks - 1) / ranks
     modelled = f"{sent / (sent / rates.wire + begun) / 1e9:.1f}"
-    yield Line(f"all-to-all, {ranks} ranks, 16 MiB, GB/s sent", modelled, f"{sent / large / 1e9:.1f}")
+    if ranks > 1:
+        yield Line(f"all-to-all, {ranks} ranks, 16 MiB, GB/s sent", modelled, f"{sent / large / 1e9:.1f}")
     yield Line(f"all-to-all, {ranks} ranks, memory of the library, GB", f"{3.28 * min(7, ranks - 1) / 7:.2f}", taken)
 
 
