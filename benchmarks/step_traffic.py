@@ -94,8 +94,8 @@ class Held:
         return self.local * ((self.shards - 1) + 2 * (self.replicas - 1) / self.replicas)
 
 
-def rows_of(case: str) -> list[Row]:
-    """Return a row for each method."""
+def rows_of(case: str, *, owners: bool = True) -> list[Row]:
+    """Return a row for each method; ``owners``: muonmesh's gradients to owners too."""
     model, mesh, experts = CASES[case]
     cluster = parse_cluster(mesh, experts)
     parts = blueprint(model, vocab=Settings.vocab, seq=Settings.seq)
@@ -117,6 +117,8 @@ def rows_of(case: str) -> list[Row]:
     found = [Row(case, "AdamW", gradients, messages)]
 
     for method, to_owners in (("muonmesh", False), ("muonmesh to owners", True)):
+        if to_owners and not owners:
+            continue
         if to_owners and all(one.replicas == 1 for one in held):
             continue
         try:
@@ -181,11 +183,16 @@ def main() -> None:
         description=summary, epilog=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--no-owners",
+        action="store_true",
+        help="leave gradients to owners out: minutes where thousands of ranks cut them",
+    )
     parser.add_argument("--json", help="where to write the figures")
     options = parser.parse_args()
     tables: dict[str, Any] = {}
     for case in options.only:
-        rows = rows_of(case)
+        rows = rows_of(case, owners=not options.no_owners)
         base = rows[0].bytes
         tables[case] = {row.method: {**asdict(row), "network": row.network} for row in rows}
         print_rows(
