@@ -20,7 +20,7 @@ from contenders import Entries
 from report import print_rows, write_json
 
 from muonmesh.cli.blueprint import blueprint
-from muonmesh.cli.cluster import parse_cluster
+from muonmesh.cli.cluster import EXPERTS, parse_cluster
 from muonmesh.cli.run_settings import Settings
 from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Replicate, split_matrices
@@ -104,7 +104,7 @@ def rows_of(case: str, *, owners: bool = True) -> list[Row]:
     held = []
     for weight in weights:
         axes = cluster.mesh
-        if cluster.experts and weight.layout.mesh == tuple(size for _, size in cluster.experts):  # type: ignore[attr-defined]
+        if cluster.experts and EXPERTS.search(weight.name) and len(weight.layout.shape) > 1:
             axes = cluster.experts
         held.append(Held.of(weight, [names[kind] for kind, _ in axes]))
     matrices = [one for one in held if one.weight.matrices is not None]
