@@ -47,22 +47,47 @@ def packages(program: str) -> set[str]:
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names
 
 
-def printed(program: str) -> list[str]:
-    """Run a program in a process of its own, or in two, and return what its first rank prints."""
+FORKS = """import contextlib, os, runpy, sys
+import torch.distributed
+for path in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        with open(path + ".out", "w") as out, contextlib.redirect_stdout(out):
+            runpy.run_path(path, run_name="__main__")
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        raise SystemExit(open(path).read())
+"""
+
+
+def printed(*programs: str) -> list[list[str]]:
+    """Run each program in a process of its own, or in two, and return what its first rank prints.
+
+    Those of one process are forked from one that has imported torch, which takes longer than what they do.
+    """
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("localhost", 0)) as free:
-        path = Path(folder, "way.py")
-        path.write_text(program)
         port = str(free.getsockname()[1])
         free.close()
-        two = program.startswith("# on two ranks")
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if two else []
+        paths = [Path(folder, f"way{number}.py") for number in range(len(programs))]
+        for path, program in zip(paths, programs, strict=True):
+            path.write_text(program)
+        two = [path for path in paths if path.read_text().startswith("# on two ranks")]
+        for path in two:
+            launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
+            path.with_name(f"{path.name}.out").write_text(_run(*launch))
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **({} if two else alone)}
-        run = [sys.executable, "-W", "ignore", *launch, str(path)]
-        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        _run("-c", FORKS, *(str(path) for path in paths if path not in two), **alone)
+        outs = [path.with_name(f"{path.name}.out").read_text().splitlines() for path in paths]
+    noise = re.compile(r"\[(INFO|WARNING)\]|built successfully")
+    return [[line for line in out if not noise.search(line)] for out in outs]
+
+
+def _run(*arguments: str, **environment: str) -> str:
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **environment}
+    run = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(run, env=settings, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode:
-        raise SystemExit(f"{program}\n{done.stderr[-2000:]}")
-    return [line for line in done.stdout.splitlines() if not re.search(r"\[(INFO|WARNING)\]|built successfully", line)]
+        raise SystemExit(done.stderr[-4000:])
+    return done.stdout
 
 
 def same(said: list[str], seen: list[str]) -> bool:
@@ -102,7 +127,7 @@ def main() -> int:
         chosen = given.only is None or int(title.partition(".")[0]) in given.only
         if not chosen or not all(find_spec(name) for name in needed):
             continue
-        seen = printed(program)
+        (seen,) = printed(program)
         right = same(expected(program), seen)
         wrong += not right
         print(f"{'as told' if right else 'OTHERWISE'}  {title}: {' ;; '.join(seen)}", flush=True)
