@@ -56,6 +56,14 @@ def test_of_muonmesh_there_is_nothing_to_mend() -> None:
     assert all(0.9 < row.size < 1.1 for row in report.rows if not math.isnan(row.size))
 
 
+def test_it_says_the_same_under_autocast() -> None:
+    model = Net()
+    optimizer = mm.from_model(model, lr=1e-3, compute_dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mm.audit(optimizer, model).to_dict()
+    assert found == mm.audit(optimizer, model).to_dict()
+
+
 def test_of_torchs_muon_it_sees_the_fused_matrix_and_the_embedding() -> None:
     model = Net()
     report = mm.audit(torchs(model), model)

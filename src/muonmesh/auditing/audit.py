@@ -22,6 +22,7 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
 from muonmesh.names import canonical_name
+from muonmesh.numerics.precision import plain_modes
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Audit:
         return "\n".join(lines)
 
 
+@plain_modes()
 def audit(
     optimizer: Any,
     model: nn.Module,
