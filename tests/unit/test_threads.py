@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.numerics.kernels.threads import run_all
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 
 CPU = torch.device("cpu")
 
@@ -183,3 +184,18 @@ def test_a_forked_process_makes_pools_of_its_own_even_if_one_was_being_made() ->
     finally:
         stop.set()
         thread.join()
+
+
+def test_threads_that_share_an_orthogonalizer_have_memory_of_their_own() -> None:
+    """Small bf16 matrices are multiplied in fp32 copies, which belong to the thread that made the products."""
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    shared = Orthogonalizer.of(
+        *(16, 90), coefficients="quintic", steps=5, method="auto", dtype=torch.bfloat16, kernels="torch", device=device
+    )
+    batches = torch.randn(16, 40, 16, 90).bfloat16()
+    alone = [shared(batch) for batch in batches]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            found = list(threads.map(shared, batches))
+            assert all(map(torch.equal, found, alone))
