@@ -166,6 +166,12 @@ class CausalSelfAttention(nn.Module):  # nanoGPT's
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+class OwnName(CausalSelfAttention):
+    def forward(s, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = s.c_attn(x).split(s.n_embd, dim=2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
 class VisionAttention(nn.Module):  # timm's
     def __init__(self) -> None:
         super().__init__()
@@ -204,6 +210,7 @@ class Unreadable(nn.Module):
 
 CUT: list[tuple[type[nn.Module], str, Any, int, list[int]]] = [
     (CausalSelfAttention, "c_attn", ("rows", 8, 8, 8), 2, [0, 1]),
+    (OwnName, "c_attn", ("rows", 8, 8, 8), 2, [0, 1]),
     (VisionAttention, "qkv", ("rows", 8, 8, 8), 2, [0, 1]),
     (HeadByHead, "qkv", ("interleaved", (4, 4, 8), 0), 2, [0, 1]),
 ]
@@ -242,7 +249,7 @@ def test_what_is_only_suspected_warns_with_the_line_to_paste() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = placed(split_params(model, overrides=pasted))
-    assert found["blocks.1.qkv.weight"] == ("muon", ("rows", 12, 12))
+    assert found["blocks.1.qkv.weight"] == ("muon", ("rows", 8, 8, 8))
 
 
 def test_query_and_gate_of_qwen3_next() -> None:

@@ -237,7 +237,7 @@ def _modelled(figures: dict[str, Any]) -> dict[str, str]:
     return {
         "step, the slowest of the three below": milliseconds("seconds"),
         **{f"time of the {part}": milliseconds(f"seconds of the {part}") for part in ("host", "device", "network")},
-        f"torch.optim.Muon, not what it sends: {verdict}": milliseconds("seconds of torch.optim.Muon"),
+        f"torch.optim.Muon without sending ({verdict})": milliseconds("seconds of torch.optim.Muon"),
         "kernel launches": f"{figures['launches']:,}",
         "memory of the step": decimal(figures["bytes of the exchange"]),
         "memory of NCCL's buffers": decimal(figures["bytes of NCCL"]),

@@ -36,7 +36,10 @@ def cut_by_code(owner: nn.Module, attribute: str, out: int, convolution: bool) -
 
 @lru_cache(maxsize=1024)
 def _methods(kind: Any) -> tuple[ast.FunctionDef, ...]:
-    """The methods of a module's class as they are written, each from the class nearest to it."""
+    """The methods of a module's class as they are written, each from the class nearest to it.
+
+    The first argument is named self, whatever the class calls it.
+    """
     methods: dict[str, ast.FunctionDef] = {}
     for base in kind.__mro__:
         if not issubclass(base, nn.Module) or base.__module__.split(".")[0] == "torch":
@@ -47,6 +50,10 @@ def _methods(kind: Any) -> tuple[ast.FunctionDef, ...]:
             continue
         for node in written.body if isinstance(written, ast.ClassDef) else ():
             if isinstance(node, ast.FunctionDef):
+                own = node.args.args[0].arg if node.args.args else "self"
+                for name in ast.walk(node) if own != "self" else ():
+                    if isinstance(name, ast.Name) and name.id == own:
+                        name.id = "self"
                 methods.setdefault(node.name, node)
     return tuple(methods.values())
 

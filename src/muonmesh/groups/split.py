@@ -249,9 +249,11 @@ def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
         of, entry = ", ".join(reversed(guessed)), list(guessed.values())[-1]
         rows = global_shape(entry.parameter)[-2]
         key = r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in entry.name.split("."))
-        one = f'{{"algorithm": "muon", "matrices": ("rows", {rows // 2}, {rows - rows // 2})}}'
+        count = 3 if rows % 3 == 0 and re.search("qkv|attn", entry.name) else 2
+        sizes = ", ".join([str(rows // count)] * (count - 1) + [str(rows - rows // count * (count - 1))])
+        one = f'{{"algorithm": "muon", "matrices": ("rows", {sizes})}}'
         write = (
-            f'overrides={{r"{key}": {one}}} if a weight holds two matrices one below the other, '
+            f'overrides={{r"{key}": {one}}} if a weight holds {count} matrices one below the other, '
             f'{{r"{key}": "muon"}} if it is '
         )
         write += f'one matrix, {{r"{key}": "adamw"}} if it is none'
