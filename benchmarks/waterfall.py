@@ -2,7 +2,7 @@
 
     python benchmarks/waterfall.py --json benchmarks/results/waterfall.json
     python benchmarks/waterfall.py --only squares-768 small-64 --rounds 5
-    python benchmarks/waterfall.py --coefficients deflated --json benchmarks/results/waterfall_deflated.json
+    python benchmarks/waterfall.py --coefficients polar_express --kernels torch --json FILE
     python benchmarks/waterfall.py --coefficients deflated --kernels compiled --json FILE
 
 Each workload is stepped by ours and by torch.optim.Muon in turns, on all threads and on one. The step of ours on one
