@@ -20,6 +20,8 @@ from muonmesh.report.traffic import carried, traffic
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
 
+_HEAD = ("parameter", "algorithm", "why", "matrices", "layout", "owner", "GFLOP", "MB sent", "step RMS", "spectral")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -94,19 +96,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return a table and a summary."""
-        head = (
-            "parameter",
-            "algorithm",
-            "why",
-            "matrices",
-            "layout",
-            "owner",
-            "GFLOP",
-            "MB sent",
-            "step RMS",
-            "spectral",
-        )
-        lines = [head] + [
+        lines = [_HEAD] + [
             (
                 row.parameter,
                 row.algorithm,
@@ -121,7 +111,7 @@ class Explanation:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
