@@ -15,9 +15,11 @@ matrices of stress.py as it says. The command fails where a bound is broken.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,12 @@ PLATEAUS = (
     (((8, 1.0), (192, 0.03)), 0.003),
 )
 
+CONTENDERS = {
+    f"{name}, {products}": functools.partial(orthogonalize, coefficients=name, kernels=products)
+    for name in ("polar_express", "deflated")
+    for products in PRODUCTS
+}
+
 
 def plateaus() -> Iterator[tuple[str, Tensor]]:
     """Named matrices of two and three plateaus, fp64."""
@@ -78,10 +86,14 @@ def inputs(part: str, momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
             yield name, x if x.shape[0] <= x.shape[1] else x.mT
 
 
-def judged(x: Tensor, *, directions: float) -> dict[str, dict[str, float]]:
-    """Error and largest singular value of both sets with both products, bf16 (rows, cols).
+def judged(
+    x: Tensor, contenders: Mapping[str, Callable[[Tensor], Tensor]], *, directions: float
+) -> dict[str, dict[str, float]]:
+    """Error to the polar factor and largest singular value of what each contender makes of x, bf16 (rows, cols).
 
     Args:
+        x: rows ≤ cols.
+        contenders: Iterations by name.
         directions: Singular values below this times the largest have no part in the error.
     """
     wide = x.double()
@@ -92,15 +104,11 @@ def judged(x: Tensor, *, directions: float) -> dict[str, dict[str, float]]:
     u = u[:, :count]
     vh = u.mT @ wide / s[:count, None]
     found = {}
-    for name in ("polar_express", "deflated"):
-        for products in PRODUCTS:
-            result = orthogonalize(x, coefficients=name, kernels=products).double()
-            wrong = u.mT @ result @ vh.mT - torch.eye(count, dtype=torch.float64) if directions else result - u @ vh
-            largest = torch.linalg.eigvalsh(result @ result.mT)[-1].clamp_min(0).sqrt()
-            found[f"{name}, {products}"] = {
-                "polar": float(wrong.norm()) / max(1, count) ** 0.5,
-                "largest": float(largest),
-            }
+    for name, run in contenders.items():
+        result = run(x).double()
+        wrong = u.mT @ result @ vh.mT - torch.eye(count, dtype=torch.float64) if directions else result - u @ vh
+        largest = torch.linalg.eigvalsh((result @ result.mT).nan_to_num(math.inf, math.inf))[-1].clamp_min(0).sqrt()
+        found[name] = {"polar": float(wrong.norm()) / max(1, count) ** 0.5, "largest": float(largest)}
     return found
 
 
@@ -129,7 +137,7 @@ def main() -> None:
     wrong: list[str] = []
     for name, x in inputs(options.part, options.momentum):
         row = {"input": name, "shape": list(x.shape)}
-        row |= judged(x.bfloat16().contiguous(), directions=1 / 2000 if options.part == "stress" else 0)
+        row |= judged(x.bfloat16().contiguous(), CONTENDERS, directions=1 / 2000 if options.part == "stress" else 0)
         told = broken(row, options.part)
         print(*told, sep="\n", end="\n" if told else "", flush=True)
         table.append(row)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from criteria import inputs
+from criteria import inputs, judged
 from mpmath import mp, mpf
 from remez import composed
 from torch import Tensor
@@ -161,24 +161,6 @@ CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def judged(x: Tensor, directions: float) -> dict[str, dict[str, float]]:
-    """Error to the polar factor and largest singular value of each, as criteria.py has them."""
-    wide = x.double()
-    wide = wide / wide.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-    squares, u = (found.flip(-1) for found in torch.linalg.eigh(wide @ wide.mT))
-    s = squares.clamp_min(0).sqrt()
-    count = int((s > s[0] * directions).sum())
-    u = u[:, :count]
-    vh = u.mT @ wide / s[:count, None]
-    found = {}
-    for name, run in CONTENDERS.items():
-        result = run(x).double()
-        wrong = u.mT @ result @ vh.mT - torch.eye(count, dtype=torch.float64) if directions else result - u @ vh
-        largest = torch.linalg.eigvalsh((result @ result.mT).nan_to_num(math.inf, math.inf))[-1].clamp_min(0).sqrt()
-        found[name] = {"polar": float(wrong.norm()) / max(1, count) ** 0.5, "largest": float(largest)}
-    return found
-
-
 def is_broken(part: str, usual: dict[str, float], found: dict[str, float]) -> bool:
     """Whether a bound of criteria.py is."""
     bound = usual["polar"] if part == "momentum" else max(1.1 * usual["polar"], 0.1)
@@ -217,7 +199,7 @@ def main() -> None:
     for part in options.parts:
         table: list[dict[str, Any]] = []
         for name, x in inputs(part, options.momentum):
-            found = judged(x.bfloat16().contiguous(), 1 / 2000 if part == "stress" else 0)
+            found = judged(x.bfloat16().contiguous(), CONTENDERS, directions=1 / 2000 if part == "stress" else 0)
             broken = [one for one in found if is_broken(part, found["polar_express"], found[one])]
             table.append({"input": name, "broken": broken, **found})
         facts[part] = {"matrices": table, "summary": {}}

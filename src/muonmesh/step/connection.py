@@ -96,7 +96,7 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
     group = group_of(ranks, candidates)
     copies, wrong = find_copies(group, None if planned is None else claims_of(planned, ranks, runtime.source))
     error = error or wrong
-    changed = _agree_on_products(group, runtime, None if error is not None else planned)
+    changed = _agree_on_products_and_machines(group, runtime, None if error is not None else planned)
     if (copies or changed) and error is None:
         planned, _, error = _read(groups, runtime, copies)
     error = error or unknown_matrix([] if planned is None else planned.members)
@@ -124,7 +124,7 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
     return planned, planned.exchange
 
 
-def _agree_on_products(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned | None) -> bool:
+def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned | None) -> bool:
     """Let all ranks of a group take what all can multiply with, if they leave that to us; whether this rank changes.
 
     Where launchers say different numbers of ranks of a machine, the ranks take none.
