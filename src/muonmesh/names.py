@@ -49,3 +49,8 @@ def names_matching(where: str, key: str, names: Iterable[str]) -> list[str]:
     except re.error as error:
         found = f"no parameter's name and no regular expression ({error})"
         raise ValueError(explain_error(where, found, "either", "Use re.escape on what is meant literally")) from None
+
+
+def starred(name: str) -> str:
+    """Return a name with a star for each number: layers that are alike have one such name."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

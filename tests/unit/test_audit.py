@@ -56,6 +56,22 @@ def test_of_muonmesh_there_is_nothing_to_mend() -> None:
     assert all(0.9 < row.size < 1.1 for row in report.rows if not math.isnan(row.size))
 
 
+def test_a_guess_is_told() -> None:
+    """A fused weight that is cut elsewhere may be one matrix or three: not even muonmesh knows."""
+    layers = [nn.ModuleDict({"qkv": nn.Linear(16, 48), "proj": nn.Linear(16, 16)}) for _ in range(2)]
+    model = nn.Sequential(*layers, nn.Linear(16, 4))
+    with pytest.warns(UserWarning, match="by a guess"):
+        report = mm.audit(mm.from_model(model, lr=1e-3), model)
+    assert report.guesses == ("0.qkv.weight", "1.qkv.weight")
+    assert "Taken for one matrix by a guess: *.qkv.weight." in str(report)
+    assert str(report).endswith("Nothing to mend if the guesses are right.")
+    overrides = {r"qkv\.weight": {"algorithm": "muon", "matrices": ("rows", 16, 16, 16)}}
+    optimizer = mm.from_model(model, lr=1e-3, overrides=overrides)
+    decided = mm.audit(optimizer, model, groups=mm.split_params(model, overrides=overrides))
+    assert not decided.guesses
+    assert str(decided).endswith("Nothing to mend.")
+
+
 def test_it_says_the_same_under_autocast() -> None:
     model = Net()
     optimizer = mm.from_model(model, lr=1e-3, compute_dtype=torch.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import textwrap
 from collections import Counter
@@ -21,7 +20,7 @@ from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
-from muonmesh.names import canonical_name
+from muonmesh.names import canonical_name, starred
 from muonmesh.numerics.precision import plain_modes
 
 
@@ -66,6 +65,7 @@ class Audit:
         scale: The scale mode that fits the sizes best, and how well: the median of steps over what it says.
         raised: What the step raised; empty if nothing.
         rows: One per trainable weight.
+        guesses: Weights that the audit takes for one matrix each by a guess, as `muonmesh.split_params` warns.
     """
 
     optimizer: str
@@ -74,10 +74,11 @@ class Audit:
     fit: float
     raised: str
     rows: tuple[AuditRow, ...]
+    guesses: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing needs mending."""
+        """Whether nothing needs mending, if the guesses are right."""
         return not self.raised and not any(row.mend for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,8 +95,7 @@ class Audit:
         mends = Counter(row.mend for row in self.rows if row.mend)
         alike: dict[tuple[Any, ...], list[AuditRow]] = {}
         for row in self.rows:
-            name = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", row.weight)
-            alike.setdefault((name, row.shape, row.verdict, row.matrices, row.mend), []).append(row)
+            alike.setdefault((starred(row.weight), row.shape, row.verdict, row.matrices, row.mend), []).append(row)
         table: list[tuple[str, ...]] = [("weight", "shape", "what happens to it", "like", "size")]
         for (name, shape, verdict, matrices, mend), rows in alike.items():
             note = f" [{[*mends].index(mend) + 1}]" if mend else ""
@@ -126,7 +126,12 @@ class Audit:
         for number, (mend, times) in enumerate(mends.items(), 1):
             told = f"[{number}] {times} of {len(self.rows)} weights: {mend}."
             lines.append(textwrap.fill(told, 80, subsequent_indent="    ", break_on_hyphens=False))
-        lines += ["Nothing to mend."] if self.ok else []
+        if self.guesses:
+            names = ", ".join(dict.fromkeys(map(starred, self.guesses)))
+            told = f"Taken for one matrix by a guess: {names}. If a weight is fused, write overrides= as "
+            told += "split_params(model) warns, and give its groups to the audit: groups=..."
+            lines.append(textwrap.fill(told, 80, break_on_hyphens=False))
+        lines += [f"Nothing to mend{' if the guesses are right' * bool(self.guesses)}."] if self.ok else []
         return "\n".join(lines)
 
 
@@ -196,6 +201,7 @@ class _Watch:
         self.weights: dict[str, Tensor] = {}
         self.storages: dict[str, Storage] = {}
         self.known: dict[str, _Known] = {}
+        self.guesses: tuple[str, ...] = ()
 
     def find(self, model: nn.Module, groups: Sequence[Mapping[str, Any]], layouts: Mapping[str, Any]) -> None:
         """Find the weights, and what the optimizers and the groups say of each; no communication."""
@@ -209,6 +215,7 @@ class _Watch:
                 self.storages[name] = storage_of(name, parameter, None, layouts.get(name), needed=False)
         if not self.weights:
             raise ValueError(explain_error("audit", "no weight that is trained", "at least one"))
+        self.guesses = tuple(getattr(groups, "guesses", ()))
         right: dict[str, tuple[bool, Any]] = {}  # whether Muon steps it, and its matrices
         for group in groups:
             muon = group["algorithm"] != "adamw"
@@ -248,7 +255,7 @@ class _Watch:
             numbers = what.matrices, what.like, size, what.rms, gradient, strength
             rows.append(AuditRow(name, shape, told, what.verdict, *numbers, mend))
         names = " and ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in self.optimizers)
-        return Audit(names, world_size(), scale, fit, raised, tuple(rows))
+        return Audit(names, world_size(), scale, fit, raised, tuple(rows), self.guesses)
 
     def _norms(self) -> dict[str, float]:
         """Return the norms of the gradients that are there, of whole weights; empty if none is there on any rank."""

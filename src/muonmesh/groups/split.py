@@ -6,7 +6,7 @@ import difflib
 import re
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import by_shape, declarations, declared_by, role, without_decay
 from muonmesh.groups.sites import Role, Site, sites, unwrapped
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.names import canonical_name, names_matching
+from muonmesh.names import canonical_name, names_matching, starred
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
@@ -53,6 +53,7 @@ class ParamGroups(list[dict[str, Any]]):
     Attributes:
         frozen: the parameters left out, by canonical name, with the reason.
         shared: the further names of shared parameters, with the one that is in "param_names".
+        guesses: the parameters that are Muon's by a guess, of which `split_params` has warned.
         model: a weak reference to the model without wrappers, so that `Muon` sees when it holds other parameters, or
             trains those that were frozen; None after pickling.
     """
@@ -63,11 +64,13 @@ class ParamGroups(list[dict[str, Any]]):
         *,
         frozen: dict[str, str],
         shared: dict[str, str],
+        guesses: Collection[str],
         model: nn.Module,
     ) -> None:
         super().__init__(groups)
         self.frozen = frozen
         self.shared = shared
+        self.guesses = tuple(guesses)
         self.model: weakref.ReferenceType[nn.Module] | None = weakref.ref(unwrapped(model))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,7 +108,7 @@ class ParamGroups(list[dict[str, Any]]):
         if not held:
             _refuse_untrained(stage, frozen)
         groups = [_restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
-        return ParamGroups(groups, frozen=frozen, shared=self.shared, model=stage)
+        return ParamGroups(groups, frozen=frozen, shared=self.shared, guesses=self.guesses, model=stage)
 
     def __str__(self) -> str:
         lines = Counter[tuple[str, ...]]()  # layers that differ in their number only share a line
@@ -113,7 +116,7 @@ class ParamGroups(list[dict[str, Any]]):
             for i, name in enumerate(group["param_names"]):
                 shape = "×".join(map(str, global_shape(group["params"][i]))) or "scalar"
                 matrices = str(group["matrices"][i]) if "matrices" in group else "-"
-                row = (_starred(name), shape, group["name"], matrices, group["reasons"][i])
+                row = (starred(name), shape, group["name"], matrices, group["reasons"][i])
                 lines[row] += 1
         rows: list[tuple[str, ...]] = [("parameter", "count", "shape", "group", "matrices", "reason")]
         rows += [(row[0], str(count), *row[1:]) for row, count in lines.items()]
@@ -124,7 +127,7 @@ class ParamGroups(list[dict[str, Any]]):
             settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
             shown = "".join(f", {k}={v!r}" for k, v in settings.items())
             text.append(f"{group['name']}: {len(group['params'])} tensors, {elements:,} elements{shown}")
-        frozen = Counter((_starred(name), reason) for name, reason in self.frozen.items())
+        frozen = Counter((starred(name), reason) for name, reason in self.frozen.items())
         text += [f"left out: {name} ({count}): {reason}" for (name, reason), count in frozen.items()]
         return "\n".join(text)
 
@@ -135,10 +138,6 @@ def _restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Param
     pairs = [held[group["param_names"][i]] for i in kept]
     each = {key: [group[key][i] for i in kept] for key in ("matrices", "reasons") if key in group}
     return {**group, **each, "params": [p for _, p in pairs], "param_names": [name for name, _ in pairs]}
-
-
-def _starred(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 @dataclass
@@ -205,7 +204,8 @@ def split_params(
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
-    _warn_of_guesses(model, entries)
+    guesses = _guessed(entries)
+    _warn_of_guesses(model, entries, guesses)
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES.values()}
     for entry in entries:
         algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
@@ -234,17 +234,23 @@ def split_params(
             f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
             "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix"
         )
-    return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, model=model)
+    names = [entry.name for entry in guesses]
+    return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, guesses=names, model=model)
 
 
-def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
-    """Warn of what is Muon's by a guess, on rank 0, and where a pipeline stage would get other groups."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    guessed = {
-        _starred(entry.name): entry
-        for entry in reversed(entries)
+def _guessed(entries: Sequence[_Entry]) -> list[_Entry]:
+    """Return what is Muon's by a guess."""
+    return [
+        entry
+        for entry in entries
         if entry.role.guess and not entry.overridden_by and entry.settings.get("algorithm", "muon") == "muon"
-    }
+    ]
+
+
+def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry]) -> None:
+    """Warn of guesses, on rank 0, and where a pipeline stage would get other groups."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    guessed = {starred(entry.name): entry for entry in reversed(guesses)}
     if guessed and (ranks == 1 or dist.get_rank() == 0):
         of, entry = ", ".join(reversed(guessed)), list(guessed.values())[-1]
         rows = global_shape(entry.parameter)[-2]
