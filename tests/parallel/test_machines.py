@@ -62,6 +62,8 @@ def stepped(held: layouts.Held, settings: dict[str, Any], machine: int) -> tuple
     told, did = optimizer.explain(), optimizer.counts
     promised = told.collectives, told.bytes_sent, told.bytes_received
     passes = optimizer._runtime.connected.exchange._owners.schedule.relays
+    assert ("enter each machine once" in str(told)) == bool(told.relayed)
+    assert told.relayed or not passes
     return differing, promised, (did.collectives, did.bytes_sent, did.bytes_received), passes
 
 

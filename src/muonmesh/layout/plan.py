@@ -72,7 +72,7 @@ class Plan:
             assignment = self.assignments[number]
             place = self._layout(assignment, gather=gather)
             owner = assignment.owner
-            relay = None if gather else self._relays[assignment.parameter]
+            relay = None if gather else self.relays[assignment.parameter]
             if relay is not None:
                 ways = relay.outgoing(owner, rank, chain=chain)
                 for holder, parts in pieces_by_holder(place, [to for _, to, _ in ways], assignment.matrix):
@@ -124,7 +124,7 @@ class Plan:
             sums=bool(self.summed(numbers)),
         )
         chain = found.count > 1
-        passed = [relay.exchanges(chain=chain) for p in parameters if (relay := self._relays[p]) is not None]
+        passed = [relay.exchanges(chain=chain) for p in parameters if (relay := self.relays[p]) is not None]
         last = max(passed, default=1)
         return replace(found, count=max(found.count, last)) if chain else replace(found, late=last - 1)
 
@@ -137,7 +137,7 @@ class Plan:
         return left
 
     @cached_property
-    def _relays(self) -> list[Relay | None]:
+    def relays(self) -> list[Relay | None]:
         """How results are passed on, by parameter; None where owners send them to all."""
         several = self.machine and len({rank // self.machine for rank in self.ranks}) > 1
         return [Relay.of(p.target, self.machine) if several else None for p in self.parameters]
@@ -151,7 +151,7 @@ class Plan:
             rounds: Those of the bucket.
         """
         assignment = self.assignments[number]
-        relay = self._relays[assignment.parameter]
+        relay = self.relays[assignment.parameter]
         if relay is None:
             return rounds.of(self.distance(number, holder))
         return relay.incoming(assignment.owner, holder, chain=rounds.count > 1)[2]

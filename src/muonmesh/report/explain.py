@@ -73,6 +73,7 @@ class Explanation:
         state_bytes: Bytes of state that this rank keeps from step to step.
         host_bytes: Those of them that ``state_device="cpu"`` keeps away from the device.
         gradients: What the source of gradients moves itself for a step, as under ``gradients="to_owners"``.
+        relayed: Parameters whose results rank after rank passes on, because their replicas are in several machines.
         open: Names of parameters of which other ranks may hold copies, which the first step looks for. Until then they
             are told as if there were none.
     """
@@ -87,6 +88,7 @@ class Explanation:
     state_bytes: int = 0
     host_bytes: int = 0
     gradients: Counts = field(default_factory=Counts)
+    relayed: int = 0
     open: tuple[str, ...] = ()
 
     @property
@@ -138,6 +140,8 @@ class Explanation:
                 f"rank {self.rank} averages gradients in {moved.collectives} more collectives, "
                 f"{moved.bytes_sent / 1e6:.3g} MB sent, {moved.bytes_received / 1e6:.3g} MB received a step"
             )
+        if self.relayed:
+            table.append(f"results of {self.relayed} parameters enter each machine once and are passed on there")
         if self.open:
             more = f" and {len(self.open) - 3} more" if len(self.open) > 3 else ""
             table.append(f"the first step looks for copies on other ranks of {', '.join(self.open[:3])}{more}")
@@ -220,6 +224,7 @@ def explain(
         sum(memory.total for memory in kept.values()),
         sum(memory.host for memory in kept.values()),
         gradients,
+        sum(relay is not None for relay in plan.relays),
         () if planned.exchange is not None else tuple(m.name for m in planned.members if m.may_have_copies(plan.ranks)),
     )
 
