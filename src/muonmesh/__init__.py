@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from muonmesh.errors import LayoutError, MuonMeshError, PlanError, StateError
     from muonmesh.groups import HeadPart, ParamGroups
     from muonmesh.integrations.qk_clip import QKClip
+    from muonmesh.integrations.torch_muon import ExecutedMuon, execute
     from muonmesh.layout import FlatParameter, FlatShards
     from muonmesh.migration import PackageName, convert_settings
     from muonmesh.numerics.coefficients import CoefficientName, CoefficientSet, register_coefficients
@@ -40,6 +41,7 @@ __all__ = [
     "CoefficientSet",
     "DecayMode",
     "ElementwiseRule",
+    "ExecutedMuon",
     "Explanation",
     "FlatParameter",
     "FlatShards",
@@ -61,6 +63,7 @@ __all__ = [
     "StateError",
     "audit",
     "convert_settings",
+    "execute",
     "from_model",
     "orthogonalize",
     "register_coefficients",
@@ -79,6 +82,7 @@ _HOMES = {
     "errors": "LayoutError MuonMeshError PlanError StateError",
     "groups": "HeadPart ParamGroups",
     "integrations.qk_clip": "QKClip",
+    "integrations.torch_muon": "ExecutedMuon execute",
     "layout": "FlatParameter FlatShards",
     "migration": "PackageName convert_settings",
     "numerics.coefficients": "CoefficientName CoefficientSet register_coefficients",

@@ -486,7 +486,7 @@ def test_the_page_about_the_simulated_device() -> None:
 
 def test_the_page_about_migrating() -> None:
     """Each recipe makes an optimizer with the settings that the page speaks of; `test_migration` shows its steps."""
-    written = run("docs/migrating.md", {}, {}, {}, {}, {}, {}, {}, {})
+    written = run("docs/migrating.md", *[{}] * 9)
 
     def found(names: dict[str, Any]) -> tuple[Any, ...]:
         group = names["optimizer"].param_groups[0]
@@ -495,6 +495,7 @@ def test_the_page_about_migrating() -> None:
     assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
     assert found(names := next(written)) == (0.02, "original", 0.1)
     assert names["optimizer"].param_groups[1]["lr"] == 3e-4
+    assert isinstance(next(written)["executed"], torch.optim.Muon)
     assert [group["lr"] for group in next(written)["optimizer"].param_groups] == [0.05, 0.22]
     assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
     assert (next(written)["settings"]["lr"], next(written)["settings"]["scale_mode"]) == (0.02, "spectral")

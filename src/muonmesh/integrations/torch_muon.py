@@ -1,0 +1,127 @@
+"""torch.optim.Muon in every layout: `execute` lets muonmesh take the steps of an optimizer that stays torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import _muon as torchs  # its iteration and its scale, for the same bits
+from torch.optim.optimizer import _disable_dynamo_if_unsupported
+
+from muonmesh.clip import GradNorms
+from muonmesh.errors import explain_error
+from muonmesh.numerics.rules import MuonRule, register_rule
+from muonmesh.optimizer import Muon
+from muonmesh.settings import ProcessGroup
+
+ALGORITHM = "torch.optim.Muon"
+
+
+@register_rule(ALGORITHM)
+@dataclass(frozen=True, slots=True)
+class TorchRule(MuonRule):
+    """What torch.optim.Muon does with whole matrices, by its own functions."""
+
+    orthogonalizes: ClassVar[bool] = False
+
+    polynomial: tuple[float, float, float] = (torchs.DEFAULT_A, torchs.DEFAULT_B, torchs.DEFAULT_C)
+    times: int = torchs.DEFAULT_NS_STEPS
+    eps: float = torchs.EPS
+    adjust_lr_fn: str | None = None
+
+    def whole(self, update: Tensor, state: Any) -> Tensor:
+        """Return its Newton–Schulz iteration of each matrix, in bf16."""
+        factors = [torchs._zeropower_via_newtonschulz(one, self.polynomial, self.times, self.eps) for one in update]
+        return torch.stack(factors).to(update.dtype)
+
+    def scale(self, rows: int, cols: int) -> float:
+        """Return what it multiplies the learning rate by."""
+        return float(torchs._adjust_lr(1.0, self.adjust_lr_fn, torch.Size((rows, cols))))
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Return the operations of its products."""
+        side, other = sorted((rows, cols))
+        return self.times * (4 * side * side * other + 2 * side**3)
+
+
+class ExecutedMuon(torch.optim.Muon):
+    """A torch.optim.Muon of which `execute` was called."""
+
+    _step_supports_amp_scaling = True  # as of `Muon`: all ranks skip together
+    _executor: Muon | None = None
+    _process_group: ProcessGroup = "auto"
+
+    @property
+    def executor(self) -> Muon:
+        """The `Muon` that takes the steps, with the settings and state of this optimizer; made when it is needed."""
+        held = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
+        made = self._executor
+        if made is None or held != [[id(p) for p in group["params"]] for group in made.param_groups]:
+            dtypes = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+            if len(dtypes) > 1:
+                found, write = f"parameters of {sorted(map(str, dtypes))}", "Make an optimizer for those of each dtype"
+                raise TypeError(explain_error("execute", found, "one dtype, which its momentum has", write))
+            groups = [self._group(number, group) for number, group in enumerate(self.param_groups)]
+            made = self._executor = Muon(groups, state_dtype=dtypes.pop(), process_group=self._process_group)
+            made._runtime.warned = True  # of weights in bf16: torch's own has no masters either
+        for number, group in enumerate(self.param_groups):
+            made.param_groups[number].update(self._settings(group))
+        made.state = self.state
+        return made
+
+    def _group(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
+        names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
+        return {"params": list(group["params"]), "name": f"group{number}", "algorithm": ALGORITHM, **names}
+
+    @staticmethod
+    def _settings(group: dict[str, Any]) -> dict[str, Any]:
+        same = {key: group[key] for key in ("lr", "weight_decay", "momentum", "nesterov", "eps", "adjust_lr_fn")}
+        return {**same, "polynomial": tuple(group["ns_coefficients"]), "times": group["ns_steps"]}
+
+    @_disable_dynamo_if_unsupported()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; all ranks that share parameters call it. See `Muon.step`."""
+        made = self.executor
+        for told in ("grad_scale", "found_inf"):  # set by a GradScaler for the time of the call
+            vars(made).pop(told, None)
+            if told in vars(self):
+                setattr(made, told, vars(self)[told])
+        return made.step(closure)
+
+    def clip_grad_norm_(self, max_norm: float, **settings: Any) -> GradNorms:
+        """Clip the gradients by their norm over all ranks, as `Muon.clip_grad_norm_`."""
+        return self.executor.clip_grad_norm_(max_norm, **settings)
+
+
+def execute(optimizer: torch.optim.Optimizer, *, process_group: ProcessGroup = "auto") -> ExecutedMuon:
+    """Let muonmesh take the steps of a torch.optim.Muon, whole matrix by whole matrix in every layout.
+
+    The optimizer stays the object that it is, with its settings, its momentum and its ``state_dict()``; schedulers and
+    whoever else holds it notice nothing. Each matrix is gathered by one rank, which orthogonalizes it by torch's own
+    function. A parameter is one matrix, or a batch of them, as to torch: fused matrices are not split.
+
+    Args:
+        optimizer: The one to be executed. Parameters in "param_names" are known by these names to all ranks.
+        process_group: Who holds plain matrices, as for `Muon`.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: it is another optimizer than torch.optim.Muon, or was patched. Schedulers patch ``step``: make them
+            later.
+    """
+    if type(optimizer) not in (torch.optim.Muon, ExecutedMuon):
+        write = "Write muonmesh.from_model(model, **muonmesh.convert_settings(optimizer))"
+        raise TypeError(explain_error("execute", f"a {type(optimizer).__name__}", "a torch.optim.Muon", write))
+    if "step" in vars(optimizer):
+        found, write = "an optimizer whose step was replaced, as schedulers do", "Call execute before you make them"
+        raise TypeError(explain_error("execute", found, "one whose step is torch's", write))
+    optimizer.__class__ = ExecutedMuon
+    assert isinstance(optimizer, ExecutedMuon)
+    optimizer._patch_step_function()  # as torch's constructor does, for hooks
+    optimizer._process_group, optimizer._executor = process_group, None
+    return optimizer
