@@ -57,7 +57,13 @@ ONE_PROCESS = (
     "docs/internals/simulated.md",
 )
 SCRIPTS = ("docs/get-started.md",)  # whole scripts, each of which names its file in its first line
-RANKS = ("docs/layouts.md", "docs/deepspeed.md", "docs/new-framework.md", "docs/transformer-engine.md")
+RANKS = (
+    "docs/layouts.md",
+    "docs/to-owners.md",
+    "docs/deepspeed.md",
+    "docs/new-framework.md",
+    "docs/transformer-engine.md",
+)
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 WAYS = ("docs/thirty-ways.md",)  # by benchmarks/ways.py, which runs them where their packages are
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
@@ -639,7 +645,8 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
     fourth["model"]["mlp"].fc1_weight = stamped(8, 6, **parallel).weight
     replicas = {"ddp_model": nn.parallel.DistributedDataParallel(nn.ModuleDict({"fc": nn.Linear(6, 16, bias=False)}))}
     found = []
-    pages = run("docs/layouts.md", {}, first, second, replicas), run("docs/transformer-engine.md", third, fourth)
+    pages = [run("docs/layouts.md", {}, first, second), run("docs/to-owners.md", replicas)]
+    pages.append(run("docs/transformer-engine.md", third, fourth))
     for number, names in enumerate(itertools.chain(*pages)):
         if number == 5:
             model = names["model"]
