@@ -23,7 +23,7 @@ from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
 from muonmesh.cli.lock import LOCK_FILE, RunLock
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import build_model, check_model
-from muonmesh.cli.plan_command import planned, print_plan
+from muonmesh.cli.plan_command import PlanRequest, planned, print_plan
 from muonmesh.cli.report import write_report
 from muonmesh.cli.run_settings import REPLICAS, Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
@@ -69,8 +69,8 @@ def preview(settings: Settings, *, as_json: bool = False) -> None:
         parts = parameters_of(build_model(config))
     ranks = settings.ranks
     meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
-    found = planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), machine=ranks, parts=parts)
-    print_plan(found, as_json=as_json)
+    asked = PlanRequest(model=settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), machine=ranks)
+    print_plan(planned(asked, parts), as_json=as_json)
 
 
 def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:
