@@ -19,6 +19,7 @@ from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.traffic import carried, traffic
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
+from muonmesh.table import aligned
 
 _HEAD = ("parameter", "algorithm", "why", "matrices", "layout", "owner", "GFLOP", "MB sent", "step RMS", "spectral")
 
@@ -111,11 +112,7 @@ class Explanation:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        table.insert(1, "  ".join("─" * width for width in widths))
+        table = aligned(lines, ruled=True)
         table.append(
             f"rank {self.rank} of {len(self.flops)}: {self.orthogonalizations} of "
             f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalizations, "
@@ -154,12 +151,7 @@ def summary(groups: Sequence[Mapping[str, Any]]) -> str:
         count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
         sizes = f"{count:,} parameter{'' if count == 1 else 's'}", f"{elements:,} element{'' if elements == 1 else 's'}"
         rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, f"lr {_rate(group.get('lr'))}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)] if rows else []
-    aligned = ("ljust", "ljust", "rjust", "rjust", "ljust")
-    return "\n".join(
-        "  ".join(getattr(cell, align)(width) for cell, width, align in zip(row, widths, aligned, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows, right=(2, 3)))
 
 
 def _rate(lr: object) -> str:
