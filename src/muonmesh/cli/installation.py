@@ -154,10 +154,9 @@ def _disk(folder: Path) -> Finding:
 
 def _links() -> Finding:
     """What torchrun's ranks measure."""
-    from muonmesh.cli.worker import join
+    from muonmesh.cli.rank import join
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    join("nccl" if device.type == "cuda" else "gloo", timeout=None, device_id=device if device.type == "cuda" else None)
+    device = join("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return measured_links(device)
     finally:

@@ -16,8 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from muonmesh.cli.failure import FOLDER, first_failure, make_room
-from muonmesh.cli.worker import LAUNCHER
+from muonmesh.cli.failure import FOLDER, LAUNCHER, first_failure, make_room
 from muonmesh.files import writing
 
 WORKER = "muonmesh.cli.worker"
