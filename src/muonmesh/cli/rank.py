@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -20,7 +21,7 @@ from muonmesh.checkpoint.record import MODEL
 from muonmesh.cli.corpus import Corpus, load_corpus_of
 from muonmesh.cli.export import export, export_of
 from muonmesh.cli.failure import LAUNCHER
-from muonmesh.cli.lock import RunLock
+from muonmesh.cli.lock import locked
 from muonmesh.cli.metrics_log import MetricsLog
 from muonmesh.cli.run_settings import Optimizer, Settings, load_settings
 from muonmesh.cli.training import StopRequest, Training
@@ -46,9 +47,9 @@ def work(run: Path) -> None:
             f"{run}: found {dist.get_world_size()} ranks, started by torchrun; needed the {settings.ranks} of the run. "
             f"Write: --nproc-per-node {settings.ranks}, or change them: muonmesh train --resume {run} --ranks N"
         )
-    lock = RunLock(run, option="torchrun")
+    lock = contextlib.ExitStack()
     if LAUNCHER not in os.environ:  # which holds it already
-        on_first_rank(lock.take)
+        on_first_rank(lambda: lock.enter_context(locked(run, option="torchrun")))
     insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
     settings = replace(settings, out=str(run))  # wherever it lies now
     stop = StopRequest()
@@ -58,7 +59,7 @@ def work(run: Path) -> None:
             break
         gc.collect()  # sharded models are full of cycles, and the next one needs the room
     dist.destroy_process_group()
-    lock.release()
+    lock.close()
 
 
 def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:

@@ -20,7 +20,7 @@ from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
-from muonmesh.cli.lock import LOCK_FILE, RunLock
+from muonmesh.cli.lock import LOCK_FILE, locked
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.model import build_model, check_model
 from muonmesh.cli.plan_command import PlanRequest, planned, print_plan
@@ -37,7 +37,7 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
         ValueError: something is wrong that can be found without ranks.
     """
     parameters = check(settings, resuming=resuming)
-    with RunLock(settings.directory, option="--resume" if resuming else "--out"):
+    with locked(settings.directory, option="--resume" if resuming else "--out"):
         _prepare(settings, parameters, resuming=resuming)
         return _launch(settings.directory, settings)
 
