@@ -66,8 +66,7 @@ def train(context: typer.Context, **values: Any) -> None:
             raise SystemExit(train_sweep(settings, request))
         if not request.dry_run:
             raise SystemExit(train_run(settings, resuming=resuming))
-        check(settings, resuming=resuming)
-        preview(settings, as_json=request.json)
+        preview(settings, check(settings, resuming=resuming), as_json=request.json)
     except ValueError as error:
         raise SystemExit(complain("train", str(error), code=2)) from error
     except OSError as error:

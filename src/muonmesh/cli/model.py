@@ -81,8 +81,8 @@ def check_model(
     parallel: Parallel = "ddp",
     init: str | None = None,
     recompute: bool = False,
-) -> int:
-    """Build the model without memory and return its number of parameters; raises what a rank would raise.
+) -> Any:
+    """Build the model on the meta device, without memory, and return it; raises what a rank would raise.
 
     Raises:
         ValueError: there is no such model, or its parameters cannot be sharded.
@@ -97,7 +97,7 @@ def check_model(
             f"--checkpoint-activations: {type(built).__name__} of transformers cannot compute its layers again; needed "
             "a model that supports gradient checkpointing. Leave it out"
         )
-    return sum(p.numel() for p in built.parameters())
+    return built
 
 
 def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None:
