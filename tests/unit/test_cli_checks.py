@@ -249,12 +249,16 @@ IMPOSSIBLE: dict[str, tuple[Any, str]] = {
 }
 
 
+def asked(model: Path) -> Settings:
+    return Settings(out="x", model=str(model), vocab=300, seq=32, parallel="ddp")
+
+
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_a_model_that_cannot_be_is_one_sentence(name: str, tmp_path: Path) -> None:
     content, message = IMPOSSIBLE[name]
     (tmp_path / "model.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"--model.*{message}") as caught:
-        check_model(str(tmp_path / "model.json"), vocab=300, seq=32)
+        check_model(asked(tmp_path / "model.json"))
     assert "\n" not in str(caught.value)
 
 
@@ -263,7 +267,7 @@ def test_what_older_versions_wrote_is_read(fields: dict[str, Any], tmp_path: Pat
     older = {"architectures": ["X"], "torch_dtype": "float32", "transformers_version": "4.0", "_name_or_path": "x"}
     older |= {"use_cache": True, "bos_token_id": 1, "top_k": 3, "task_specific_params": None, "n_ctx": 1024}
     (tmp_path / "model.json").write_text(json.dumps({**fields, **older}))
-    assert check_model(str(tmp_path / "model.json"), vocab=300, seq=32).num_parameters() > 0
+    assert check_model(asked(tmp_path / "model.json")).num_parameters() > 0
 
 
 def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path: Path) -> None:

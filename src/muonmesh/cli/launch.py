@@ -85,8 +85,7 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
         failure = first_failure(run)
         raise (Interrupted() if failure is None else RankFailed(failure)) from error
     finally:
-        for name in os.environ.keys() - environment.keys():  # what starts next, a torchrun say, has another launcher
-            del os.environ[name]
+        os.environ.clear()  # what starts next, a torchrun say, has another launcher
         os.environ.update(environment)
         signals.give_back()
         shutil.rmtree(run / FOLDER, ignore_errors=True)

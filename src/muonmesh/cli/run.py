@@ -51,15 +51,7 @@ def check(settings: Settings, *, resuming: bool) -> nn.Module:
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
     if settings.init is not None:
         check_copy(Path(settings.init))
-    built: nn.Module = check_model(
-        settings.model,
-        vocab=settings.vocab,
-        seq=settings.seq,
-        parallel=settings.parallel,
-        init=settings.init,
-        recompute=settings.checkpoint_activations,
-    )
-    return built
+    return check_model(settings)
 
 
 def preview(settings: Settings, built: nn.Module, *, as_json: bool = False) -> None:

@@ -28,6 +28,7 @@ ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 REPLICAS = 2  # of the model, under hsdp
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
+PLAIN: dict[type, str] = {bool: "true or false", str: "text", Path: "a path"}  # kinds by their names in messages
 WHAT, HOW, WHERE, OUTPUT = "What to learn", "How to learn", "Where to run", "What to keep"
 
 
@@ -61,12 +62,8 @@ class Option:
             if not isinstance(value, tuple):
                 return "a list"
             return next((f"a list, each {why}" for each in value if (why := self.needed(inner[0], each))), "")
-        if kind is bool:
-            return "" if isinstance(value, bool) else "true or false"
-        if kind is str:
-            return "" if isinstance(value, str) and "\0" not in value else "text"
-        if kind is Path:
-            return "" if isinstance(value, Path) else "a path"
+        if kind in PLAIN:
+            return "" if isinstance(value, kind) and "\0" not in str(value) else PLAIN[kind]
         if kind is float:
             good = is_finite(value) and (value > 0 if self.positive else value >= 0)  # type: ignore[operator]
             return "" if good else "a positive, finite number" if self.positive else "zero or more, and finite"
