@@ -74,7 +74,7 @@ def _looked(name: str, look: Callable[[], Finding]) -> Finding:
 
 
 def _torch() -> Finding:
-    mend = "pip install 'torch>=2.11'" if torch.__version__ < (2, 11) else ""
+    mend = "pip install 'torch>=2.11'" if torch.__version__ < "2.11" else ""
     return Finding("torch", f"{torch.__version__}, Python {platform.python_version()}", mend)
 
 
