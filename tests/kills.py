@@ -32,7 +32,7 @@ from muonmesh.cli import training, worker
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.cli.corpus import standard_library
 from muonmesh.cli.launch import Interrupted, RankFailed, launch
-from muonmesh.cli.lock import RunLock
+from muonmesh.cli.lock import locked
 from muonmesh.cli.metrics_log import read_metrics
 from muonmesh.cli.run_settings import CONFIG_FILE, load_config, load_settings
 
@@ -137,7 +137,7 @@ def ports_of(pids: list[int]) -> set[str]:
 def is_locked(run: Path) -> bool:
     """Whether a process that is still there holds the run's directory."""
     try:
-        with RunLock(run, option="--resume"):
+        with locked(run, option="--resume"):
             return False
     except ValueError:
         return True
@@ -163,7 +163,7 @@ def start_copy(run: Path, *, ranks: int) -> int:
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
-        with RunLock(run, option="--resume"):
+        with locked(run, option="--resume"):
             load_settings(run, ranks=ranks).save(load_config(run)["environment"])
             launch(run, ranks=ranks, worker=rank)
         code = 0

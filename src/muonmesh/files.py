@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,19 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "an array": lambda value: isinstance(value, list),
     "an object": lambda value: isinstance(value, dict),
 }
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is in nested objects and lists, by the keys and places on the way to it: "layers.0.name"."""
+    if isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, list | tuple):
+        inside = dict(enumerate(value)).items()
+    else:
+        yield path, value
+        return
+    for key, inner in inside:
+        yield from leaves(inner, f"{path}.{key}" if path else str(key))
 
 
 def named(value: object) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from muonmesh.cli.worker import join
+from muonmesh.cli.rank import join
 
 LATE = 3.0  # seconds
 
@@ -21,7 +21,7 @@ def main(folder: Path) -> None:
     rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     if (rank, attempt) == ("0", "1"):
         time.sleep(LATE)
-    join("gloo", timeout=timedelta(seconds=30))
+    join("cpu", timeout=timedelta(seconds=30))
     total = torch.ones(1)
     dist.all_reduce(total)
     if attempt == "0":

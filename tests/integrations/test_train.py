@@ -32,10 +32,10 @@ from muonmesh.cli.documents import find_files
 from muonmesh.cli.launch import RankFailed, launch
 from muonmesh.cli.metrics_log import TIMES, MetricsLog, read_metrics
 from muonmesh.cli.model import blocks_of, build_model
+from muonmesh.cli.rank import TIMEOUT, seconds_to_wait
 from muonmesh.cli.run_settings import Settings, load_settings
 from muonmesh.cli.summary import Point, TrainingSummary, compare, crossing_of, summarise
 from muonmesh.cli.training import learning_rate_factor
-from muonmesh.cli.worker import TIMEOUT, seconds_to_wait
 from muonmesh.errors import FileError
 
 COMMAND = (sys.executable, "-c", "from muonmesh.cli import main; main()", "train")

@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
-from muonmesh.cli import worker
+from muonmesh.cli import rank
 from muonmesh.cli.app import app
 from muonmesh.cli.corpus import Windows, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.metrics_log import MetricsLog, read_metrics
@@ -139,7 +139,7 @@ def learn(run: Path) -> None:
     """What a rank of the command does, in a rank of the tests."""
     settings, log = load_settings(run), MetricsLog(run)
     for name in settings.optimizers:
-        worker.train(name, run, settings, load_corpus_of(run), torch.device("cpu"), log, StopRequest())
+        rank.train(name, settings, load_corpus_of(run), torch.device("cpu"), log, StopRequest())
     log.close()
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from muonmesh.cli import failure, terminal
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.failure import first_failure, make_room, record_failure
-from muonmesh.cli.lock import LOCK_FILE, RunLock
+from muonmesh.cli.lock import LOCK_FILE, locked
 from muonmesh.cli.metrics_log import MetricsLog, read_metrics
 from muonmesh.cli.model import check_model
 from muonmesh.cli.run_settings import LATER, Settings, load_settings
@@ -249,12 +249,16 @@ IMPOSSIBLE: dict[str, tuple[Any, str]] = {
 }
 
 
+def asked(model: Path) -> Settings:
+    return Settings(out="x", model=str(model), vocab=300, seq=32, parallel="ddp")
+
+
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_a_model_that_cannot_be_is_one_sentence(name: str, tmp_path: Path) -> None:
     content, message = IMPOSSIBLE[name]
     (tmp_path / "model.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"--model.*{message}") as caught:
-        check_model(str(tmp_path / "model.json"), vocab=300, seq=32)
+        check_model(asked(tmp_path / "model.json"))
     assert "\n" not in str(caught.value)
 
 
@@ -263,7 +267,7 @@ def test_what_older_versions_wrote_is_read(fields: dict[str, Any], tmp_path: Pat
     older = {"architectures": ["X"], "torch_dtype": "float32", "transformers_version": "4.0", "_name_or_path": "x"}
     older |= {"use_cache": True, "bos_token_id": 1, "top_k": 3, "task_specific_params": None, "n_ctx": 1024}
     (tmp_path / "model.json").write_text(json.dumps({**fields, **older}))
-    assert check_model(str(tmp_path / "model.json"), vocab=300, seq=32) > 0
+    assert check_model(asked(tmp_path / "model.json")).num_parameters() > 0
 
 
 def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path: Path) -> None:
@@ -299,35 +303,35 @@ def test_a_finite_number_is_one(value: Any) -> None:
 
 def test_a_run_has_one_process_at_a_time(tmp_path: Path) -> None:
     run = tmp_path / "deep" / "run"
-    with RunLock(run, option="--out"):
+    with locked(run, option="--out"):
         (run / "config.json").write_text("{}")
         for option in ("--out", "--resume"):
             with pytest.raises(FileError, match=rf"{option} .*run: another process is training there"):
-                RunLock(run, option=option).__enter__()
-    with RunLock(run, option="--resume"):
+                locked(run, option=option).__enter__()
+    with locked(run, option="--resume"):
         pass
     with pytest.raises(FileError, match=r"already there, with config\.json\. Write: --resume"):
-        RunLock(run, option="--out").__enter__()
+        locked(run, option="--out").__enter__()
     assert (run / "config.json").read_text() == "{}"
 
 
 def test_a_lock_of_a_dead_process_does_not_matter(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from muonmesh.cli.lock import RunLock\n"
-        "RunLock(Path(sys.argv[1]), option='--out').__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from muonmesh.cli.lock import locked\n"
+        "with locked(Path(sys.argv[1]), option='--out'): os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False)
     assert (tmp_path / "run" / LOCK_FILE).exists()
-    with RunLock(tmp_path / "run", option="--out"):
+    with locked(tmp_path / "run", option="--out"):
         pass
 
 
 def test_a_directory_that_nothing_was_written_to_goes_again(tmp_path: Path) -> None:
-    with RunLock(tmp_path / "deep" / "run", option="--out"):
+    with locked(tmp_path / "deep" / "run", option="--out"):
         assert (tmp_path / "deep" / "run" / LOCK_FILE).is_file()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "empty").mkdir()
-    with RunLock(tmp_path / "empty", option="--out"):
+    with locked(tmp_path / "empty", option="--out"):
         pass
     assert (tmp_path / "empty").is_dir(), "it was the user's"
 
@@ -335,7 +339,7 @@ def test_a_directory_that_nothing_was_written_to_goes_again(tmp_path: Path) -> N
 def start(run: Path, barrier: Any, answers: Any) -> None:
     barrier.wait()
     try:
-        with RunLock(run, option="--out"):
+        with locked(run, option="--out"):
             (run / "config.json").write_text("{}")
             answers.put("mine")
     except FileError:
@@ -360,7 +364,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / "thesis")
     with pytest.raises(FileError, match="cannot be written"):
-        RunLock(tmp_path / "run", option="--resume").__enter__()
+        locked(tmp_path / "run", option="--resume").__enter__()
     assert not (tmp_path / "thesis").exists()
 
 

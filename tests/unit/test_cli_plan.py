@@ -141,9 +141,10 @@ def test_a_known_model_has_the_parameters_that_it_is_known_for() -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_deepseek_v3_on_two_thousand_ranks() -> None:
-    from muonmesh.cli.plan_command import planned
+    from muonmesh.cli.plan_command import PlanRequest, planned
 
-    found = planned("deepseek-v3", mesh="hsdp=8x32,tp=8", experts="ddp=8,ep=32,fsdp=8")
+    asked = PlanRequest(model="deepseek-v3", mesh="hsdp=8x32,tp=8", experts="ddp=8,ep=32,fsdp=8")
+    found = planned(asked)
     assert (found["ranks"], found["matrices"]) == (2048, 45154)
     assert found["elements"] == pytest.approx(671e9, rel=0.001)
     assert found["balance"]["busiest over mean"] == found["balance"]["least that any plan could have"]

@@ -25,7 +25,7 @@ LEVELS = (
     ("migration", "step"),
     ("settings",),
     ("comm", "groups"),
-    ("files", "layout", "names", "numerics"),
+    ("files", "layout", "names", "numerics", "table"),
     ("numerics.kernels",),
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -36,6 +36,7 @@ SAID = {
     "numerics": "Newton–Schulz,\nscale, rules",
     "layout": "Region, Layout,\nMatrix, Plan",
     "names": "canonical names",
+    "table": "aligned text",
     "files": "read, written whole",
     "numerics.kernels": "products",
 }

@@ -15,7 +15,7 @@ from canvas import IMAGES, INK, QUIET, save
 from matplotlib import pyplot
 from matplotlib.colors import LinearSegmentedColormap
 
-from muonmesh.cli.plan_command import planned
+from muonmesh.cli.plan_command import PlanRequest, planned
 
 WIDE = 64  # ranks in a row
 COLOURS = ("#f3f3f0", "#fbe3d6", "#f2a99b", "#d1495b")  # of no work, less than the mean, about it, much more
@@ -24,7 +24,7 @@ CASES = (("hsdp=8x32,tp=8", "ddp=8,ep=32,fsdp=8"), ("hsdp=4x32,tp=8", "ddp=4,ep=
 
 def draw(picture: Path) -> None:
     """Write the picture."""
-    found = [planned("deepseek-v3", mesh=mesh, experts=experts) for mesh, experts in CASES]
+    found = [planned(PlanRequest(model="deepseek-v3", mesh=mesh, experts=experts)) for mesh, experts in CASES]
     shades = LinearSegmentedColormap.from_list("work", COLOURS)
     heights = [one["ranks"] // WIDE for one in found]
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), dpi=110, layout="constrained", sharey=True)

@@ -22,6 +22,7 @@ from muonmesh.groups import split_params
 from muonmesh.layout import Layout
 from muonmesh.names import canonical_name, starred
 from muonmesh.numerics.precision import plain_modes
+from muonmesh.table import aligned
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,11 @@ class Audit:
                 size,
             )
             table.append((name, *(cell.replace("nan", "") for cell in cells)))
-        widths = [max(len(line[column]) for line in table) for column in range(5)]
-        widths[0] = max(8, min(widths[0], 80 - sum(widths[1:]) - 8))
         lines = [f"{self.optimizer}, {self.ranks} rank{'' if self.ranks == 1 else 's'}"]
         lines += [textwrap.fill(f"step raises {self.raised}", 80)] if self.raised else []
-        for line in table:
-            first = line[0] if len(line[0]) <= widths[0] else "…" + line[0][1 - widths[0] :]
-            aligned = [first.ljust(widths[0]), line[1].rjust(widths[1]), line[2].ljust(widths[2])]
-            lines.append("  ".join([*aligned, line[3].rjust(widths[3]), line[4].rjust(widths[4])]).rstrip())
-        lines.insert(len(lines) - len(table) + 1, "  ".join("─" * width for width in widths))
+        room = max(8, 78 - max(map(len, aligned([cells for _, *cells in table], right=(0, 2, 3)))))
+        table = [(name if len(name) <= room else "…" + name[1 - room :], *cells) for name, *cells in table]
+        lines += aligned(table, right=(1, 3, 4), ruled=True)
         if self.scale:
             lines.append(f"size 1.00 is scale {self.scale!r} times {self.fit:.2f}")
         if self.rows and math.isnan(self.rows[0].gradient):

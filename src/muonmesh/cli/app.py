@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, get_args
 
 import typer
 
 from muonmesh.cli.audit_command import audit
 from muonmesh.cli.doctor import doctor
-from muonmesh.cli.plan_command import plan
+from muonmesh.cli.plan_command import PlanRequest, plan
 from muonmesh.cli.run_settings import Request, Settings, declared, option
 from muonmesh.cli.terminal import complain, examples
 from muonmesh.cli.version import versions
@@ -43,21 +43,6 @@ def commands(
     """
 
 
-app.command(
-    epilog=examples(
-        "muonmesh plan --model llama-3.1-8b --mesh hsdp=2x8,tp=4",
-        "muonmesh plan --model path/to/config.json --mesh fsdp=64 --json > plan.json",
-        "muonmesh plan --model deepseek-v3 --mesh fsdp=32,tp=8 --experts ep=32,fsdp=8",
-    )
-)(plan)
-app.command(
-    epilog=examples("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make")
-)(audit)
-app.command(
-    epilog=examples("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json")
-)(doctor)
-
-
 def train(context: typer.Context, **values: Any) -> None:
     """Train a language model with Muon, with AdamW, or with both from the same start, and compare them.
 
@@ -81,8 +66,7 @@ def train(context: typer.Context, **values: Any) -> None:
             raise SystemExit(train_sweep(settings, request))
         if not request.dry_run:
             raise SystemExit(train_run(settings, resuming=resuming))
-        check(settings, resuming=resuming)
-        preview(settings, as_json=request.json)
+        preview(settings, check(settings, resuming=resuming), as_json=request.json)
     except ValueError as error:
         raise SystemExit(complain("train", str(error), code=2)) from error
     except OSError as error:
@@ -94,18 +78,35 @@ def parameters_of(kind: type) -> Iterator[inspect.Parameter]:
     """Yield a parameter for each field that a class declares, as typer reads parameters off a function."""
     for name, (plain, said) in declared(kind).items():
         asked = plain if said.asked is None else said.asked
-        default = getattr(kind, name, None) if said.asked is None else "auto" if "auto" in get_args(asked) else None
-        shown = default is not None
+        left_out = getattr(kind, name, inspect.Parameter.empty)
+        default = left_out if said.asked is None else "auto" if "auto" in get_args(asked) else None
         names = (option(name),) if plain is bool else ()  # which has no --no-... beside it
-        about = typer.Option(*names, help=said.help, rich_help_panel=said.panel, show_default=shown)
+        about = typer.Option(*names, help=said.help, rich_help_panel=said.panel, show_default=default is not None)
         annotation = Annotated[asked, about]  # type: ignore[valid-type]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [context, *parameters_of(Settings), *parameters_of(Request)]
-)
+def taking(kinds: Sequence[type], function: Callable[..., None]) -> Callable[..., None]:
+    """Let a function take an option for each field of some classes, instead of its ``**values``."""
+    *own, _ = inspect.signature(function, eval_str=True).parameters.values()
+    options = (parameter for kind in kinds for parameter in parameters_of(kind))
+    function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return function
+
+
+app.command(
+    epilog=examples(
+        "muonmesh plan --model llama-3.1-8b --mesh hsdp=2x8,tp=4",
+        "muonmesh plan --model path/to/config.json --mesh fsdp=64 --json > plan.json",
+        "muonmesh plan --model deepseek-v3 --mesh fsdp=32,tp=8 --experts ep=32,fsdp=8",
+    )
+)(taking((PlanRequest,), plan))
+app.command(
+    epilog=examples("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make")
+)(audit)
+app.command(
+    epilog=examples("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json")
+)(doctor)
 app.command(
     epilog=examples(
         "muonmesh train",
@@ -113,7 +114,7 @@ app.command(
         "muonmesh train --resume runs/first --ranks 4",
         "muonmesh train --data 'texts/*.jsonl' --sweep lr=0.003,0.006 --seeds 0,1",
     )
-)(train)
+)(taking((Settings, Request), train))
 
 
 def run_app() -> int:

@@ -38,37 +38,28 @@ def settings_of(values: dict[str, Any], request: Request, given: set[str]) -> tu
 
 def _new(values: dict[str, Any], given: set[str]) -> Settings:
     """Return the settings of a new run, with everything resolved that was left to the machine."""
-    device, ranks, dtype, batch, steps, out = (
-        values[name] for name in ("device", "ranks", "dtype", "batch", "steps", "out")
-    )
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    if device == "cuda" and not gpus:
-        raise ValueError("--device cuda: found no GPU. Write: --device cpu")
-    if ranks is None:
-        ranks = gpus if device == "cuda" else 2
-    if device == "cuda" and ranks > gpus:
-        raise ValueError(f"--ranks {ranks}: found {gpus} GPUs, and each rank needs one. Write: --ranks {gpus}")
-    if dtype == "auto":
-        dtype = "bf16" if _has_bf16(device) else "fp32"
-    if batch is None:
-        parts = max(1, ranks * values["grad_accum"])
-        batch = -(-Settings.batch // parts) * parts
     model = _model(values, given)
-    worked_out = {
-        "data": tuple(values["data"] or ()),
-        "model": model,
-        "vocab": _vocabulary(values, given),
-        "device": device,
-        "ranks": ranks,
-        "dtype": dtype,
-        "batch": batch,
-        "warmup": steps // 10 if values["warmup"] is None else values["warmup"],
-        "eval_every": max(1, steps // 20) if values["eval_every"] is None else values["eval_every"],
-        "out": str(out or Path("runs") / f"{Path(model).stem}-{datetime.now():%Y%m%d-%H%M%S}"),
-    }
-    return Settings(**{**values, **worked_out})
+    found = {**values, "data": tuple(values["data"] or ()), "model": model, "vocab": _vocabulary(values, given)}
+
+    def resolve(name: str, value: Any) -> None:
+        found[name] = value if found[name] in (None, "auto") else found[name]
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    resolve("device", "cuda" if gpus else "cpu")
+    on_gpus = found["device"] == "cuda"
+    if on_gpus and not gpus:
+        raise ValueError("--device cuda: found no GPU. Write: --device cpu")
+    resolve("ranks", gpus if on_gpus else 2)
+    ranks, steps = found["ranks"], found["steps"]
+    if on_gpus and ranks > gpus:
+        raise ValueError(f"--ranks {ranks}: found {gpus} GPUs, and each rank needs one. Write: --ranks {gpus}")
+    resolve("dtype", "bf16" if _has_bf16(found["device"]) else "fp32")
+    parts = max(1, ranks * found["grad_accum"])
+    resolve("batch", -(-Settings.batch // parts) * parts)
+    resolve("warmup", steps // 10)
+    resolve("eval_every", max(1, steps // 20))
+    resolve("out", Path("runs") / f"{Path(model).stem}-{datetime.now():%Y%m%d-%H%M%S}")
+    return Settings(**{**found, "out": str(found["out"])})
 
 
 def _model(values: dict[str, Any], given: set[str]) -> str:

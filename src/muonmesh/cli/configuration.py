@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID
 from muonmesh.errors import FileError
-from muonmesh.files import is_finite, is_whole, read_json
+from muonmesh.files import is_finite, is_whole, leaves, read_json
 
 # Llama architectures: gated MLPs of 8/3 the width; heads of 64, or smaller ones where there would be fewer than four.
 PRESETS: dict[str, dict[str, int]] = {
@@ -133,11 +133,10 @@ def _check_values(model: str, fields: Mapping[str, Any]) -> None:
     from transformers import CONFIG_MAPPING
 
     kind = fields["model_type"]
-    aliases = (
-        {theirs: ours for ours, theirs in _aliases(CONFIG_MAPPING[kind]).items()} if kind in CONFIG_MAPPING else {}
-    )
-    for path, value in _walk(fields):
-        name = path.split(".")[-1]
+    known = getattr(CONFIG_MAPPING[kind], "attribute_map", {}) if kind in CONFIG_MAPPING else {}
+    aliases = {theirs: ours for ours, theirs in known.items()}  # n_embd of gpt2 is what others call hidden_size
+    for path, value in leaves(fields):
+        name = path.rstrip(".0123456789").split(".")[-1]  # of the list where it is in one
         if isinstance(value, float) and not is_finite(value):
             raise FileError(f"--model {model}: found {path} {value}; needed a finite number")
         if not is_whole(value):
@@ -147,20 +146,3 @@ def _check_values(model: str, fields: Mapping[str, Any]) -> None:
             raise FileError(f"--model {model}: found {path} {value}; needed at most {most}")
         if aliases.get(name, name) in AT_LEAST_ONE and value < 1:
             raise FileError(f"--model {model}: found {path} {value}; needed a whole number of at least 1")
-
-
-def _walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _walk(inner, f"{path}.{name}" if path else name)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _walk(inner, path)
-    else:
-        yield path, value
-
-
-def _aliases(kind: Any) -> dict[str, str]:
-    """The names of a class by those that all classes have: gpt2's hidden_size is n_embd."""
-    found: dict[str, str] = getattr(kind, "attribute_map", {})
-    return found

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from muonmesh.cli.documents import RECORDS, Source, find_files, sources_of, walk
+from muonmesh.cli.documents import RECORDS, Source, documents_of, find_files, sources_of, walk
 from muonmesh.cli.tokenizer import END_OF_TEXT_ID, ReadyTokenizer, load_tokenizer, train_tokenizer
 from muonmesh.errors import FileError
 from muonmesh.files import check_fields, kind_of, onto_disk, read_json, write_text, writing
@@ -177,54 +177,43 @@ def prepare_corpus(
     source = " ".join(patterns) if patterns else "the Python standard library"
     ready = None if tokenizer is None else load_tokenizer(tokenizer)
     sources = sources_of(files, field=field)
-    known = [_is_held_out(name) for each in sources for name, _ in each.documents()]
+    known = [_is_held_out(name) for name, _ in documents_of(sources)]
     if not known:
         raise ValueError(f"--data {source}: found {len(files)} files, none of them UTF-8 text with anything in it.")
-    ordered = [each.digest for each in sources]
-    records = any(each.file.suffix in RECORDS for each in sources)
-    beside = ([field] if records else []) + ([ready.digest] if ready else [])
-    key = hashlib.sha256(json.dumps([FORMAT, HELD_OUT_SHARE, vocab, ordered, *beside]).encode()).hexdigest()[:16]
-    directory = cache / key
+    parts = [FORMAT, HELD_OUT_SHARE, vocab, [each.digest for each in sources]]
+    parts += [field] if any(each.file.suffix in RECORDS for each in sources) else []
+    parts += [ready.digest] if ready else []
+    directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if not (directory / DESCRIPTION_FILE).is_file():
         # Whole documents are held out, chosen by their hash. Where there are too few for that, the end of each is.
         whole = len(known) >= FILES_FOR_A_SPLIT and 0 < sum(known) < len(known)
         if ready is None:
-            learnt = (
-                train
-                for each in sources
-                for name, text in each.documents()
-                for train in divide(name, text, whole=whole)[0]
-            )
-            trained = train_tokenizer(learnt, vocab=vocab)
-            ready = ReadyTokenizer(trained, END_OF_TEXT_ID, "")
+            learnt = (each for name, text in documents_of(sources) for each in divide(name, text, whole=whole)[0])
+            ready = ReadyTokenizer(train_tokenizer(learnt, vocab=vocab), END_OF_TEXT_ID, "")
         _write(directory, ready, sources, whole=whole, source=source)
-    corpus = load_corpus(directory)
+    corpus = replace(load_corpus_of(directory), directory=str(directory))  # wherever it lies now
     if corpus.measured_digest() != corpus.digest:
         raise FileError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
     return corpus
 
 
-def load_corpus(directory: Path) -> Corpus:
-    """A corpus that :func:`prepare_corpus` wrote, wherever its folder lies now.
-
-    Raises:
-        FileError: there is none, or it is damaged.
-    """
-    return replace(_described(directory / DESCRIPTION_FILE), directory=str(directory))
+def save_corpus_of(folder: Path, corpus: Corpus) -> None:
+    """Note in a folder, a run's say, which corpus it reads; a FileError where that cannot be written."""
+    write_text(folder / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
 
 
-def save_corpus_of(run: Path, corpus: Corpus) -> None:
-    """Note in a run's directory which corpus it reads; a FileError where that cannot be written."""
-    write_text(run / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
-
-
-def load_corpus_of(run: Path) -> Corpus:
-    """The corpus that a run reads.
+def load_corpus_of(folder: Path) -> Corpus:
+    """The corpus that a run reads, or that :func:`prepare_corpus` wrote into a folder, by what is said there.
 
     Raises:
         FileError: the description is missing, or damaged.
     """
-    return _described(run / DESCRIPTION_FILE)
+    path = folder / DESCRIPTION_FILE
+    content = read_json(path, needed="the description of a prepared text")
+    content.setdefault("end_of_text", END_OF_TEXT_ID)  # as older versions had it, which did not say so
+    kinds = {"str": "a string", "int": "a whole number of at least 0"}
+    check_fields(path, content, {field.name: kinds[str(field.type)] for field in fields(Corpus)})
+    return Corpus(**content)
 
 
 def divide(name: str, text: str, *, whole: bool) -> tuple[list[str], list[str]]:
@@ -239,14 +228,6 @@ def _is_held_out(name: str) -> bool:
     return int(name[:8], 16) < HELD_OUT_SHARE * 16**8
 
 
-def _described(path: Path) -> Corpus:
-    content = read_json(path, needed="the description of a prepared text")
-    content.setdefault("end_of_text", END_OF_TEXT_ID)  # as older versions had it, which did not say so
-    kinds = {"str": "a string", "int": "a whole number of at least 0"}
-    check_fields(path, content, {field.name: kinds[str(field.type)] for field in fields(Corpus)})
-    return Corpus(**content)
-
-
 def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source], *, whole: bool, source: str) -> None:
     """Write next to ``directory`` and move into place, so that a half-written corpus is never found.
 
@@ -259,10 +240,9 @@ def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source]
     try:
         arrays = (TokenFile(scratch / "train.bin", tokenizer), TokenFile(scratch / "validation.bin", tokenizer))
         with writing(directory):
-            for each in sources:
-                for name, text in each.documents():
-                    for array, texts in zip(arrays, divide(name, text, whole=whole), strict=True):
-                        array.add(texts)
+            for name, text in documents_of(sources):
+                for array, texts in zip(arrays, divide(name, text, whole=whole), strict=True):
+                    array.add(texts)
             for array in arrays:
                 array.close()
         with writing(directory, raised=Exception):
@@ -279,7 +259,7 @@ def _write(directory: Path, tokenizer: ReadyTokenizer, sources: Sequence[Source]
             end_of_text=tokenizer.end_of_text,
         )
         corpus = replace(corpus, digest=replace(corpus, directory=str(scratch)).measured_digest())
-        write_text(scratch / DESCRIPTION_FILE, json.dumps(asdict(corpus), indent=2) + "\n")
+        save_corpus_of(scratch, corpus)
         with writing(directory):
             for file in scratch.iterdir():
                 onto_disk(file)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from muonmesh.checkpoint.place import found_at, numbered
 from muonmesh.cli.checkpoints import STEP, checkpoints_of
 from muonmesh.cli.run_settings import load_config, load_settings
 from muonmesh.errors import FileError
-from muonmesh.files import kind_of, read_json, reason
+from muonmesh.files import kind_of, leaves, read_json, reason
 
 ARCHIVE, WEIGHTS = b"PK\x03\x04", ".safetensors"
 A_RUN = "a run of muonmesh train"
@@ -29,15 +28,6 @@ OURS = "a checkpoint of muonmesh.checkpoint.save"
 TORCHS = "a checkpoint of torch.distributed.checkpoint"
 EXPORTED = "a model for from_pretrained"
 SAVED = "a file of torch.save"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor: its shape, its dtype without ``torch.``, and how many bytes its numbers take."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    size: int
 
 
 @dataclass
@@ -49,7 +39,7 @@ class Diagnosis:
         kind: What it is, in words; empty for what is no checkpoint.
         faults: What is damaged, a sentence each.
         notes: What else there is to know, a sentence each.
-        tensors: By name.
+        tensors: By name, on the meta device.
         settings: What was saved beside the tensors.
         ranks: By how many it was written, where files tell.
         parts: Of a run, its checkpoints, the newest first.
@@ -59,7 +49,7 @@ class Diagnosis:
     kind: str = ""
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     ranks: int | None = None
     parts: list[Diagnosis] = field(default_factory=list)
@@ -71,7 +61,12 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with ``whole``, for `json.dumps`."""
-        return {**asdict(self), "whole": self.whole, "parts": [part.as_json() for part in self.parts]}
+        tensors = {
+            name: {"shape": list(one.shape), "dtype": dtype_of(one), "size": one.nbytes}
+            for name, one in self.tensors.items()
+        }
+        parts = [part.as_json() for part in self.parts]
+        return {**vars(self), "whole": self.whole, "tensors": tensors, "parts": parts}
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -80,6 +75,11 @@ class Diagnosis:
             yield
         except FileError as error:
             self.faults.append(str(error))
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """Return a dtype without ``torch.``."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def diagnose(path: Path) -> Diagnosis:
@@ -94,11 +94,9 @@ def diagnose(path: Path) -> Diagnosis:
 
 
 def _is_run(path: Path) -> bool:
-    try:
-        load_config(path)
-    except FileError:
-        return False
-    return True
+    with contextlib.suppress(FileError):
+        return bool(load_config(path))
+    return False
 
 
 def _run(run: Path) -> Diagnosis:
@@ -141,7 +139,7 @@ def _folder(path: Path) -> Diagnosis:
     elif any(name.endswith(WEIGHTS) for name in names | told):
         found.kind = EXPORTED
     else:
-        found.faults = [f"{path}: found {_first(sorted(names)) or 'nothing'} in it; needed a checkpoint or a run"]
+        found.faults = [f"{path}: found {repr(min(names)) if names else 'nothing'} in it; needed a checkpoint or a run"]
         return found
     if folder != path:
         found.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
@@ -165,7 +163,9 @@ def _pieces(found: Diagnosis, folder: Path, entries: Mapping[str, Entry] | None)
     with found.noting():
         metadata, others = survey(folder)
         held: dict[str, Any] = metadata.state_dict_metadata
-        found.tensors = {name: _info(one.size, one.properties.dtype) for name, one in held.items()}
+        found.tensors = {
+            name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in held.items()
+        }
         if others:
             found.notes.append(
                 f"{len(others)} entries are no tensors, {others[0]} the first: torch would unpickle them, which can "
@@ -201,7 +201,9 @@ def _file(path: Path) -> Diagnosis:
     if begin == ARCHIVE:
         found.kind = SAVED
         with found.noting():
-            found.tensors = dict(_inside(read_archive(path)))
+            found.tensors = {
+                name: one.to("meta") for name, one in leaves(read_archive(path)) if isinstance(one, Tensor)
+            }
     elif path.suffix == WEIGHTS:
         found.kind = EXPORTED
         _weights(found, path)
@@ -219,27 +221,6 @@ def _weights(found: Diagnosis, path: Path) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
-                tensor = file.get_tensor(name)
-                found.tensors[name] = _info(tensor.shape, tensor.dtype)
+                found.tensors[name] = file.get_tensor(name).to("meta")
     except Exception as error:  # what damaged bytes make of the reader
         found.faults.append(f"{path}: could not be read: {reason(error)}")
-
-
-def _inside(value: Any, name: str = "") -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors in what was saved, by the path of keys to them."""
-    if isinstance(value, Tensor):
-        yield name, _info(value.shape, value.dtype)
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _inside(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from _inside(inner, f"{name}.{number}" if name else str(number))
-
-
-def _first(names: Sequence[str]) -> str:
-    return repr(names[0]) if names else ""
-
-
-def _info(shape: Sequence[int], dtype: torch.dtype) -> TensorInfo:
-    return TensorInfo(tuple(shape), str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +12,9 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
-    from muonmesh.cli.diagnosis import Diagnosis, TensorInfo
+    from muonmesh.cli.diagnosis import Diagnosis
 
 WHOLE, DAMAGED, NO_CHECKPOINT = 0, 1, 2
 
@@ -137,14 +137,15 @@ def _role(name: str) -> str:
 
 
 def _table(found: Diagnosis) -> Any:
+    from muonmesh.cli.diagnosis import dtype_of
     from muonmesh.cli.terminal import table_of
 
-    roles: dict[str, list[TensorInfo]] = {}
+    roles: dict[str, list[Tensor]] = {}
     for name, tensor in found.tensors.items():
         roles.setdefault(_role(name), []).append(tensor)
     rows = []
     for role, held in roles.items():
-        numbers = sum(math.prod(one.shape) for one in held)
-        dtypes = ", ".join(sorted({one.dtype for one in held}))
-        rows.append((role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.size for one in held) / 1e6:,.2f}"))
+        numbers = sum(one.numel() for one in held)
+        dtypes = ", ".join(sorted({dtype_of(one) for one in held}))
+        rows.append((role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.nbytes for one in held) / 1e6:,.2f}"))
     return table_of(("", "tensors", "numbers", "dtypes", "MB"), rows, left=(0, 3))

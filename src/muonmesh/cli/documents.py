@@ -6,8 +6,10 @@ A text file is one document. In JSON lines (``.jsonl``) and Parquet (``.parquet`
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,6 @@ from pathlib import Path
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, named, reason
 
-HASHED_AT_ONCE = 1 << 20  # bytes
 RECORDS_AT_ONCE = 1024
 RECORDS = (".jsonl", ".parquet")
 
@@ -42,28 +43,16 @@ class Source:
         Raises:
             FileError: the file cannot be read, or a record has no text in the field.
         """
-        if self.file.suffix not in RECORDS:
-            yield from self._text()
-            return
-        for text in self._records():
-            if text.strip():
-                yield hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), text
-
-    def _text(self) -> Iterator[tuple[str, str]]:
-        try:
-            text = self.file.read_bytes().decode("utf-8")
-        except OSError as error:
-            raise _unreadable(self.file, error) from error
-        except UnicodeDecodeError:
-            return
-        if text.strip() and "\0" not in text:
-            yield self.digest, text
-
-    def _records(self) -> Iterator[str]:
-        try:
-            yield from self._lines() if self.file.suffix == ".jsonl" else self._parquet()
-        except OSError as error:
-            raise _unreadable(self.file, error) from error
+        with _reading(self.file):
+            if self.file.suffix not in RECORDS:
+                with contextlib.suppress(UnicodeDecodeError):
+                    text = self.file.read_bytes().decode("utf-8")
+                    if text.strip() and "\0" not in text:
+                        yield self.digest, text
+                return
+            for text in self._lines() if self.file.suffix == ".jsonl" else self._parquet():
+                if text.strip():
+                    yield hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), text
 
     def _lines(self) -> Iterator[str]:
         with self.file.open("rb") as stream:
@@ -121,15 +110,15 @@ def sources_of(files: Sequence[Path], *, field: str) -> list[Source]:
     """
     found: dict[str, Source] = {}
     for file in files:
-        digest = hashlib.sha256()
-        try:
-            with file.open("rb") as stream:
-                while chunk := stream.read(HASHED_AT_ONCE):
-                    digest.update(chunk)
-        except OSError as error:
-            raise _unreadable(file, error) from error
-        found.setdefault(digest.hexdigest(), Source(file, digest.hexdigest(), field))
+        with _reading(file), file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        found.setdefault(digest, Source(file, digest, field))
     return [found[digest] for digest in sorted(found)]
+
+
+def documents_of(sources: Sequence[Source]) -> Iterator[tuple[str, str]]:
+    """Yield the documents of all sources, as `Source.documents` does."""
+    return itertools.chain.from_iterable(source.documents() for source in sources)
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
@@ -163,5 +152,9 @@ def walk(root: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
 
 
-def _unreadable(file: Path, error: OSError) -> FileError:
-    return FileError(f"--data: {file} could not be read: {reason(error)}; needed a file that can be")
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"--data: {file} could not be read: {reason(error)}; needed a file that can be") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from muonmesh.errors import FileError
 
+LAUNCHER = "MUONMESH_LAUNCHER"  # environment: the process that started the ranks
 FOLDER = "errors"  # of a run, while its ranks are there
 ROOM = 32 * 1024  # bytes taken for each rank's file when a run starts: a full disk is what it may have to tell of
 

@@ -15,8 +15,6 @@ from muonmesh.layout.balance import at_home, least_imbalance
 from muonmesh.report.device_rates import DeviceRates
 from muonmesh.report.forecast import WIRE, Forecast, Weight
 
-MODELLED = "modelled"
-COUNTED = "counted"
 PER_SECOND = ("flops", "published", "bytes", "wire")
 """Rates that are so much a second; the others are seconds."""
 
@@ -42,7 +40,7 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "share of matrices at home": at_home(plan),
         },
         "rank": found.rank,
-        COUNTED: {
+        "counted": {
             "matrices": len(found.owned),
             "flops": found.flops,
             "bytes sent": found.bytes_sent,
@@ -57,7 +55,7 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
             "bytes of momentum": found.memory.momentum,
             "bytes of AdamW's moments": found.memory.adamw,
         },
-        MODELLED: {
+        "modelled": {
             "bytes of the exchange": found.memory.exchange,
             "bytes of NCCL": found.memory.nccl,
             "bytes together": found.memory.total,

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from muonmesh.cli.launch import usable_cores
+
 SECONDS = 120  # that two processes may take to meet
 LEAST_SHARED = 64 << 20  # what Docker gives a container by itself, which NCCL and data loaders exceed
 LEAST_FREE = 1 << 30
@@ -72,18 +74,13 @@ def _looked(name: str, look: Callable[[], Finding]) -> Finding:
 
 
 def _torch() -> Finding:
-    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
-    return Finding(
-        "torch", f"{torch.__version__}, Python {platform.python_version()}", "pip install 'torch>=2.11'" * old
-    )
+    mend = "pip install 'torch>=2.11'" if torch.__version__ < "2.11" else ""
+    return Finding("torch", f"{torch.__version__}, Python {platform.python_version()}", mend)
 
 
 def _processor() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Finding(
-        "processor", f"{torch.backends.cpu.get_cpu_capability()}, {cores} cores, {', '.join(names) or 'no GPU'}"
-    )
+    names = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "no GPU"
+    return Finding("processor", f"{torch.backends.cpu.get_cpu_capability()}, {usable_cores()} cores, {names}")
 
 
 def _orthogonalize() -> Finding:
@@ -154,10 +151,9 @@ def _disk(folder: Path) -> Finding:
 
 def _links() -> Finding:
     """What torchrun's ranks measure."""
-    from muonmesh.cli.worker import join
+    from muonmesh.cli.rank import join
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    join("nccl" if device.type == "cuda" else "gloo", timeout=None, device_id=device if device.type == "cuda" else None)
+    device = join("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return measured_links(device)
     finally:

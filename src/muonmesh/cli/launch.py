@@ -16,8 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from muonmesh.cli.failure import FOLDER, first_failure, make_room
-from muonmesh.cli.worker import LAUNCHER
+from muonmesh.cli.failure import FOLDER, LAUNCHER, first_failure, make_room
 from muonmesh.files import writing
 
 WORKER = "muonmesh.cli.worker"
@@ -86,8 +85,7 @@ def launch(run: Path, *, ranks: int, worker: str | Callable[[str], None] = WORKE
         failure = first_failure(run)
         raise (Interrupted() if failure is None else RankFailed(failure)) from error
     finally:
-        for name in os.environ.keys() - environment.keys():  # what starts next, a torchrun say, has another launcher
-            del os.environ[name]
+        os.environ.clear()  # what starts next, a torchrun say, has another launcher
         os.environ.update(environment)
         signals.give_back()
         shutil.rmtree(run / FOLDER, ignore_errors=True)

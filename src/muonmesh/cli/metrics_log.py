@@ -12,7 +12,7 @@ from typing import Any, TextIO, get_args
 
 from muonmesh.cli.run_settings import Optimizer
 from muonmesh.errors import FileError
-from muonmesh.files import cannot_write, is_finite, is_whole, named, read_text, reason, write_text, writing
+from muonmesh.files import is_finite, is_whole, named, read_text, reason, write_text, writing
 
 METRICS_FILE = "metrics.jsonl"
 TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
@@ -50,10 +50,8 @@ class MetricsLog:
         self._file.close()
 
     def _open(self) -> TextIO:
-        try:
+        with writing(self._path):
             return self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise FileError(cannot_write(self._path, error)) from error
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

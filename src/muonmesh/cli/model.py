@@ -73,31 +73,24 @@ def load_model(folder: str, config: Any) -> nn.Module:
     return trained
 
 
-def check_model(
-    model: str,
-    *,
-    vocab: int,
-    seq: int,
-    parallel: Parallel = "ddp",
-    init: str | None = None,
-    recompute: bool = False,
-) -> int:
-    """Build the model without memory and return its number of parameters; raises what a rank would raise.
+def check_model(settings: Settings) -> nn.Module:
+    """Build the model of a run on the meta device, without memory, and return it; raises what a rank would raise.
 
     Raises:
         ValueError: there is no such model, or its parameters cannot be sharded.
     """
+    init = settings.init
     with torch.device("meta"):
-        built = build_model(model_config(model, vocab=vocab, seq=seq, init=init is not None))
+        built = build_model(model_config(settings.model, vocab=settings.vocab, seq=settings.seq, init=init is not None))
     if init is not None and not any(Path(init).glob("*.safetensors")):
         raise FileError(f"--init {init}: found no weights in safetensors; needed what `save_pretrained` writes")
-    check_parameters(built, name=model, parallel=parallel)
-    if recompute and not getattr(built, "supports_gradient_checkpointing", False):
+    check_parameters(built, name=settings.model, parallel=settings.parallel)
+    if settings.checkpoint_activations and not getattr(built, "supports_gradient_checkpointing", False):
         raise FileError(
             f"--checkpoint-activations: {type(built).__name__} of transformers cannot compute its layers again; needed "
             "a model that supports gradient checkpointing. Leave it out"
         )
-    return sum(p.numel() for p in built.parameters())
+    return built
 
 
 def check_parameters(model: nn.Module, *, name: str, parallel: Parallel) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
 from rich.filesize import decimal
+
+from muonmesh.cli.run_settings import Settings, check_fields_of, setting
+from muonmesh.cli.terminal import complain, make_console, table_of
+from muonmesh.errors import FileError
 
 if TYPE_CHECKING:
     from muonmesh.cli.blueprint import ModelParameter
@@ -24,107 +27,66 @@ STORED = {
 }
 
 
-def plan(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A transformers config.json or a folder with one, a known model (deepseek-v3, llama-3.1-8b, -70b, "
-            "-405b), a preset of muonmesh train, or a model type (gpt2).",
-            rich_help_panel=WHAT,
-        ),
-    ],
-    mesh: Annotated[
-        str,
-        typer.Option(
-            help="Axes of the ranks, the outermost first: ddp=N, fsdp=N, hsdp=REPLICASxSHARDS, tp=N.",
-            rich_help_panel=WHERE,
-        ),
-    ],
-    experts: Annotated[
-        str | None,
-        typer.Option(
-            help="Axes of the same ranks for expert stacks, such as ddp=8,ep=32,fsdp=8. Default: the axes of --mesh, "
-            "and tensor parallelism cuts each expert.",
-            rich_help_panel=WHERE,
-            show_default=False,
-        ),
-    ] = None,
-    weights: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="Dtype of weights and gradients.", rich_help_panel=WHAT)
-    ] = "fp32",
-    to_owners: Annotated[
-        bool,
-        typer.Option(
-            "--to-owners",
-            help='Plan for gradients="to_owners": replicas add gradients up at the owner of each matrix.',
-            rich_help_panel=WHAT,
-        ),
-    ] = False,
-    rule: Annotated[
-        str, typer.Option(help="How matrices are stepped, with the defaults of the rule.", rich_help_panel=WHAT)
-    ] = "muon",
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="The rank to report. Default: the rank with the most work.",
-            rich_help_panel=WHERE,
-            show_default=False,
-        ),
-    ] = None,
-    machine: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Ranks of one machine. Where replicas are in several machines, ranks pass results on.",
-            rich_help_panel=WHERE,
-        ),
-    ] = 8,
-    rates: Annotated[
-        Path | None,
-        typer.Option(
-            help="A JSON file with the rates of a device: flops, published, bytes, wire (per second), kernel, "
-            "operation, view, matrix, collective, message (seconds). Default: one H100.",
-            rich_help_panel=WHERE,
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every figure, and every owner, as JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned, and where it would run: the options of ``muonmesh plan``."""
+
+    model: str = setting(
+        MISSING,
+        WHAT,
+        "A transformers config.json or a folder with one, a known model (deepseek-v3, llama-3.1-8b, -70b, -405b), a "
+        "preset of muonmesh train, or a model type (gpt2).",
+    )
+    mesh: str = setting(
+        MISSING, WHERE, "Axes of the ranks, the outermost first: ddp=N, fsdp=N, hsdp=REPLICASxSHARDS, tp=N."
+    )
+    experts: str | None = setting(
+        None,
+        WHERE,
+        "Axes of the same ranks for expert stacks, such as ddp=8,ep=32,fsdp=8. Default: the axes of --mesh, and tensor "
+        "parallelism cuts each expert.",
+    )
+    weights: Literal["fp32", "bf16"] = setting("fp32", WHAT, "Dtype of weights and gradients.")
+    to_owners: bool = setting(
+        False, WHAT, 'Plan for gradients="to_owners": replicas add gradients up at the owner of each matrix.'
+    )
+    rule: str = setting("muon", WHAT, "How matrices are stepped, with the defaults of the rule.")
+    rank: int | None = setting(None, WHERE, "The rank to report. Default: the rank with the most work.", least=0)
+    machine: int = setting(
+        8, WHERE, "Ranks of one machine. Where replicas are in several machines, ranks pass results on."
+    )
+    rates: Path | None = setting(
+        None,
+        WHERE,
+        "A JSON file with the rates of a device: flops, published, bytes, wire (per second), kernel, operation, view, "
+        "matrix, collective, message (seconds). Default: one H100.",
+    )
+    json: bool = setting(False, None, "Print every figure, and every owner, as JSON.")
+
+    def __post_init__(self) -> None:
+        check_fields_of(self)
+
+
+def plan(**values: Any) -> None:
     """Show what one optimizer step would cost on a cluster, without the cluster.
 
     The plan is the one that every rank would make. It gives FLOPs, bytes and stored memory exactly.
 
     Kernel launches, the memory of a step and its time come from a model. Nothing is downloaded or run.
     """
-    from muonmesh.cli.terminal import complain
-
     try:
-        asked: dict[str, Any] = {"experts": experts, "weights": weights, "to_owners": to_owners, "rule": rule}
-        found = planned(model, mesh=mesh, rank=rank, machine=machine, rates=rates, **asked)
+        found = planned(PlanRequest(**values))
     except ValueError as error:
         raise SystemExit(complain("plan", str(error), code=2)) from error
-    print_plan(found, as_json=as_json)
+    print_plan(found, as_json=values["json"])
 
 
-def planned(
-    model: str,
-    *,
-    mesh: str,
-    experts: str | None = None,
-    weights: Literal["fp32", "bf16"] = "fp32",
-    to_owners: bool = False,
-    rule: str = "muon",
-    rank: int | None = None,
-    machine: int = 8,
-    rates: Path | None = None,
-    parts: Sequence[ModelParameter] | None = None,
-) -> dict[str, Any]:
+def planned(asked: PlanRequest, parts: Sequence[ModelParameter] | None = None) -> dict[str, Any]:
     """Return the figures of a model on a mesh; see `muonmesh.cli.figures.figures_of`.
 
     Args:
-        model, mesh, experts, weights, to_owners, rule, rank, machine, rates: As the options say.
-        parts: The parameters, where they are known already; ``model`` is their name then.
+        asked: What the options say.
+        parts: The parameters, where they are known already; ``asked.model`` is their name then.
 
     Raises:
         ValueError: an option is wrong.
@@ -132,29 +94,28 @@ def planned(
     from muonmesh.cli.blueprint import blueprint
     from muonmesh.cli.cluster import EXPERTS, parse_cluster
     from muonmesh.cli.figures import figures_of, load_rates
-    from muonmesh.cli.run_settings import Settings
-    from muonmesh.errors import FileError
     from muonmesh.report.forecast import Weight, forecast
 
+    mesh, experts, rank = asked.mesh, asked.experts, asked.rank
     cluster = parse_cluster(mesh, experts)
     if rank is not None and rank >= len(cluster.ranks):
         raise FileError(f"--rank {rank}: found {len(cluster.ranks)} ranks in --mesh {mesh}. Write: --rank 0")
-    speed = None if rates is None else load_rates(rates)
-    parts = parts or blueprint(model, vocab=Settings.vocab, seq=Settings.seq)
+    rates = None if asked.rates is None else load_rates(asked.rates)
+    parts = parts or blueprint(asked.model, vocab=Settings.vocab, seq=Settings.seq)
     if experts is not None and not any(EXPERTS.search(part.name) for part in parts):
-        raise FileError(f"--experts {experts}: found no experts in {model}; needed a mixture of experts. Leave it out")
+        raise FileError(
+            f"--experts {experts}: found no experts in {asked.model}; needed a mixture of experts. Leave it out"
+        )
     placed = [Weight(p.name, cluster.layout(p.name, p.shape, p.matrices), p.matrices) for p in parts]
-    itemsize = 4 if weights == "fp32" else 2
-    how: dict[str, Any] = {"to_owners": to_owners, "rule": rule, "machine": machine}
-    found = forecast(placed, rank=rank, rates=speed, itemsize=itemsize, **how)
-    asked = {"model": model, "mesh": mesh, "experts": experts, "weights": weights, "to owners": to_owners, "rule": rule}
-    return {**asked, "machine": machine, **figures_of(placed, found)}
+    itemsize = 4 if asked.weights == "fp32" else 2
+    how: dict[str, Any] = {"to_owners": asked.to_owners, "rule": asked.rule, "machine": asked.machine}
+    found = forecast(placed, rank=rank, rates=rates, itemsize=itemsize, **how)
+    told = {name: getattr(asked, name) for name in ("model", "mesh", "experts", "weights", "rule", "machine")}
+    return {**told, "to owners": asked.to_owners, **figures_of(placed, found)}
 
 
 def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
     """Print the kinds of parameters and the figures of the cluster and of one rank; or all of it as JSON."""
-    from muonmesh.cli.terminal import make_console, table_of
-
     console = make_console()
     if as_json:
         console.print(json.dumps(found, indent=1), soft_wrap=True, markup=False)

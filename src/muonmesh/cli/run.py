@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from muonmesh.checkpoint.manifest import check_copy
 from muonmesh.cli.blueprint import parameters_of
 from muonmesh.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.cli.launch import Interrupted, RankFailed, launch, usable_cores
-from muonmesh.cli.lock import LOCK_FILE, RunLock
+from muonmesh.cli.lock import LOCK_FILE, locked
 from muonmesh.cli.metrics_log import read_metrics
-from muonmesh.cli.model import build_model, check_model
-from muonmesh.cli.plan_command import planned, print_plan
+from muonmesh.cli.model import check_model
+from muonmesh.cli.plan_command import PlanRequest, planned, print_plan
 from muonmesh.cli.report import write_report
 from muonmesh.cli.run_settings import REPLICAS, Settings, load_config
 from muonmesh.cli.terminal import complain, make_console
@@ -36,14 +36,14 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     Raises:
         ValueError: something is wrong that can be found without ranks.
     """
-    parameters = check(settings, resuming=resuming)
-    with RunLock(settings.directory, option="--resume" if resuming else "--out"):
+    parameters = sum(p.numel() for p in check(settings, resuming=resuming).parameters())
+    with locked(settings.directory, option="--resume" if resuming else "--out"):
         _prepare(settings, parameters, resuming=resuming)
         return _launch(settings.directory, settings)
 
 
-def check(settings: Settings, *, resuming: bool) -> int:
-    """What can be found wrong before anything is written; returns the number of the model's parameters."""
+def check(settings: Settings, *, resuming: bool) -> nn.Module:
+    """What can be found wrong before anything is written; returns the model, on the meta device."""
     run = settings.directory
     if resuming:
         read_metrics(run)
@@ -51,26 +51,15 @@ def check(settings: Settings, *, resuming: bool) -> int:
         raise ValueError(f"--out {run}: already there. Write: --resume {run}, or another --out")
     if settings.init is not None:
         check_copy(Path(settings.init))
-    parameters = check_model(
-        settings.model,
-        vocab=settings.vocab,
-        seq=settings.seq,
-        parallel=settings.parallel,
-        init=settings.init,
-        recompute=settings.checkpoint_activations,
-    )
-    return parameters
+    return check_model(settings)
 
 
-def preview(settings: Settings, *, as_json: bool = False) -> None:
+def preview(settings: Settings, built: nn.Module, *, as_json: bool = False) -> None:
     """Print who would own what in a run, without starting a rank."""
-    with torch.device("meta"):
-        config = model_config(settings.model, vocab=settings.vocab, seq=settings.seq, init=settings.init is not None)
-        parts = parameters_of(build_model(config))
     ranks = settings.ranks
     meshes = {"ddp": f"ddp={ranks}", "hsdp": f"hsdp={REPLICAS}x{ranks // REPLICAS}"}
-    found = planned(settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), machine=ranks, parts=parts)
-    print_plan(found, as_json=as_json)
+    asked = PlanRequest(model=settings.model, mesh=meshes.get(settings.parallel, f"fsdp={ranks}"), machine=ranks)
+    print_plan(planned(asked, parameters_of(built)), as_json=as_json)
 
 
 def _prepare(settings: Settings, parameters: int, *, resuming: bool) -> None:

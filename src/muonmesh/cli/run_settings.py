@@ -1,6 +1,7 @@
 """Settings: everything that decides what a run computes, each declared once: its name, type, default, check and help.
 
-`muonmesh train` takes its options from the fields of `Settings` and `Request`. `config.json` holds the former.
+Commands take their options from the fields: `muonmesh train` from `Settings` and `Request`. `config.json` holds the
+former.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import functools
 import json
 import math
 import types
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from muonmesh.errors import FileError
 from muonmesh.files import is_finite, is_whole, read_json, write_text
@@ -27,6 +28,7 @@ ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 REPLICAS = 2  # of the model, under hsdp
 MOST = 2**31 - 1  # beyond it, sizes and positions stop being exact or possible
 CONFIG_FILE = "config.json"
+PLAIN: dict[type, str] = {bool: "true or false", str: "text", Path: "a path"}  # kinds by their names in messages
 WHAT, HOW, WHERE, OUTPUT = "What to learn", "How to learn", "Where to run", "What to keep"
 
 
@@ -36,14 +38,14 @@ class Option:
 
     Attributes:
         help: The help text.
-        panel: The heading under which the help text stands.
+        panel: The heading under which the help text stands; None for the common one.
         asked: The type on the command line, where the machine or other options decide about an option that is left out.
         least, most: The smallest and the largest whole number.
         positive: Whether a number of any kind must be above zero.
     """
 
     help: str
-    panel: str
+    panel: str | None
     asked: Any = None
     least: int = 1
     most: int = MOST
@@ -60,10 +62,8 @@ class Option:
             if not isinstance(value, tuple):
                 return "a list"
             return next((f"a list, each {why}" for each in value if (why := self.needed(inner[0], each))), "")
-        if kind is bool:
-            return "" if isinstance(value, bool) else "true or false"
-        if kind is str:
-            return "" if isinstance(value, str) and "\0" not in value else "text"
+        if kind in PLAIN:
+            return "" if isinstance(value, kind) and "\0" not in str(value) else PLAIN[kind]
         if kind is float:
             good = is_finite(value) and (value > 0 if self.positive else value >= 0)  # type: ignore[operator]
             return "" if good else "a positive, finite number" if self.positive else "zero or more, and finite"
@@ -72,10 +72,16 @@ class Option:
         return "" if value <= self.most else f"a whole number of at most {self.most}"  # type: ignore[operator]
 
 
+def setting(default: Any, panel: str | None, help: str, **of_values: Any) -> Any:
+    """Declare a field with its option: its default (MISSING: there is none), then what `Option` has."""
+    return field(default=default, metadata={"option": Option(help, panel, **of_values)})
+
+
 @functools.cache
 def declared(kind: Any) -> dict[str, tuple[Any, Option]]:
-    """Return the type and the option of each field of `Settings` or `Request`, by name."""
-    return {name: get_args(hint)[:2] for name, hint in get_type_hints(kind, include_extras=True).items()}
+    """Return the type and the option of each field of a class whose fields are declared by `setting`, by name."""
+    types_of = get_type_hints(kind)
+    return {each.name: (types_of[each.name], each.metadata["option"]) for each in fields(kind)}
 
 
 def check_fields_of(values: Any) -> None:
@@ -102,110 +108,78 @@ class Settings:
         ValueError: a value is out of range; the message names the option, what was found and what is needed.
     """
 
-    data: Annotated[
-        tuple[str, ...],
-        Option(
-            "Files, folders or globs of text, JSONL or Parquet. You can repeat this option. Default: the Python "
-            "standard library.",
-            WHAT,
-            asked=list[str] | None,
-        ),
-    ] = ()
-    text_field: Annotated[str, Option("The field or column of JSONL and Parquet files with the text.", WHAT)] = "text"
-    model: Annotated[
-        str,
-        Option(
-            "A preset (nano, small, medium, large, xl), a config.json of transformers, a folder with such a file, or "
-            "a model type (gpt2).",
-            WHAT,
-        ),
-    ] = "small"
-    init: Annotated[
-        str | None,
-        Option(
-            "A local folder written by save_pretrained. Training starts from its model and weights, and uses its "
-            "tokenizer unless you pass --tokenizer.",
-            WHAT,
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None, Option("A local folder with a tokenizer.json. Default: train a tokenizer on the text.", WHAT)
-    ] = None
-    vocab: Annotated[
-        int,
-        Option(
-            "The vocabulary size of the tokenizer that is trained.", WHAT, least=257
-        ),  # the 256 bytes and the end-of-text mark
-    ] = 2048
-    seq: Annotated[int, Option("Tokens per sequence.", WHAT, least=2)] = 128
-    optimizer: Annotated[
-        OptimizerChoice, Option("Which optimizer to train with. both trains twice from the same weights.", HOW)
-    ] = "both"
-    steps: Annotated[
-        int,
-        Option("The number of optimizer steps.", HOW, most=99_999_999),  # the digits of a checkpoint's name
-    ] = 600
-    batch: Annotated[
-        int,
-        Option(
-            "Sequences per step over all ranks. Default: 16, or the next multiple of the ranks.",
-            HOW,
-            asked=int | None,
-        ),
-    ] = 16
-    grad_accum: Annotated[int, Option("Forward and backward passes per step (gradient accumulation).", HOW)] = 1
-    lr: Annotated[
-        float, Option("Peak learning rate when training with Muon, for matrices and for the rest.", HOW, positive=True)
-    ] = 6e-3
-    adamw_lr: Annotated[float, Option("Peak learning rate when training with AdamW.", HOW, positive=True)] = 3e-3
-    schedule: Annotated[
-        ScheduleName, Option("The schedule after warmup. wsd is constant, then decays in the last fifth.", HOW)
-    ] = "cosine"
-    warmup: Annotated[
-        int, Option("Steps of linear warmup. Default: a tenth of --steps.", HOW, asked=int | None, least=0)
-    ] = 60
-    weight_decay: Annotated[float, Option("Decoupled weight decay of matrices. Vectors are not decayed.", HOW)] = 0.1
-    clip: Annotated[
-        float, Option("Clip gradients of weights that AdamW updates to this norm. 0 turns clipping off.", HOW)
-    ] = 1.0
-    seed: Annotated[int, Option("The seed of weights, data order and dropout.", HOW, least=0, most=2**63 - 1)] = 0
-    ranks: Annotated[
-        int, Option("The number of processes. Default: one per GPU, or 2 on a CPU.", WHERE, asked=int | None)
-    ] = 2
-    parallel: Annotated[
-        Parallel,
-        Option(
-            "How to distribute the model: fsdp shards layers (FSDP2), ddp replicates, hsdp shards two replicas.",
-            WHERE,
-        ),
-    ] = "fsdp"
-    device: Annotated[
-        Device, Option("auto uses GPUs if there are any.", WHERE, asked=Literal["auto", "cpu", "cuda"])
-    ] = "cpu"
-    dtype: Annotated[
-        Dtype,
-        Option(
-            "Data type of forward and backward passes; weights are fp32. auto: bf16 where it is native.",
-            WHERE,
-            asked=Literal["auto", "bf16", "fp32"],
-        ),
-    ] = "bf16"
-    checkpoint_activations: Annotated[
-        bool, Option("Save memory: compute activations inside each layer again in the backward pass.", WHERE)
-    ] = False
-    compile: Annotated[bool, Option("Compile each layer with torch.compile.", WHERE)] = False
-    out: Annotated[str, Option("The directory of the run. Default: runs/MODEL-DATE.", OUTPUT, asked=Path | None)]
-    eval_every: Annotated[
-        int, Option("Steps between two validations. Default: a twentieth of --steps.", OUTPUT, asked=int | None)
-    ] = 30
-    eval_sequences: Annotated[int, Option("Held-out sequences per validation.", OUTPUT)] = 128
-    checkpoint_every: Annotated[
-        int, Option("Steps between two checkpoints. 0 writes them only at the end and on Ctrl-C.", OUTPUT, least=0)
-    ] = 200
-    keep: Annotated[int, Option("How many complete checkpoints of each training to keep, the newest ones.", OUTPUT)] = 1
-    export: Annotated[
-        bool, Option("Also write each trained model as a folder that from_pretrained can load.", OUTPUT)
-    ] = False
+    data: tuple[str, ...] = setting(
+        (),
+        WHAT,
+        "Files, folders or globs of text, JSONL or Parquet. You can repeat this option. Default: the Python standard "
+        "library.",
+        asked=list[str] | None,
+    )
+    text_field: str = setting("text", WHAT, "The field or column of JSONL and Parquet files with the text.")
+    model: str = setting(
+        "small",
+        WHAT,
+        "A preset (nano, small, medium, large, xl), a config.json of transformers, a folder with such a file, or a "
+        "model type (gpt2).",
+    )
+    init: str | None = setting(
+        None,
+        WHAT,
+        "A local folder written by save_pretrained. Training starts from its model and weights, and uses its tokenizer "
+        "unless you pass --tokenizer.",
+    )
+    tokenizer: str | None = setting(
+        None, WHAT, "A local folder with a tokenizer.json. Default: train a tokenizer on the text."
+    )
+    # At least the 256 bytes and the end-of-text mark.
+    vocab: int = setting(2048, WHAT, "The vocabulary size of the tokenizer that is trained.", least=257)
+    seq: int = setting(128, WHAT, "Tokens per sequence.", least=2)
+    optimizer: OptimizerChoice = setting(
+        "both", HOW, "Which optimizer to train with. both trains twice from the same weights."
+    )
+    steps: int = setting(600, HOW, "The number of optimizer steps.", most=99_999_999)  # digits of a checkpoint's name
+    batch: int = setting(
+        16, HOW, "Sequences per step over all ranks. Default: 16, or the next multiple of the ranks.", asked=int | None
+    )
+    grad_accum: int = setting(1, HOW, "Forward and backward passes per step (gradient accumulation).")
+    lr: float = setting(
+        6e-3, HOW, "Peak learning rate when training with Muon, for matrices and for the rest.", positive=True
+    )
+    adamw_lr: float = setting(3e-3, HOW, "Peak learning rate when training with AdamW.", positive=True)
+    schedule: ScheduleName = setting(
+        "cosine", HOW, "The schedule after warmup. wsd is constant, then decays in the last fifth."
+    )
+    warmup: int = setting(60, HOW, "Steps of linear warmup. Default: a tenth of --steps.", asked=int | None, least=0)
+    weight_decay: float = setting(0.1, HOW, "Decoupled weight decay of matrices. Vectors are not decayed.")
+    clip: float = setting(1.0, HOW, "Clip gradients of weights that AdamW updates to this norm. 0 turns clipping off.")
+    seed: int = setting(0, HOW, "The seed of weights, data order and dropout.", least=0, most=2**63 - 1)
+    ranks: int = setting(2, WHERE, "The number of processes. Default: one per GPU, or 2 on a CPU.", asked=int | None)
+    parallel: Parallel = setting(
+        "fsdp",
+        WHERE,
+        "How to distribute the model: fsdp shards layers (FSDP2), ddp replicates, hsdp shards two replicas.",
+    )
+    device: Device = setting("cpu", WHERE, "auto uses GPUs if there are any.", asked=Literal["auto", "cpu", "cuda"])
+    dtype: Dtype = setting(
+        "bf16",
+        WHERE,
+        "Data type of forward and backward passes; weights are fp32. auto: bf16 where it is native.",
+        asked=Literal["auto", "bf16", "fp32"],
+    )
+    checkpoint_activations: bool = setting(
+        False, WHERE, "Save memory: compute activations inside each layer again in the backward pass."
+    )
+    compile: bool = setting(False, WHERE, "Compile each layer with torch.compile.")
+    out: str = setting(MISSING, OUTPUT, "The directory of the run. Default: runs/MODEL-DATE.", asked=Path | None)
+    eval_every: int = setting(
+        30, OUTPUT, "Steps between two validations. Default: a twentieth of --steps.", asked=int | None
+    )
+    eval_sequences: int = setting(128, OUTPUT, "Held-out sequences per validation.")
+    checkpoint_every: int = setting(
+        200, OUTPUT, "Steps between two checkpoints. 0 writes them only at the end and on Ctrl-C.", least=0
+    )
+    keep: int = setting(1, OUTPUT, "How many complete checkpoints of each training to keep, the newest ones.")
+    export: bool = setting(False, OUTPUT, "Also write each trained model as a folder that from_pretrained can load.")
 
     def __post_init__(self) -> None:
         check_fields_of(self)
@@ -261,23 +235,18 @@ class Settings:
 class Request:
     """What else `muonmesh train` can be asked for: options that say how the command goes, and are no settings."""
 
-    sweep: Annotated[
-        str | None,
-        Option("Train once for each of these peak learning rates, with each optimizer: lr=0.003,0.006.", HOW),
-    ] = None
-    seeds: Annotated[str | None, Option("Repeat each training of a sweep with these seeds: 0,1,2.", HOW)] = None
-    resume: Annotated[
-        str | None,
-        Option(
-            "Continue the run in this directory with its settings. Only --ranks and --parallel may change. auto: "
-            "continue the run in --out if there is one, else start it there.",
-            OUTPUT,
-        ),
-    ] = None
-    dry_run: Annotated[
-        bool, Option("Print which rank would orthogonalize which matrix, and train nothing.", OUTPUT)
-    ] = False
-    json: Annotated[bool, Option("With --dry-run: print all figures as JSON.", OUTPUT)] = False
+    sweep: str | None = setting(
+        None, HOW, "Train once for each of these peak learning rates, with each optimizer: lr=0.003,0.006."
+    )
+    seeds: str | None = setting(None, HOW, "Repeat each training of a sweep with these seeds: 0,1,2.")
+    resume: str | None = setting(
+        None,
+        OUTPUT,
+        "Continue the run in this directory with its settings. Only --ranks and --parallel may change. auto: continue "
+        "the run in --out if there is one, else start it there.",
+    )
+    dry_run: bool = setting(False, OUTPUT, "Print which rank would orthogonalize which matrix, and train nothing.")
+    json: bool = setting(False, OUTPUT, "With --dry-run: print all figures as JSON.")
 
     def __post_init__(self) -> None:
         check_fields_of(self)

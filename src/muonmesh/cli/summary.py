@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,17 +119,13 @@ def compare(summaries: Sequence[TrainingSummary]) -> Comparison | None:
 
 def crossing_of(curve: Sequence[Point], loss: float) -> tuple[float, float] | None:
     """First (step, seconds) at which a curve is at or below ``loss``, between two points by a straight line."""
-    before: Point | None = None
-    for point in curve:
+    for before, point in itertools.pairwise([curve[0], *curve]):
         if point.loss <= loss:
-            if before is None:
-                return float(point.step), point.seconds
-            share = (before.loss - loss) / (before.loss - point.loss)
+            share = (before.loss - loss) / (before.loss - point.loss) if before.loss > loss else 1.0
             return (
                 before.step + share * (point.step - before.step),
                 before.seconds + share * (point.seconds - before.seconds),
             )
-        before = point
     return None
 
 

@@ -7,7 +7,6 @@ resumed and reported like any other. A sweep that is started again goes on where
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -134,44 +133,45 @@ def write_sweep(base: Settings, trials: Sequence[Trial]) -> None:
         figure_of(folder / PICTURE_FILE, "peak learning rate", "validation loss [nats per token]") as axes,
     ):
         axes.set_xscale("log")
-        for optimizer in dict.fromkeys(trial.optimizer for trial in trials):
-            own, colour = [trial for trial in trials if trial.optimizer == optimizer], COLOURS[optimizer]
-            rates = sorted({trial.lr for trial in own})
-            means = [fmean(losses_of(own, optimizer, rate)) for rate in rates]
-            axes.plot(rates, means, color=colour, marker="o", markersize=4, label=LABELS[optimizer])
-            axes.scatter([t.lr for t in own], [t.loss for t in own], color=colour, alpha=0.35, s=14)
+        for optimizer, found in losses_of(trials).items():
+            colour, means = COLOURS[optimizer], [fmean(losses) for losses in found.values()]
+            axes.plot([*found], means, color=colour, marker="o", markersize=4, label=LABELS[optimizer])
+            for rate, losses in found.items():
+                axes.scatter([rate] * len(losses), losses, color=colour, alpha=0.35, s=14)
 
 
 def figures(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     """Return the table of a sweep: a row for each optimizer, a column for each learning rate; the best is starred."""
     rates = sorted({trial.lr for trial in trials})
     rows = []
-    for optimizer in dict.fromkeys(trial.optimizer for trial in trials):
-        found = {rate: losses_of(trials, optimizer, rate) for rate in rates}
-        best = min((fmean(losses) for losses in found.values() if losses), default=math.nan)
-        rows.append([LABELS[optimizer], *(_cell(losses, best) for losses in found.values())])
+    for optimizer, found in losses_of(trials).items():
+        best = min(map(fmean, found.values()))
+        rows.append([LABELS[optimizer], *(_cell(found.get(rate), best) for rate in rates)])
     return ["peak learning rate", *(f"{rate:g}" for rate in rates)], rows
 
 
 def best_of(trials: Sequence[Trial]) -> list[str]:
     """Return a sentence for each optimizer: the learning rate with the lowest loss."""
     said = []
-    for optimizer in dict.fromkeys(trial.optimizer for trial in trials):
-        rates = {trial.lr for trial in trials if trial.optimizer == optimizer}
-        means = {rate: fmean(losses_of(trials, optimizer, rate)) for rate in rates}
-        rate = min(means, key=lambda one: (means[one], one))
+    for optimizer, found in losses_of(trials).items():
+        means = {rate: fmean(losses) for rate, losses in found.items()}
+        rate = min(means, key=means.__getitem__)
         edge = " (the edge of what was tried)" if len(means) > 1 and rate in (min(means), max(means)) else ""
         said.append(f"{LABELS[optimizer]} is best at {rate:g}{edge}: validation loss {means[rate]:.3f}")
     return said
 
 
-def losses_of(trials: Sequence[Trial], optimizer: Optimizer, lr: float) -> list[float]:
-    """Return the losses of all seeds."""
-    return [t.loss for t in trials if (t.optimizer, t.lr) == (optimizer, lr) and t.loss is not None]
+def losses_of(trials: Sequence[Trial]) -> dict[Optimizer, dict[float, list[float]]]:
+    """Return the losses of all seeds of finished trials, by optimizer and by learning rate, the smallest first."""
+    found: dict[Optimizer, dict[float, list[float]]] = {}
+    for trial in sorted(trials, key=lambda trial: trial.lr):
+        if trial.loss is not None:
+            found.setdefault(trial.optimizer, {}).setdefault(trial.lr, []).append(trial.loss)
+    return found
 
 
-def _cell(losses: Sequence[float], best: float) -> str:
-    if not losses:
+def _cell(losses: Sequence[float] | None, best: float) -> str:
+    if losses is None:
         return "–"
     spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
     return f"{fmean(losses):.3f}{spread}{' *' if fmean(losses) == best else ''}"

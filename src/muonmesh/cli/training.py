@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from muonmesh.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.cli.configuration import model_config
 from muonmesh.cli.corpus import Corpus, Windows
 from muonmesh.cli.engine import Engine
-from muonmesh.cli.metrics_log import MetricsLog
+from muonmesh.cli.metrics_log import TIMES, MetricsLog
 from muonmesh.cli.model import build_model, load_model, prepare_layers
 from muonmesh.cli.progress import ProgressLine
 from muonmesh.cli.run_settings import Optimizer, ScheduleName, Settings, option
@@ -134,7 +135,8 @@ class Training:
                 stopping = self._step(step, stop, log, line)
                 if step % settings.eval_every == 0 or step == settings.steps:
                     self._validate(step, log, line)
-                if stopping or step == settings.steps or _divides(settings.checkpoint_every, step):
+                every = settings.checkpoint_every
+                if stopping or step == settings.steps or (every and step % every == 0):
                     self.checkpoints.save(step, self.engine)
                 if stopping:
                     return step == settings.steps
@@ -181,18 +183,9 @@ class Training:
         self._need_finite("loss", step, mean)
         seconds = self._now() - began
         self.seconds += seconds
-        if log is not None:
-            log.append(
-                run=self.name,
-                step=step,
-                tokens=step * settings.tokens_per_step,
-                seconds=self.seconds,
-                loss=mean,
-                lr=max(group["lr"] for group in self.engine.optimizer.param_groups),
-                step_seconds=seconds,
-                forward_backward_seconds=computed - began,
-                optimizer_seconds=updated - computed,
-            )
+        lr = max(group["lr"] for group in self.engine.optimizer.param_groups)
+        times = dict(zip(TIMES, (seconds, computed - began, updated - computed), strict=True))
+        self._append(log, step, loss=mean, lr=lr, **times)
         line.step(step, mean, seconds)
         return bool(stop_flags > 0)
 
@@ -230,16 +223,13 @@ class Training:
         loss = self.evaluate()
         self._need_finite("validation loss", step, loss)
         details = self.engine.metrics() if step else {}
-        if log is not None:
-            log.append(
-                run=self.name,
-                step=step,
-                tokens=step * self.settings.tokens_per_step,
-                seconds=self.seconds,
-                validation_loss=loss,
-                **({"optimizer": details} if details else {}),
-            )
+        self._append(log, step, validation_loss=loss, **({"optimizer": details} if details else {}))
         line.validation(loss)
+
+    def _append(self, log: MetricsLog | None, step: int, **figures: Any) -> None:
+        if log is not None:
+            tokens = step * self.settings.tokens_per_step
+            log.append(run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
 
     def _need_finite(self, what: str, step: int, loss: float) -> None:
         """A mean over all ranks, so that each of them finds the same and raises."""
@@ -263,7 +253,3 @@ class Training:
         for _ in range(2):
             self._loss(self.model, self.train_windows.shuffled(range(1))).backward()  # type: ignore[no-untyped-call]
         self.engine.optimizer.zero_grad()
-
-
-def _divides(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0

@@ -23,6 +23,7 @@ from muonmesh.groups.sites import Role, Site, sites, unwrapped
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name, names_matching, starred
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
+from muonmesh.table import aligned
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = {
@@ -120,8 +121,7 @@ class ParamGroups(list[dict[str, Any]]):
                 lines[row] += 1
         rows: list[tuple[str, ...]] = [("parameter", "count", "shape", "group", "matrices", "reason")]
         rows += [(row[0], str(count), *row[1:]) for row, count in lines.items()]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        text = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
+        text = aligned(rows)
         for group in self:
             elements = sum(prod(global_shape(p)) for p in group["params"])
             settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}

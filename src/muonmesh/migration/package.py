@@ -111,7 +111,10 @@ class Package:
 
 _COMMON = frozenset({"params", "param_names", "name"})
 
+_DECAYS = ("weight_decay_method", "decoupled_weight_decay", "adam_w_mode")
+
 _INSTEAD = {
+    **dict.fromkeys(_DECAYS, "Leave it out: our decay is decoupled"),
     "adjust_lr": 'Write "rms_norm"',
     "scale_mode": 'Write "spectral"',
     "muon_scale_mode": 'Write "spectral"',
@@ -120,8 +123,5 @@ _INSTEAD = {
     "maximize": "Leave it out and negate the loss",
     "use_gram_newton_schulz": "Leave it out: ns_method does this, with its own restarts",
     "coefficient_type": 'Write coefficient_type="quintic", or set ns_coefficients afterwards',
-    "weight_decay_method": "Leave it out: our decay is decoupled",
-    "decoupled_weight_decay": "Leave it out: our decay is decoupled",
-    "adam_w_mode": "Leave it out: our decay is decoupled",
     "algorithm": 'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',
 }

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from muonmesh.comm.wire import Counts
-from muonmesh.layout import Parameter, Plan, cost
+from muonmesh.layout import cost
 from muonmesh.layout.balance import imbalance
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
@@ -19,6 +19,7 @@ from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.traffic import carried, traffic
 from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
+from muonmesh.table import aligned
 
 _HEAD = ("parameter", "algorithm", "why", "matrices", "layout", "owner", "GFLOP", "MB sent", "step RMS", "spectral")
 
@@ -113,11 +114,7 @@ class Explanation:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        table.insert(1, "  ".join("─" * width for width in widths))
+        table = aligned(lines, ruled=True)
         table.append(
             f"rank {self.rank} of {len(self.flops)}: {self.orthogonalizations} of "
             f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalizations, "
@@ -158,12 +155,7 @@ def summary(groups: Sequence[Mapping[str, Any]]) -> str:
         count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
         sizes = f"{count:,} parameter{'' if count == 1 else 's'}", f"{elements:,} element{'' if elements == 1 else 's'}"
         rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, f"lr {_rate(group.get('lr'))}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)] if rows else []
-    aligned = ("ljust", "ljust", "rjust", "rjust", "ljust")
-    return "\n".join(
-        "  ".join(getattr(cell, align)(width) for cell, width, align in zip(row, widths, aligned, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows, right=(2, 3)))
 
 
 def _rate(lr: object) -> str:
@@ -196,23 +188,15 @@ def explain(
     for of, group in enumerate(groups):
         reasons = group.get("reasons") or ["as the group says"] * len(group["params"])
         for name, tensor, reason in zip(group["param_names"], group["params"], reasons, strict=True):
-            shape = tuple(tensor.shape)
             if not is_matrix_rule(group["algorithm"]):
-                rms = float(group["lr"])
-                row = Row(name, group["algorithm"], reason, "×".join(map(str, shape)), "", {}, 0, 0, rms, math.nan)
-                rows.append(replace(row, state=kept_of[id(tensor)]))
+                shape, rms = "×".join(map(str, tensor.shape)), float(group["lr"])
+                state = kept_of[id(tensor)]
+                rows.append(Row(name, group["algorithm"], reason, shape, "", {}, 0, 0, rms, math.nan, state))
                 continue
             for number in numbers[id(tensor)]:
-                parameter = plan.parameters[number]
-                row = _muon_row(group, plan, number, parameter, reason, sent[number] * itemsize)
-                how = [planned.orthogonalizers[of, matrix.shape] for matrix in parameter.matrices]
-                sets = Counter(one.coefficients if isinstance(one.coefficients, str) else "polynomials" for one in how)
-                if not rule_of(group).orthogonalizes:
-                    how, sets = [], Counter[str]()
-                more = sum(map(_finishing, how))
-                rows.append(
-                    replace(row, state=kept[parameter.name].total, sets=dict(sets), flops_at_most=row.flops + more)
-                )
+                row = _muon_row(group, of, planned, number, reason)
+                row = replace(row, bytes=sent[number] * itemsize, state=kept[row.parameter].total)
+                rows.append(row)
     return Explanation(
         tuple(rows),
         rank,
@@ -229,22 +213,26 @@ def explain(
     )
 
 
-def _muon_row(group: Mapping[str, Any], plan: Plan, number: int, parameter: Parameter, reason: str, moved: int) -> Row:
+def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int, reason: str) -> Row:
+    """Return what the plan says of a parameter by its number; ``of`` is the number of its group."""
+    parameter, rule = planned.plan.parameters[number], rule_of(group)
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
-    owners = Counter(assignment.owner for assignment in plan.assignments if assignment.parameter == number)
-    rule = rule_of(group)
     steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]
+    how = [planned.orthogonalizers[of, matrix.shape] for matrix in parameter.matrices if rule.orthogonalizes]
+    sets = Counter(one.coefficients if isinstance(one.coefficients, str) else "polynomials" for one in how)
     return Row(
         parameter.name,
         group["algorithm"],
         reason,
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
         parameter.target.describe(),
-        dict(owners),
+        dict(Counter(one.owner for one in planned.plan.assignments if one.parameter == number)),
         sum(parameter.flops),
-        moved,
+        0,
         max(step.rms for step in steps),
         max(step.spectral for step in steps),
+        sets=dict(sets),
+        flops_at_most=sum(parameter.flops) + sum(map(_finishing, how)),
     )
 
 

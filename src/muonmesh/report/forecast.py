@@ -8,10 +8,9 @@ to dry runs of the real step (`muonmesh.testing.dry_run`). `tests/unit/test_fore
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,9 +23,9 @@ from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error
 from muonmesh.layout import (
+    Assignment,
     Elementwise,
     Layout,
-    Matrix,
     MatrixSpec,
     Parameter,
     Plan,
@@ -38,7 +37,7 @@ from muonmesh.layout.balance import imbalance
 from muonmesh.layout.companion import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
-from muonmesh.numerics.rules import RULES, Rule, by_defaults, is_known, is_matrix_rule
+from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.device_rates import DeviceRates, Timed
 from muonmesh.report.traffic import Carried, Traffic, carried, traffic
 from muonmesh.settings import OPTIMIZER_SETTINGS
@@ -58,11 +57,12 @@ VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 95, (1, 15)  # that s
 BATCH_ELEMENTS = 2**28
 LOOKED_AT_ONCE = 320 * 2**16  # elements of gradients that one launch of a multi-tensor operation looks at
 # Bytes read and written by all but products, for each element that a rank orthogonalizes, counted likewise.
-BYTES_OF_AN_OWNED_ELEMENT = {"gram": 1, "standard": 1}
+BYTES_OF_AN_OWNED_ELEMENT = 1
 BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other ranks and leaves for them
 NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eight H100 (NVIDIA/nccl#1685)
 # torch.optim.Muon, counted by dry runs: launches and views of a matrix; it multiplies all of every square, by cuBLAS.
 LAUNCHES_OF_TORCH, VIEWS_OF_TORCH = 33, 12
+MUON = by_defaults(MuonRule)
 SQUARES = 5  # rows × rows matrices that the iteration works in
 
 
@@ -219,39 +219,52 @@ def forecast(
         muon_parameter(w.name, w.layout, w.matrices, p.layout, own) for w, p in zip(matrices, places, strict=True)
     ]
     elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
-    ranks = sorted(
-        {rank for layout in {id(w.layout.ranks): w.layout for w in weights}.values() for rank in layout.ranks}
-    )
+    ranks = sorted(set[int]().union(*{id(w.layout.ranks): w.layout.ranks for w in weights}.values()))
     plan = make_plan(parameters, ranks=ranks, bucket_elements=bucket_elements, elementwise=elementwise, machine=machine)
     if rank is None:
         rank = max(plan.ranks, key=lambda r: (plan.loads[r], -r))
-    travelling = traffic(plan, rank)
+    moved = traffic(plan, rank)
     stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
-    work = _Work.of(plan, rank)
+    travelling, staying = _owned(plan, rank)
+    batches = [batch for some in (*travelling, staying) for batch in _batches(some)]
+    rounds = [-(-_elements(batch) // BATCH_ELEMENTS) for batch in batches]
+    kernels, slow_flops = 0, 0.0
+    for batch, count in zip(batches, rounds, strict=True):
+        shape = batch[0].matrix.shape
+        kernels += count * LAUNCHES_OF_A_BATCH[resolve_method(*shape)]
+        weight = DeviceRates.weight_of(len(batch) / count * shape[0] ** 2, by_triton=True)
+        slow_flops += sum(one.flops for one in batch) * weight
+    buckets = len(travelling) if any(travelling) else 0
+    kernels += KERNELS_OF_A_BUCKET * buckets
+    launches = LAUNCHES_OF_A_STEP + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE)
+    launches += (LAUNCHES_OF_A_BUCKET - KERNELS_OF_A_BUCKET) * buckets
+    assembled = sum(map(_elements, travelling))
     memory = Memory(
         weights=(stored + others) * itemsize,
         gradients=(stored + others) * itemsize,
         momentum=_kept(own, plan, rank) * STATE,
         adamw=2 * others * itemsize,
-        exchange=work.peak(travelling),
-        nccl=NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (travelling.messages > 0),
+        exchange=_peak(travelling, staying, moved),
+        nccl=NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
     )
     # Gradient, momentum read and written, direction; result, weight read and written. AdamW: five reads, three writes.
-    elementwise_bytes = stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * 7 * itemsize
+    elementwise_bytes = BYTES_OF_AN_OWNED_ELEMENT * (assembled + _elements(staying))
+    elementwise_bytes += BYTES_OF_AN_ASSEMBLED_ELEMENT * assembled
+    elementwise_bytes += stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * 7 * itemsize
     return Forecast(
         plan,
         rank,
-        work.owned,
-        travelling,
+        tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank),
+        moved,
         carried(plan, rank),
         memory,
-        work.launches + -(-stored // LOOKED_AT_ONCE) + -(-others // LOOKED_AT_ONCE),
-        work.kernels,
-        work.views + len(parameters) * VIEWS_OF_A_MATRIX[travelling.messages > 0],
+        launches + kernels,
+        kernels,
+        VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * sum(rounds) + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0],
         len(parameters),
-        work.slow_flops,
-        elementwise_bytes + work.elementwise_bytes,
+        slow_flops,
+        elementwise_bytes,
         rates or DeviceRates(),
         _gradients(source, weights, tensors, rank, bucket_elements * WIRE),
     )
@@ -271,20 +284,20 @@ def _gradients(
 
 
 def muon_parameter(
-    name: str, layout: Layout, spec: MatrixSpec, momentum: Layout | None = None, rule: Rule | None = None
+    name: str, layout: Layout, spec: MatrixSpec, momentum: Layout | None = None, rule: Rule = MUON
 ) -> Parameter:
     """Return a parameter as the planner sees it with the defaults of a rule, its momentum beside it if nothing is said.
 
     Args:
         name, layout, spec: The parameter's.
         momentum: Where its momentum lives.
-        rule: By its defaults; None: Muon's.
+        rule: By its defaults.
     """
     matrices = split_matrices(name, layout.shape, spec)
     costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
     settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
-    if rule is None or (set(rule.keeps().values()) <= {"momentum"} and not rule.asks_for_sums()):
+    if set(rule.keeps().values()) <= {"momentum"} and not rule.asks_for_sums():
         return Parameter(name, momentum or layout, layout, matrices, work, settings)
     held = (Storage(some, layout.shape) for some in (layout, momentum or layout))
     companions = (kept.companion for kept in state_layouts_of(rule.keeps(), {0: Stored(name, spec, *held)})[0].values())
@@ -292,12 +305,11 @@ def muon_parameter(
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
 
-def flops_of(rows: int, cols: int, rule: Rule | None = None) -> int:
+def flops_of(rows: int, cols: int, rule: Rule = MUON) -> int:
     """Return the FLOPs of one orthogonalization with Muon's defaults (Polar Express, 5 steps, bf16) and of a rule."""
-    if rule is not None and not rule.orthogonalizes:
+    if not rule.orthogonalizes:
         return rule.flops(rows, cols) + 2 * rows * cols
-    own = cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
-    return own if rule is None else own + rule.flops(rows, cols)
+    return rule.flops(rows, cols) + cost(rows, cols, degrees=DEGREES, gram=resolve_method(rows, cols) == "gram")
 
 
 def _rule(name: str) -> Rule:
@@ -326,101 +338,44 @@ def _kept(rule: Rule, plan: Plan, rank: int) -> int:
     return found + sum(math.prod(size_of(kind, matrix.rows, matrix.cols)) for matrix in owned for kind in at_owner)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What one rank orthogonalizes, by bucket; matrices that stay where they are belong to none."""
-
-    owned: tuple[int, ...]
-    travelling: tuple[tuple[Matrix, ...], ...]
-    staying: tuple[Matrix, ...]
-    flops: Mapping[tuple[int, int], int]
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> _Work:
-        owned: list[int] = []
-        staying: list[Matrix] = []
-        travelling: list[tuple[Matrix, ...]] = []
-        for bucket in plan.buckets:
-            here: list[Matrix] = []
-            for number in bucket:
-                if rank != plan.assignments[number].owner:
-                    continue
-                owned.append(number)
-                (here if plan.moves(number) else staying).append(plan.assignments[number].matrix)
-            travelling.append(tuple(here))
-        flops = {plan.assignments[number].matrix.shape: plan.assignments[number].flops for number in owned}
-        return cls(tuple(sorted(owned)), tuple(travelling), tuple(staying), flops)
-
-    @property
-    def launches(self) -> int:
-        buckets = len(self.travelling) if any(self.travelling) else 0
-        return LAUNCHES_OF_A_STEP + (LAUNCHES_OF_A_BUCKET - KERNELS_OF_A_BUCKET) * buckets + self.kernels
-
-    @property
-    def kernels(self) -> int:
-        buckets = len(self.travelling) if any(self.travelling) else 0
-        return KERNELS_OF_A_BUCKET * buckets + sum(
-            count * LAUNCHES_OF_A_BATCH[resolve_method(*shape)] for shape, count, _ in self._rounds
-        )
-
-    @property
-    def views(self) -> int:
-        return VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * sum(count for _, count, _ in self._rounds)
-
-    @property
-    def slow_flops(self) -> float:
-        found = 0.0
-        for (rows, cols), count, together in self._rounds:
-            weight = DeviceRates.weight_of(together * rows**2, by_triton=True)
-            found += self.flops[rows, cols] * count * together * weight
-        return found
-
-    @property
-    def _rounds(self) -> Iterator[tuple[tuple[int, int], int, float]]:
-        """Yield the shape of equal matrices, in how many batches they are orthogonalized, and how many are in one."""
-        for some in itertools.chain.from_iterable(map(_batches, (*self.travelling, self.staying))):
-            count = -(-len(some) * some[0].numel // BATCH_ELEMENTS)
-            yield some[0].shape, count, len(some) / count
-
-    @property
-    def elementwise_bytes(self) -> int:
-        assembled = [matrix for bucket in self.travelling for matrix in bucket]
-        iterating = sum(m.numel * BYTES_OF_AN_OWNED_ELEMENT[_method(m)] for m in (*assembled, *self.staying))
-        return iterating + BYTES_OF_AN_ASSEMBLED_ELEMENT * sum(matrix.numel for matrix in assembled)
-
-    def peak(self, travelling: Traffic) -> int:
-        """Return the most memory at once: one bucket computes, the next one arrives, the one before leaves."""
-        peak = 0
-        for number, bucket in enumerate(self.travelling):
-            elements = _iterating(bucket) + 2 * sum(m.numel for m in bucket)
-            if number + 1 < len(self.travelling):
-                coming = travelling.buckets[number + 1]
-                elements += coming.gather_sent + coming.gather_received
-                elements += sum(matrix.numel for matrix in self.travelling[number + 1])
-            for other in travelling.buckets[max(0, number - 1) : number + 1]:
-                elements += (other.scatter_sent + other.scatter_received) // max(1, other.rounds)
-            peak = max(peak, elements)
-        together = max((_batches(self.staying)), key=lambda batch: len(batch) * batch[0].numel, default=())
-        if together:
-            peak = max(peak, 2 * min(sum(m.numel for m in together), BATCH_ELEMENTS) + _iterating(together))
-        return peak * WIRE
+def _owned(plan: Plan, rank: int) -> tuple[list[list[Assignment]], list[Assignment]]:
+    """Return what a rank orthogonalizes: what travels, by bucket, and what stays where it is."""
+    owned = [[number for number in bucket if plan.assignments[number].owner == rank] for bucket in plan.buckets]
+    travelling = [[plan.assignments[number] for number in bucket if plan.moves(number)] for bucket in owned]
+    return travelling, [plan.assignments[n] for bucket in owned for n in bucket if not plan.moves(n)]
 
 
-def _batches(matrices: Sequence[Matrix]) -> list[tuple[Matrix, ...]]:
-    found: dict[tuple[int, int], list[Matrix]] = {}
-    for matrix in matrices:
-        found.setdefault(matrix.shape, []).append(matrix)
-    return [tuple(some) for some in found.values()]
+def _peak(travelling: Sequence[Sequence[Assignment]], staying: Sequence[Assignment], moved: Traffic) -> int:
+    """Return the most memory at once: one bucket computes, the next one arrives, the one before leaves."""
+    peak = 0
+    for number, bucket in enumerate(travelling):
+        elements = _iterating(bucket) + 2 * _elements(bucket)
+        if number + 1 < len(travelling):
+            coming = moved.buckets[number + 1]
+            elements += coming.gather_sent + coming.gather_received + _elements(travelling[number + 1])
+        for other in moved.buckets[max(0, number - 1) : number + 1]:
+            elements += (other.scatter_sent + other.scatter_received) // max(1, other.rounds)
+        peak = max(peak, elements)
+    together = max(_batches(staying), key=_elements, default=[])
+    return max(peak, 2 * min(_elements(together), BATCH_ELEMENTS) + _iterating(together)) * WIRE
 
 
-def _iterating(matrices: Sequence[Matrix]) -> int:
+def _elements(some: Sequence[Assignment]) -> int:
+    return sum(one.matrix.numel for one in some)
+
+
+def _batches(some: Sequence[Assignment]) -> list[list[Assignment]]:
+    """Return matrices of equal shape together."""
+    found: dict[tuple[int, int], list[Assignment]] = {}
+    for one in some:
+        found.setdefault(one.matrix.shape, []).append(one)
+    return list(found.values())
+
+
+def _iterating(some: Sequence[Assignment]) -> int:
     """Return the elements of the squares that the largest batch works in."""
     squares = [
-        SQUARES * min(len(some), max(1, BATCH_ELEMENTS // some[0].numel)) * some[0].shape[0] ** 2
-        for some in _batches(matrices)
+        SQUARES * min(len(batch), max(1, BATCH_ELEMENTS // batch[0].matrix.numel)) * batch[0].matrix.shape[0] ** 2
+        for batch in _batches(some)
     ]
     return max(squares, default=0)
-
-
-def _method(matrix: Matrix) -> str:
-    return resolve_method(*matrix.shape)

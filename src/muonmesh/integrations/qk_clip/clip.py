@@ -23,6 +23,7 @@ from muonmesh.integrations.qk_clip.max_logits import largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
+from muonmesh.table import aligned
 
 
 class QKClip:
@@ -167,9 +168,7 @@ class QKClip:
         The last line names the layers without a softmax, which have no logits to clip.
         """
         rows = [(a.name, str(a.heads), self._sources.get(id(a.module), "nothing yet")) for a in self._attentions]
-        rows = [("attention", "heads", "S is"), *rows]
-        name, heads = (max(len(row[column]) for row in rows) for column in range(2))
-        lines = [f"{row[0].ljust(name)}  {row[1].rjust(heads)}  {row[2]}" for row in rows]
+        lines = aligned([("attention", "heads", "S is"), *rows], right=(1,))
         if self._without:
             lines.append("left out, without a softmax: " + ", ".join(self._without))
         return "\n".join(lines)

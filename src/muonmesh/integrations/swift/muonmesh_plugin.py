@@ -39,13 +39,12 @@ def settings_of(text: str | None) -> dict[str, Any]:
         ValueError: a part is no ``name=value``.
     """
     settings: dict[str, Any] = {}
-    for part in (text or "").replace(" ", "").split(","):
-        name, equals, value = part.partition("=")
-        if part and not (name and equals and value):
+    for part in filter(None, (text or "").replace(" ", "").split(",")):
+        name, _, value = part.partition("=")
+        if not (name and value):
             needed, write = "name=value", 'Write --optim_args "momentum=0.9,scale_mode=spectral"'
             raise ValueError(explain_error("--optim_args", f"{part!r}", needed, write))
-        if part:
-            settings[name] = _literal(value)
+        settings[name] = _literal(value)
     return settings
 
 
