@@ -340,7 +340,7 @@ class Muon(torch.optim.Optimizer):
                 offload,
             ),
         )
-        runtime.interrupted = f"step {exchange.steps} of this plan"
+        runtime.interrupted = f"step {exchange.wire.steps} of this plan"
         exchange.run(work)
         work.finish()
         runtime.brought_back = None if offload is None else offload.last
@@ -585,7 +585,7 @@ class Muon(torch.optim.Optimizer):
         """What the last step did on this rank; `explain` says what it should be."""
         planned = self._runtime.planned
         exchange = planned.exchange if planned is not None else None
-        return exchange.counts if exchange is not None else Counts()
+        return exchange.wire.counts if exchange is not None else Counts()
 
     def explain(self) -> Explanation:
         """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication.

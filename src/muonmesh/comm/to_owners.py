@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from muonmesh.comm.agreement import host_group, new_group
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
 from muonmesh.comm.storage import Storage, local_of
-from muonmesh.comm.wire import Counts, Transfer, Wire
+from muonmesh.comm.wire import Counts, Swap, Transfer, Wire
 from muonmesh.errors import LayoutError, PlanError, about, explain_error
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.layout.flat import Interval
@@ -248,7 +248,7 @@ class ToOwners(GradientSource):
         arrives = [0 if rank == me else arriving for rank in range(len(parts))]
         send = torch.cat(away) if away else like.new_empty(0)
         received = like.new_empty(sum(arrives))
-        transfer = links.wire.swap("gradients on their way to owners", send, received, sent=sent, received=arrives)
+        transfer = links.wire.swap(Swap("gradients on their way to owners", send, received, sent, arrives))
         self._sent.append(_Sent(number, transfer, received, parts[me]))
 
     def _taken(self, links: _Links, parameter: Tensor, *, empty: bool) -> Tensor:
@@ -371,12 +371,12 @@ class ToOwners(GradientSource):
             mine = [0 if rank == me else len(segments[me]) for rank in range(count)]
             parts = flat.new_empty(sum(mine))
             others = torch.cat([*segments[:me], *segments[me + 1 :]])
-            links.wire.finish(links.wire.swap("AdamW's gradients", others, parts, sent=sizes, received=mine))
+            links.wire.finish(links.wire.swap(Swap("AdamW's gradients", others, parts, sizes, mine)))
             summands = list(parts.view(count - 1, -1).unbind())
             own = mean([*summands[:me], segments[me], *summands[me:]]).to(dtype)
             back = flat.new_empty(sum(sizes))
             send = own.repeat(count - 1)
-            links.wire.finish(links.wire.swap("averages of AdamW's", send, back, sent=mine, received=sizes))
+            links.wire.finish(links.wire.swap(Swap("averages of AdamW's", send, back, mine, sizes)))
             before = sum(sizes[:me])
             whole = torch.cat([back[:before], own, back[before:]])
             parts_of = torch.split(whole, [gradient.numel() for gradient in gradients])

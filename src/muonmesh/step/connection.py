@@ -117,7 +117,7 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
     )
     runtime.connected, runtime.keepers = planned, planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
-    runtime.source.complete(planned.exchange.steps)
+    runtime.source.complete(planned.exchange.wire.steps)
     if not runtime.warned:
         runtime.warned = True
         runtime.tell(rounding_of(planned, groups, runtime.precision))
@@ -165,7 +165,7 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> tuple
     before = runtime.connected
     if before is None or before.exchange is None:
         return None
-    runtime.source.complete(before.exchange.steps)
+    runtime.source.complete(before.exchange.wire.steps)
     same = settings.error is None and before.signature == _signature(groups, runtime, settings.rules)
     return None if same else (before, before.exchange)
 

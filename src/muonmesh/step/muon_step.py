@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.views import view_in_matrix
+from muonmesh.comm.views import view_in_matrix, view_in_storage
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout import Piece
 from muonmesh.numerics.kernels.memory import scratch
@@ -19,7 +19,6 @@ from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.on_device import Folded, Updated
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions

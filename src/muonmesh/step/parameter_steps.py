@@ -12,7 +12,6 @@ from torch import Tensor
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, about, explain_error
-from muonmesh.layout import Piece
 from muonmesh.settings import Precision
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy, fresh_zeros
@@ -247,11 +246,3 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
             raise StateError(explain_error(entry.name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
             state[key] = place.wrap(local.contiguous())
-
-
-def view_in_storage(storage: Tensor, piece: Piece) -> Tensor:
-    """Return the elements of a contiguous local storage that a piece names."""
-    if piece.storage_start == 0 and piece.shape == storage.shape:
-        return storage  # the common case: the whole of what is stored
-    start = storage.storage_offset() + piece.storage_start
-    return storage.as_strided(piece.shape, piece.storage_strides, start)

@@ -11,6 +11,7 @@ from muonmesh.comm.agreement import agree_on_plan, insist_on_equal
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
+from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.work import Idle
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter, Piece, Plan
@@ -20,7 +21,7 @@ from muonmesh.numerics.kernels.zeros import mark_nonzero
 from muonmesh.settings import SettingsFound
 from muonmesh.step.flag_vector import DIGEST, Flags, ReducedFlags
 from muonmesh.step.late import LateAnswer
-from muonmesh.step.parameter_steps import Collected, ParameterStep, view_in_storage
+from muonmesh.step.parameter_steps import Collected, ParameterStep
 from muonmesh.step.planning import Holdings, Planned
 from muonmesh.step.settings_digest import SettingsDigest
 
@@ -127,7 +128,7 @@ def preflight(
         "error": failed,
         "stays": True,
     }
-    flags = exchange.reduce_flags(flag_vector.vector(nonzero, entries, terms.digests(), tail))
+    flags = exchange.wire.begin_step(flag_vector.vector(nonzero, entries, terms.digests(), tail))
     answers = ReducedFlags(flag_vector, flags)
     overflowed = answers.somebody("overflow")
     if not waits:
@@ -181,7 +182,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
     vector = flag_vector.vector(nonzero, nobody, digests, {"replan": error is None, "error": error is not None})
     for name in ("settings", "inverse"):
         vector[flag_vector.slices[name]] = 0  # says nothing
-    answers = ReducedFlags(flag_vector, exchange.reduce_flags(vector))
+    answers = ReducedFlags(flag_vector, exchange.wire.begin_step(vector))
     if waits:
         _raise_errors(planned, exchange, answers, error, dict)
         return None

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.comm.views import view_in_storage
 from muonmesh.comm.work import Ends
 from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.on_device import Updated
-from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stochastic_rounding import rounding_of
 
