@@ -288,10 +288,9 @@ class SettingsFound(NamedTuple):
     on_device: list[tuple[str, Tensor]]
     rules: list[Any]
 
-    def wrong_on_device(self) -> Tensor | None:
-        """Return whether a learning rate that only the device knows is wrong, 0-d bool; None if there is none."""
-        flags = [~((lr >= 0) & lr.isfinite()).reshape(()) for _, lr in self.on_device]
-        return torch.stack(flags).any() if flags else None
+    def wrong_on_device(self) -> Tensor:
+        """Return whether a learning rate that only the device knows is wrong, 0-d bool."""
+        return torch.stack([~((lr >= 0) & lr.isfinite()).reshape(()) for _, lr in self.on_device]).any()
 
     def late(self) -> Exception | None:
         """Return the error of `wrong_on_device`; waits for the device."""
@@ -480,7 +479,8 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     rule = RULES[group["algorithm"]].of(group)
     try:
         rule.check()
-        check_keeps(rule)
+        if read:  # a step asks what has changed, and then for this
+            check_keeps(rule)
     except ValueError as error:
         raise ValueError(about(where, str(error))) from None
     return rule
@@ -524,6 +524,7 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
     """Check what the groups say now, at every step; an error is returned, so that the rank can tell the others."""
     error: Exception | None = None
+    at_rest = True
     on_device: list[tuple[str, Tensor]] = []
     rules: list[Any] = [None] * len(groups)
     try:
@@ -533,10 +534,10 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
             rules[number] = check_group(where, group, read=False)
             if isinstance(lr, Tensor) and lr.device.type != "cpu":
                 on_device.append((where, lr.detach()))
+            at_rest = at_rest and not on_device and float(group["lr"]) == 0
     except (TypeError, ValueError) as found:
         error = found
-    at_rest = error is None and not on_device and all(float(group["lr"]) == 0 for group in groups)
-    return SettingsFound(error, at_rest, on_device, rules)
+    return SettingsFound(error, at_rest and error is None, on_device, rules)
 
 
 def check_structure(where: str, group: Mapping[str, Any]) -> None:

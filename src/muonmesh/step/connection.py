@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
-from muonmesh.comm.storage import identity_of, mesh_groups, refuse_flattened, this_rank, world_size
+from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, about, explain_error, warn
@@ -35,7 +37,7 @@ from muonmesh.step.members import (
     sets_without_tensor,
     unknown_matrix,
 )
-from muonmesh.step.planning import Planned, plan_members, widened
+from muonmesh.step.planning import Connected, Planned, plan_members, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import rounding_of
@@ -66,26 +68,18 @@ def placed_members(optimizer: Any) -> list[Member]:
     return plan(optimizer.param_groups, optimizer._runtime).members
 
 
-def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tuple[Planned, Exchange]:
+def connect(groups: Groups, runtime: Runtime) -> Connected:
     """Return the plan with its exchange; where there is none yet, meet the ranks that share parameters.
 
     A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
-
-    Args:
-        groups: As they are now.
-        runtime: Of the optimizer.
-        compared: Whether `outdated` has just found that the plan of the step before, if there is one, still holds.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
         PlanError: another rank cannot make one, has made another, or does not come.
     """
-    if compared and (before := runtime.connected) is not None and before.exchange is not None:
-        runtime.planned = before
-        return before, before.exchange
     planned, sets, error = _read(groups, runtime)
     if planned is not None and planned.exchange is not None:
-        return planned, planned.exchange
+        return Connected(planned, planned.exchange)
     ranks = connected(sets)
     if runtime.process_group != "local":
         meet(ranks)
@@ -115,13 +109,13 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         device=planned.device,
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
     )
-    runtime.connected, runtime.keepers = planned, planned.plan.keepers
+    runtime.connected, runtime.keepers = Connected(planned, planned.exchange), planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
     runtime.source.complete(planned.exchange.wire.steps)
     if not runtime.warned:
         runtime.warned = True
         runtime.tell(rounding_of(planned, groups, runtime.precision))
-    return planned, planned.exchange
+    return runtime.connected
 
 
 def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned | None) -> bool:
@@ -154,7 +148,7 @@ def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Ru
     return True
 
 
-def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> tuple[Planned, Exchange] | None:
+def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Connected | None:
     """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
 
     Args:
@@ -163,11 +157,11 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> tuple
         settings: What they say; if something is wrong with them, they cannot be compared with what they were.
     """
     before = runtime.connected
-    if before is None or before.exchange is None:
+    if before is None:
         return None
+    same = settings.error is None and before.planned.signature == _signature(groups, runtime, settings.rules)
     runtime.source.complete(before.exchange.wire.steps)
-    same = settings.error is None and before.signature == _signature(groups, runtime, settings.rules)
-    return None if same else (before, before.exchange)
+    return None if same else before
 
 
 def forget(runtime: Runtime) -> None:
@@ -226,16 +220,17 @@ def _read(
     """
     replicas_of(runtime.process_group)  # raises if it was lost
     try:
-        if copies is None and runtime.planned is not None and runtime.planned.signature == _signature(groups, runtime):
-            return runtime.planned, runtime.planned.sets, None
+        for known in (runtime.planned, runtime.connected and runtime.connected.planned):
+            if copies is None and known is not None and known.signature == _signature(groups, runtime):
+                runtime.planned = known
+                return known, known.sets, None
         for group in groups:
             check_members(group, groups, runtime)
         runtime.found_group = _group_found(groups, runtime)
         signature = _signature(groups, runtime)  # with the names as they are now
     except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
-        before = runtime.connected
-        if before is not None:
-            return None, before.sets, wrong
+        if runtime.connected is not None:
+            return None, runtime.connected.planned.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
     members, sets, error = members_of(
         groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.shard_state
@@ -274,7 +269,7 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
         tuple((name, id(entry)) for name, entry in runtime.layouts.items()),
         id(source),
         tuple(tuple(map(source.group, group["params"])) for group in groups),
-        tuple(tuple(map(identity_of, group["params"])) for group in groups),
+        tuple(tuple(map(_identity_of, group["params"])) for group in groups),
         tuple(
             (
                 group["algorithm"],
@@ -288,6 +283,13 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
             for group, rule in zip(groups, rules, strict=True)
         ),
     )
+
+
+def _identity_of(tensor: Tensor) -> tuple[object, ...]:
+    found = id(tensor), tensor.shape, tensor.dtype, tensor.device
+    if isinstance(tensor, DTensor):
+        return *found, id(tensor.device_mesh), tuple(tensor.placements)
+    return found
 
 
 def _frozen(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -158,7 +158,11 @@ class FlagVector:
         return present + missing, placed
 
     def vector(
-        self, nonzero: Tensor, entries: Sequence[HasGradient | None], settings: Tensor, tail: dict[str, bool | Tensor]
+        self,
+        nonzero: Tensor,
+        entries: Sequence[HasGradient | None],
+        settings: Tensor,
+        tail: Mapping[str, bool | Tensor | None],
     ) -> Tensor:
         """Return this rank's flags, uint8 on the device of ``nonzero``.
 
@@ -169,7 +173,7 @@ class FlagVector:
             tail: Those flags of `TAIL` that may be set; tensors on the device are not waited for.
         """
         device = nonzero.device
-        known = [int(flag) if not isinstance(flag, Tensor) else 0 for flag in (tail.get(name, False) for name in TAIL)]
+        known = [int(flag) for flag in (tail.get(name) is True for name in TAIL)]
         stored = [flag for flag in self.stored for _ in range(DIGEST)]
         said = [[0] * len(stored)] * 2
         if settings.device.type == "cpu":

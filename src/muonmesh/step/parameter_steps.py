@@ -60,14 +60,6 @@ class ParameterStep:
         """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
         return self.state_layouts.keys() <= self.state.keys()
 
-    def is_complete(self, precision: Precision) -> bool:
-        """Whether `create_state` has nothing to create."""
-        state, master = self.state, precision.master
-        for key in (*RUNNING, *self.state_layouts):
-            if key not in state:
-                return False
-        return master is None or "master" in state or master == self.tensor.dtype
-
 
 class Collected(NamedTuple):
     """What one step works on: all parameters, each as a `ParameterStep`.
@@ -75,7 +67,7 @@ class Collected(NamedTuple):
     Attributes:
         muon: Of the Muon half, as the plan's parameters are numbered; None for one that only other ranks hold.
         elementwise: Of the AdamW parameters that other ranks know of, as the plan numbers them; None likewise.
-        adamw: Of each AdamW group, a flat tensor once.
+        adamw: Of each AdamW group that has any here, a flat tensor once.
         error: The first thing that is wrong; the rank keeps it and takes part in what others wait for.
         missing: The parameters without a gradient, by name.
         some: Whether any parameter of this rank has a gradient.
@@ -149,7 +141,7 @@ def collect(
     muon = [None if member is None else entry_of(member, muon=True) for member in planned.muon]
     elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
     adamw = []
-    for members in planned.adamw:
+    for members in filter(None, planned.adamw):
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
         if len(tensors) < len(members) and groups[members[0].group]["stochastic_rounding"] is not None:
             found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -159,6 +159,13 @@ class Planned:
     def members(self) -> list[Member]:
         """All parameters of this rank, the Muon half first."""
         return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
+
+
+class Connected(NamedTuple):
+    """A plan that all its ranks know of, with the exchange that runs it."""
+
+    planned: Planned
+    exchange: Exchange
 
 
 def holdings_of(plan: Plan, rank: int, *, momentum: bool) -> Holdings:

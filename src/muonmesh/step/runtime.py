@@ -18,7 +18,7 @@ from muonmesh.numerics.kernels import KernelName
 from muonmesh.settings import Precision, ProcessGroup
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
-from muonmesh.step.planning import Planned, bucket_elements
+from muonmesh.step.planning import Connected, Planned, bucket_elements
 from muonmesh.step.untrained import IdleParameters
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -81,7 +81,7 @@ class Runtime:
     bucket_cap_mb: float
     complete: bool = False
     planned: Planned | None = None
-    connected: Planned | None = None
+    connected: Connected | None = None
     keepers: Mapping[KnownMatrix, int] = field(default_factory=dict)
     compared: Planned | None = None
     loaded: bool = False
