@@ -59,7 +59,7 @@ import muonmesh as mm
 import muonmesh.optimizer
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.wire import Swap, Transfer, Wire
-from muonmesh.comm.work import Idle
+from muonmesh.comm.work import Work
 
 WIDTH, HIDDEN = 256, 1024
 KINDS = ("fsdp", "ddp")
@@ -168,7 +168,7 @@ def nothing_travels() -> Iterator[None]:
 
 def communicate(exchange: Exchange) -> None:
     """Take part in the collectives of a step, with nothing to compute in between."""
-    exchange.run(Idle())
+    exchange.run(Work())
 
 
 def bound(rank: Rank, rounds: int) -> Found:

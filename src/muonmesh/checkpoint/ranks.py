@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import tell_all
+from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.errors import FileError
 
 
@@ -22,15 +22,15 @@ def together(work: Callable[[], None]) -> None:
         FileError: on every rank, with the message of the first rank that failed.
         Exception: on a rank that met something else, what it met; the others raise a FileError that tells of it.
     """
-    message: str | None = None
-    unexpected: Exception | None = None
-    try:
-        work()
-    except FileError as error:
-        message = str(error)
-    except Exception as error:
-        unexpected = error
-    for found in tell_all(message, unexpected, kind=FileError):
+
+    def failure() -> str | None:
+        try:
+            work()
+        except FileError as error:
+            return str(error)
+        return None
+
+    for found in agreed(failure, kind=FileError):
         if found is not None:
             raise FileError(found)
 

@@ -5,6 +5,7 @@ These numbers are few beside the elements of the matrices, so all of them travel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,12 +19,13 @@ from muonmesh.layout.companion_plan import CompanionPlan
 from muonmesh.layout.routes import Leg
 
 
+@dataclass
 class CompanionExchange:
     """Gathers the numbers of each matrix to its owner, and scatters them to all ranks that store them.
 
     One `Wire.swap` each way with unequal splits, unless nothing leaves its rank.
 
-    Args:
+    Attributes:
         carried: The plan by which these numbers travel.
         wire: To the other ranks.
         rank: This one.
@@ -32,76 +34,69 @@ class CompanionExchange:
         device: Where it is.
     """
 
-    def __init__(
-        self,
-        carried: CompanionPlan,
-        wire: Wire,
-        *,
-        rank: int,
-        peers: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._carried, self._wire = carried, wire
-        self._rank, self._peers = rank, peers
-        self._dtype, self._device = dtype, device
+    carried: CompanionPlan
+    wire: Wire
+    rank: int
+    peers: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
     @cached_property
     def _ways(self) -> list[tuple[Passage, bool]]:
         """What travels to the owners, and back, each with whether any rank sends some of it."""
-        plan, found = self._carried.plan, []
+        plan, found = self.carried.plan, []
         for name, moves in (("gather", plan.gathers(0)), ("scatter", plan.scatters(0))):
-            routes = plan.routes(0, self._rank, gather=name == "gather")
-            found.append((Passage(name, routes.stored, routes.assembled, self._rank, self._peers), moves))
+            routes = plan.routes(0, self.rank, gather=name == "gather")
+            found.append((Passage(name, routes.stored, routes.assembled, self.rank, self.peers), moves))
         return found
 
     @cached_property
     def _owned(self) -> dict[int, Tensor]:
         """The numbers of each matrix that this rank owns, by their assignment; zeros until something arrives."""
-        assignments = self._carried.plan.assignments
+        assignments = self.carried.plan.assignments
         return {
-            number: torch.zeros(assignment.matrix.numel, dtype=self._dtype, device=self._device)
+            number: torch.zeros(assignment.matrix.numel, dtype=self.dtype, device=self.device)
             for number, assignment in enumerate(assignments)
-            if assignment.owner == self._rank
+            if assignment.owner == self.rank
         }
 
     def gather(self, state: CompanionState) -> None:
         """Bring what is kept to the owners, and give it to their state; all ranks call it."""
         passage, moves = self._ways[0]
-        for leg in passage.stored.get(self._rank, ()):
+        for leg in passage.stored.get(self.rank, ()):
             self._read(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if moves:
-            memory = memory_of(passage.numels, self._dtype, self._device)
+            memory = memory_of(passage.numels, self.dtype, self.device)
             swap = passage.swap("the gather of what rules keep", memory)
             for leg, view in passage.on_wire(swap.send):
                 self._read(state, leg, view)
-            self._wire.finish(self._wire.swap(swap))
+            self.wire.finish(self.wire.swap(swap))
             for numbers, view in passage.copies(self._owned, swap.receive):
                 numbers.copy_(view)
         kept: dict[int, dict[str, Tensor]] = {}
         for number, numbers in self._owned.items():
-            assignment, companion = self._carried.of[number]
+            assignment, companion = self.carried.of[number]
             kept.setdefault(assignment, {})[companion.key] = numbers
         state.take(kept)
 
     def scatter(self, state: CompanionState) -> None:
         """Bring what the owners have made of it to all ranks that store it; all ranks call it."""
         passage, moves = self._ways[1]
-        for leg in passage.stored.get(self._rank, ()):
+        for leg in passage.stored.get(self.rank, ()):
             self._write(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
         if moves:
-            memory = memory_of(passage.numels, self._dtype, self._device)
+            memory = memory_of(passage.numels, self.dtype, self.device)
             swap = passage.swap("the scatter of what rules keep", memory)
             for numbers, view in passage.copies(self._owned, swap.send):
                 view.copy_(numbers)
-            self._wire.finish(self._wire.swap(swap))
+            self.wire.finish(self.wire.swap(swap))
             for leg, view in passage.on_wire(swap.receive):
                 self._write(state, leg, view)
 
     def _read(self, state: CompanionState, leg: Leg, into: Tensor) -> None:
-        assignment, companion = self._carried.of[leg.assignment]
+        assignment, companion = self.carried.of[leg.assignment]
         state.read(assignment, companion.key, leg.piece, into)
 
     def _write(self, state: CompanionState, leg: Leg, numbers: Tensor) -> None:
-        assignment, companion = self._carried.of[leg.assignment]
+        assignment, companion = self.carried.of[leg.assignment]
         state.write(assignment, companion.key, leg.piece, numbers)

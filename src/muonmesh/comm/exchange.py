@@ -62,9 +62,7 @@ class Exchange:
         self._matrix_sums = MatrixSums(plan, rank=self._rank, device=device, wire=self.wire)
         self._carried: CompanionExchange | None = None
         if (beside := CompanionPlan.beside(plan)) is not None:
-            self._carried = CompanionExchange(
-                beside, self.wire, rank=self._rank, peers=self._peers, dtype=companion_dtype, device=device
-            )
+            self._carried = CompanionExchange(beside, self.wire, self._rank, self._peers, companion_dtype, device)
         self._gathered: dict[int, Gather] = {}
         self._computed: dict[int, Compute] = {}
         self._under_way: dict[int, Transfer | None] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, worl
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, about, explain_error, warn
-from muonmesh.layout import split_matrices
+from muonmesh.layout import make_plan, split_matrices
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
@@ -37,7 +38,7 @@ from muonmesh.step.members import (
     sets_without_tensor,
     unknown_matrix,
 )
-from muonmesh.step.planning import Connected, Planned, plan_members, widened
+from muonmesh.step.planning import Connected, Planned, Planner, bucket_elements, plan_members, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import rounding_of
@@ -98,8 +99,7 @@ def connect(groups: Groups, runtime: Runtime) -> Connected:
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
-        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers, runtime.machine
-        planned = runtime.planned = widened(planned, views, ranks, *settings)
+        planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
         insist(group, planned.plan)
     planned.exchange = Exchange(
         planned.plan,
@@ -238,13 +238,17 @@ def _read(
     if error is not None:
         return None, sets, error
     try:
-        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers, runtime.machine
-        runtime.planned = plan_members(groups, members, signature, *settings)
+        runtime.planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
     except (LayoutError, ValueError) as found:
         return None, sets, found
     listed = {name for group in groups for name in group["param_names"]}
     runtime.planned.beyond = sets_without_tensor({n: entry for n, entry in runtime.layouts.items() if n not in listed})
     return runtime.planned, runtime.planned.sets, None
+
+
+def _planner(runtime: Runtime) -> Planner:
+    elements = bucket_elements(runtime.bucket_cap_mb, runtime.precision)
+    return partial(make_plan, bucket_elements=elements, known=runtime.keepers, machine=runtime.machine)
 
 
 def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:

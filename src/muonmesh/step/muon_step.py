@@ -12,7 +12,7 @@ from torch import Tensor
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.views import view_in_matrix, view_in_storage
-from muonmesh.comm.work import Ends, Local
+from muonmesh.comm.work import Ends, Local, Work
 from muonmesh.layout import Piece
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
@@ -49,7 +49,7 @@ class Portions(Protocol):
         """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
 
 
-class MuonStep:
+class MuonStep(Work):
     """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
 
     Pieces are views of the local storage, read as a contiguous array; a storage that is not contiguous is worked on in
@@ -65,12 +65,10 @@ class MuonStep:
         summands: The sums that rules take over matrices.
     """
 
-    def __init__(
-        self,
-        ready: ReadyParameters,
-        portions: Portions,
-        elementwise: Sequence[Callable[[], None]],
-    ) -> None:
+    companions: StoredCompanions
+    summands: RuleSums
+
+    def __init__(self, ready: ReadyParameters, portions: Portions, elementwise: Sequence[Callable[[], None]]) -> None:
         self._ready, self._portions, self._elementwise = ready, portions, elementwise
         self.companions = StoredCompanions(ready)
         self.summands = RuleSums(ready, self.companions)

@@ -13,7 +13,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.work import Idle
+from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter, Piece, Plan
 from muonmesh.numerics.kernels.memory import upload
@@ -108,18 +108,14 @@ def preflight(
         nonzero = torch.tensor(
             _nonzero_on_host(plan, planned.gradient_holdings, muon), dtype=torch.uint8, device=device
         )
+    gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
     failed: bool | Tensor = error is not None
     if settings.on_device:
         failed = settings.wrong_on_device() | failed
     tail = {
         "skip": skip,
         "overflow": overflow,
-        "moves": at_rest
-        and any(
-            bool(local_of(entry.gradient).any())
-            for entry in collected.elementwise
-            if entry is not None and entry.gradient is not None
-        ),
+        "moves": at_rest and any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None),
         "error": failed,
         "stays": True,
     }
@@ -187,7 +183,7 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
         return None
     followed = bool(answers.somebody("stays"))
     if followed:
-        exchange.run(Idle())
+        exchange.run(Work())
     if error is not None:
         return _late(answers, raise_errors)
     if followed:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.comm.views import view_in_matrix, view_in_storage
 from muonmesh.comm.work import Ends
 from muonmesh.layout import Layout, Matrix, overlap
 from muonmesh.layout.routes import Leg
@@ -268,11 +269,9 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     """
     rank = this_rank()
     own = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
-    first = local.storage_offset()  # of a gradient that is a view into a bucket of DDP's or FSDP2's
     for target in _layout(place).blocks(rank):
         for block in _layout(storage).blocks(rank):
             shared = overlap(block, target)  # ``matrix_*`` of this Piece are places in the momentum
             if shared is not None:
-                part = local.as_strided(shared.shape, shared.storage_strides, first + shared.storage_start)
-                own.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
+                view_in_matrix(shared, own).copy_(view_in_storage(local, shared))
     return own

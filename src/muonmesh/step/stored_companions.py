@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.work import Ends
+from muonmesh.comm.work import CompanionState, Ends, Summands
 from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
 from muonmesh.layout.routes import Leg
@@ -23,10 +23,8 @@ from muonmesh.step.stochastic_rounding import rounding_of
 
 
 @dataclass
-class StoredCompanions:
+class StoredCompanions(CompanionState):
     """The companions (numbers by row, column or matrix) of one step: where `CompanionExchange` reads and writes them.
-
-    Implements `muonmesh.comm.work.CompanionState`.
 
     Attributes:
         ready: The parameters of the step.
@@ -94,10 +92,8 @@ class StoredCompanions:
 
 
 @dataclass
-class RuleSums:
+class RuleSums(Summands):
     """The sums over whole matrices in one step, for the rules that ask for them.
-
-    Implements `muonmesh.comm.work.Summands`.
 
     Attributes:
         ready: The parameters of the step.
