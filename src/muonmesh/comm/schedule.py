@@ -26,9 +26,9 @@ from muonmesh.comm.passage import Passage
 from muonmesh.comm.stages import Compute, Gather, Scatter
 from muonmesh.comm.views import memory_of, view_in_matrix
 from muonmesh.comm.work import Local
-from muonmesh.layout import Plan, Routes
+from muonmesh.layout import Plan
 from muonmesh.layout.rounds import Rounds
-from muonmesh.layout.routes import Leg, append
+from muonmesh.layout.routes import Leg, Routes, append
 
 
 class Schedule:
@@ -64,10 +64,9 @@ class Schedule:
         self.memory: Mapping[str, Tensor] = {}
         if device.type == "cpu":
             numels: dict[str, int] = {}
-            for turn, needed in self._turns():
-                for role, numel in needed.items():
-                    name = f"{role}.{turn % 2}"
-                    numels[name] = max(numel, numels.get(name, 0))
+            for turn, role, numel in self._turns():
+                name = f"{role}.{turn % 2}"
+                numels[name] = max(numel, numels.get(name, 0))
             self.memory = memory_of(numels, dtype, device)
         self._views: dict[tuple[int, ...], Gather | Compute | Scatter] = {}
 
@@ -89,7 +88,7 @@ class Schedule:
         found = self._views.get((number,))
         if not isinstance(found, Gather):
             draft = self._drafts[number]
-            found = draft.gather(self._memory(draft.numels(GATHER), number))
+            found = draft.gather(self._memory(draft.numels, number, "matrices", "gather.send", "gather.receive"))
             self._keep((number,), found)
         return found
 
@@ -98,7 +97,7 @@ class Schedule:
         found = self._views.get((number, -1))
         if not isinstance(found, Compute):
             draft = self._drafts[number]
-            found = draft.compute(matrices, self._memory(draft.numels(COMPUTE), number))
+            found = draft.compute(matrices, self._memory(draft.numels, number, "results"))
             self._keep((number, -1), found)
         return found
 
@@ -116,13 +115,13 @@ class Schedule:
         if not isinstance(found, Scatter):
             draft, turn = self._drafts[number], self._rounds_before[number] + index
             passage, filling = self._passages[turn], self._filling[turn]
-            memory = dict(self._memory(_only("scatter.receive", passage), turn))
+            memory = self._memory(passage.numels, turn, "scatter.receive")
             again = before is not None and turn > 0 and filling == self._filling[turn - 1]
             if again and before is not None:
                 memory["scatter.send"] = before.swap.send
                 found = replace(draft.scatter(index, passage, results, memory), leaving=())
             else:
-                memory |= self._memory(_only("scatter.send", passage), filling)
+                memory |= self._memory(passage.numels, filling, "scatter.send")
                 found = draft.scatter(index, passage, results, memory)
             if passage.passes:
                 assert before is not None
@@ -131,28 +130,24 @@ class Schedule:
             self._keep((number, index), found)
         return found
 
-    def _turns(self) -> Iterator[tuple[int, dict[str, int]]]:
-        """Yield what is needed at once by role, with the turn of these roles: two take the same memory in turns."""
+    def _turns(self) -> Iterator[tuple[int, str, int]]:
+        """Yield how much memory each role needs in each of its turns; every other turn takes the same memory."""
         for number, draft in enumerate(self._drafts):
-            yield number, draft.numels((*GATHER, *COMPUTE))
+            for role, numel in draft.numels.items():
+                yield number, role, numel
         for turn, passage in enumerate(self._passages):
-            yield turn, _only("scatter.receive", passage)
-            yield self._filling[turn], _only("scatter.send", passage)
+            for role, numel in passage.numels.items():
+                yield (turn if role == "scatter.receive" else self._filling[turn]), role, numel
 
-    def _memory(self, numels: Mapping[str, int], turn: int) -> Mapping[str, Tensor]:
+    def _memory(self, numels: Mapping[str, int], turn: int, *roles: str) -> dict[str, Tensor]:
+        """Return the memory of those of some roles that need any."""
         if self.memory:
-            return {role: self.memory[f"{role}.{turn % 2}"] for role in numels}
-        return memory_of(numels, self._dtype, self._device)
+            return {role: self.memory[f"{role}.{turn % 2}"] for role in roles if role in numels}
+        return memory_of({role: numels[role] for role in roles if role in numels}, self._dtype, self._device)
 
     def _keep(self, key: tuple[int, ...], found: Gather | Compute | Scatter) -> None:
         if self._device.type == "cpu":
             self._views[key] = found
-
-
-GATHER = ("matrices", "gather.send", "gather.receive")
-COMPUTE = ("results",)
-"""The roles of the memory that a `Gather` and a `Compute` work in; a `Scatter` has "scatter.send" and
-"scatter.receive"."""
 
 
 # ------------------------------------------------------------------ how it is worked out
@@ -184,13 +179,11 @@ class _Draft:
         self._batches = _alike(plan, [number for number in moving if plan.assignments[number].owner == rank])
         self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
 
-    def numels(self, roles: Sequence[str]) -> dict[str, int]:
-        """Return how much memory the stage needs for some of its roles, those of `scatter` left out."""
+    @cached_property
+    def numels(self) -> dict[str, int]:
+        """How much memory the stage needs by role, those of `scatter` left out."""
         matrices = sum(len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True))
-        needed = {"matrices": matrices, "results": matrices}
-        if self._gathers:
-            needed |= self._gather.numels
-        return {role: needed[role] for role in roles if role in needed}
+        return {"matrices": matrices, "results": matrices} | (self._gather.numels if self._gathers else {})
 
     def gather(self, memory: Mapping[str, Tensor]) -> Gather:
         """Return what travels to the owners, with its views of the memory."""
@@ -250,11 +243,6 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
     for turn, (one, other) in enumerate(itertools.pairwise(passages), start=1):
         found.append(found[-1] + (turn in first_of_stages or not one.sends_as(other)))
     return found
-
-
-def _only(role: str, passage: Passage) -> dict[str, int]:
-    """Return how much memory a round needs for one of its roles."""
-    return {role: passage.numels[role]}
 
 
 def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], tuple[tuple[Local, ...], ...]]:

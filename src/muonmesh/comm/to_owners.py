@@ -99,10 +99,8 @@ class ToOwners(GradientSource):
             self._wrong.pop(parameter, None)
             parameter.grad = None
             if self._seen and self._links is not None:  # all ranks drop as many, whatever each of them has sent
-                while len(self._sent) < len(self._links.buckets):
-                    self._send(self._links, empty=True)
-                self._dropped.append(self._sent)
-                self._sent, self._ready, self._seen = [], set(), set()
+                self._dropped.append(self._all_sent(self._links, empty=True))
+                self._ready, self._seen = set(), set()
 
     def at_momentum(self, parameter: Tensor) -> bool:
         """Whether a gradient lies where the momentum does."""
@@ -236,6 +234,13 @@ class ToOwners(GradientSource):
                 return
             self._send(links)
 
+    def _all_sent(self, links: _Links, *, empty: bool = False) -> list[_Sent]:
+        """Send the buckets that are left, and return all of them; the next gradients begin anew."""
+        while len(self._sent) < len(links.buckets):
+            self._send(links, empty=empty)
+        sent, self._sent = self._sent, []
+        return sent
+
     def _send(self, links: _Links, *, empty: bool = False) -> None:
         """Send the next bucket; what has no gradient counts as zero."""
         number, me = len(self._sent), links.wire.ranks.index(dist.get_rank())
@@ -308,10 +313,7 @@ class ToOwners(GradientSource):
         self._step = step if most else self._step
         some = {tensor for tensor, flag in zip(matrices, present, strict=True) if flag}
         for _ in range(most):
-            while len(self._sent) < len(links.buckets):
-                self._send(links)
-            sent, self._sent = self._sent, []
-            for each in sent:
+            for each in self._all_sent(links):
                 self._add(links, each, some)
         self._ready, self._seen = set(), set()
         self._average(links, [tensor for tensor, flag in zip(links.shared, fresh, strict=True) if flag])
@@ -321,10 +323,7 @@ class ToOwners(GradientSource):
         told = torch.tensor([rounds], dtype=torch.int64, device="cpu")
         most = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on rounds")
         while len(self._dropped) < int(most):
-            while len(self._sent) < len(links.buckets):
-                self._send(links)
-            self._dropped.append(self._sent)
-            self._sent = []
+            self._dropped.append(self._all_sent(links))
         for transfer in itertools.chain(*self._dropped):
             links.wire.finish(transfer.transfer)
         self._dropped, self._ready, self._seen = [], set(), set()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.gradients import partial_axes
-from muonmesh.layout import Elementwise, Parameter, Plan, listed_by
+from muonmesh.layout import Elementwise, Parameter, Plan
+from muonmesh.layout.parameter import listed_by
 from muonmesh.numerics.kernels.memory import upload
 
 TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
@@ -178,7 +179,8 @@ class FlagVector:
         said = [[0] * len(stored)] * 2
         if settings.device.type == "cpu":
             mine = settings.tolist()
-            said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in (mine, inverse(mine))]
+            both = mine, [255 - byte for byte in mine]
+            said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in both]
         counted, placed = self.counted(entries)
         lacking = [255 - byte if byte else 0 for byte in placed]
         host = [0] * self.matrices + counted + placed + said[0] + lacking + said[1] + known
@@ -207,11 +209,6 @@ class FlagVector:
                 upload([flag for flag in self.stored for _ in range(DIGEST)], dtype=torch.uint8, device=device),
             )
         return self._constants[device]
-
-
-def inverse(digests: Sequence[int]) -> list[int]:
-    """Return what bytes lack of 255."""
-    return [255 - byte for byte in digests]
 
 
 @dataclass(frozen=True)

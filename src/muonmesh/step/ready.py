@@ -12,7 +12,8 @@ from torch import Tensor
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.views import view_in_matrix, view_in_storage
 from muonmesh.comm.work import Ends
-from muonmesh.layout import Layout, Matrix, overlap
+from muonmesh.layout import Layout, Matrix
+from muonmesh.layout.region import overlap
 from muonmesh.layout.routes import Leg
 from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
