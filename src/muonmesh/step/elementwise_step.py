@@ -13,7 +13,7 @@ from muonmesh.numerics.rules import ElementwiseRule
 from muonmesh.settings import Precision
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept, create_master
+from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept
 from muonmesh.step.stochastic_rounding import round_stored
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -48,7 +48,6 @@ def step_elementwise(
 
 def _create(entry: ParameterStep, precision: Precision) -> None:
     """Create what is missing of the state."""
-    create_master(entry, precision)
     create_kept(entry, precision)
     if COUNT not in entry.state:
         device = entry.tensor.device  # torch's fused kernels want it on the device

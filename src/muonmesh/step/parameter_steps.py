@@ -152,17 +152,16 @@ def collect(
 
 
 def create_state(entry: ParameterStep, precision: Precision) -> None:
-    """Create what the rule keeps, the running norms of `clip` and the master of a Muon parameter where missing."""
-    local = entry.local
+    """Create what the rule keeps, the master and the running norms of `clip` of a Muon parameter where missing."""
     create_kept(entry, precision)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in entry.state:
-            entry.state[key] = torch.zeros(running_shape(entry.matrices), dtype=torch.float32, device=local.device)
-    create_master(entry, precision)
+            shape = running_shape(entry.matrices)
+            entry.state[key] = torch.zeros(shape, dtype=torch.float32, device=entry.local.device)
 
 
 def create_kept(entry: ParameterStep, precision: Precision) -> None:
-    """Create what the rule keeps where it is missing, as zeros."""
+    """Create what the rule keeps where it is missing, as zeros, and the master where it is missing and asked for."""
     local = entry.local
     for key, state_layout in entry.state_layouts.items():
         if key not in entry.state:
@@ -172,18 +171,13 @@ def create_kept(entry: ParameterStep, precision: Precision) -> None:
             else:
                 zeros = torch.zeros(shape, dtype=state_layout.kept_dtype(precision), device=local.device)
             entry.state[key] = state_layout.storage.wrap(zeros)
+    if precision.master is not None and precision.master != local.dtype and "master" not in entry.state:
+        entry.state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
 def running_shape(matrices: int) -> tuple[int, ...]:
     """Return the shape of a tensor's running norms: 0-d for a single matrix, as AdamW's step count."""
     return () if matrices == 1 else (matrices,)
-
-
-def create_master(entry: ParameterStep, precision: Precision) -> None:
-    """Create the master of a parameter where it is missing and asked for."""
-    local = entry.local
-    if precision.master is not None and precision.master != local.dtype and "master" not in entry.state:
-        entry.state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
 def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
