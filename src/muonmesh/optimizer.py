@@ -40,25 +40,24 @@ from muonmesh.settings import (
     LOST_GROUP,
     LOST_LAYOUTS,
     MuonSettings,
-    Precision,
     ProcessGroup,
     SettingsFound,
     algorithm_of,
     check_groups,
     check_process_group,
     read_settings,
-    refuse_engine,
-    refuse_makers,
     shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.device_portions import DevicePortions
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
+from muonmesh.step.makers import refuse_engine, refuse_makers
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import HostPortions, MuonStep
 from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints

@@ -16,12 +16,13 @@ from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
-from muonmesh.settings import Precision, check_group, check_structure
+from muonmesh.settings import check_group, check_structure
 from muonmesh.step.blocks import SCALE
 from muonmesh.step.members import Member, flat_layouts
 from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import StateLayout
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"

@@ -6,7 +6,7 @@ their plans, once for these parameters. `outdated` says whether the ranks must d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,9 +26,10 @@ from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, about, explain_error, warn
 from muonmesh.layout import make_plan, split_matrices
 from muonmesh.names import canonical_name
+from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
-from muonmesh.settings import SettingsFound, check_dtype, check_group, check_structure
+from muonmesh.settings import SettingsFound, check_group, check_structure
 from muonmesh.step.members import (
     Member,
     group_for,
@@ -197,7 +198,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
             found = f"{shared!r} from group() of {type(runtime.source).__name__}, as gradients="
             needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
             raise ValueError(explain_error(name, found, needed, write))
-        check_dtype(name, tensor.dtype, runtime.precision.master, group)
+        _check_dtype(name, tensor.dtype, runtime.precision.master, group)
         if name not in runtime.layouts:
             refuse_flattened(name, tensor)
     if not is_matrix_rule(group["algorithm"]):
@@ -209,6 +210,31 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
         if name in runtime.layouts:
             continue  # shards: the shape that counts is known with the ranks, at the first step
         split_matrices(name, tuple(tensor.shape), spec)
+
+
+def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
+    """Check the dtype of a parameter.
+
+    Raises:
+        TypeError: nothing can be computed in it.
+        ValueError: a master could not hold all of its values, or AdamW's ε would be 0 in the dtype of the moments.
+    """
+    if dtype not in HELD_DTYPES:
+        needed, write = f"a real floating-point parameter, {NEEDED_HELD}", "Leave it out, or keep it in torch.bfloat16"
+        raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
+    if master is not None and torch.promote_types(dtype, master) != master:
+        wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
+        found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
+        raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
+    if group["stochastic_rounding"] is not None and (master is not None or dtype == torch.float16):
+        found = f"stochastic_rounding with {'masters' if master is not None else dtype}"
+        needed, write = "weights in bf16 without masters, or wider ones", "Leave out stochastic_rounding"
+        raise ValueError(explain_error(name, found, needed, f"{write} or master_dtype, and keep weights in bf16"))
+    eps, moments = float(group["adamw_eps"]), master or dtype
+    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments, device="cpu") == 0:
+        found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
+        needed = "an ε above 0"
+        raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
 
 
 def _read(

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule
-from muonmesh.settings import Precision
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept
+from muonmesh.step.precision import Precision
 from muonmesh.step.stochastic_rounding import round_stored
 from muonmesh.step.update_squares import UpdateSquares
 

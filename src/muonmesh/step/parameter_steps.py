@@ -12,10 +12,10 @@ from torch import Tensor
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, about, explain_error
-from muonmesh.settings import Precision
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy, fresh_zeros
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import StateLayout
 
 RUNNING = ("running_norm", "running_norm_steps")

@@ -36,10 +36,10 @@ from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
-from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.members import Member, with_state_layouts
+from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import kept_at_owners
 
 Holdings = tuple[tuple[Piece, ...], ...]

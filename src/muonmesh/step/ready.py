@@ -18,13 +18,13 @@ from muonmesh.layout.routes import Leg
 from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule
-from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 
 
 class ReadyParameter(NamedTuple):

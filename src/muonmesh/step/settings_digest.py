@@ -13,9 +13,9 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.settings import Precision
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.step.replicas import Fingerprint, text_of
 
 _MIX = 6364136223846793005

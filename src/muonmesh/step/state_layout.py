@@ -14,7 +14,7 @@ from muonmesh.layout import FlatShards, MatrixSpec, MeshLayout, Plan
 from muonmesh.layout.companion import Companion, companion_matrices, companion_on_mesh, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.numerics.rules import KeptAs
-from muonmesh.settings import Precision
+from muonmesh.step.precision import Precision
 
 
 class StateLayout(NamedTuple):
