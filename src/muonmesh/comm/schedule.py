@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -153,46 +153,39 @@ class Schedule:
 # ------------------------------------------------------------------ how it is worked out
 
 
+@dataclass
 class _Draft:
     """One stage before memory is given to it: which legs it gathers, computes and scatters."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        peers: Sequence[int],
-        name: str,
-        moving: tuple[int, ...],
-        local: tuple[tuple[Local, ...], ...],
-        ways: tuple[Routes, Routes],
-        gathers: bool,
-        rounds: Rounds,
-    ) -> None:
-        self.name, self._rank, self._peers = name, rank, peers
-        self.moving, self.local = moving, local
-        gather, scatter = ways
-        self._gathers, self.rounds = gathers, rounds
-        self._gather = Passage("gather", gather.stored, gather.assembled, rank, peers)
-        self.scatter_routes, self._staying = scatter, scatter.stored.get(rank, ())
+    plan: Plan
+    rank: int
+    peers: Sequence[int]
+    name: str
+    moving: tuple[int, ...]
+    local: tuple[tuple[Local, ...], ...]
+    ways: tuple[Routes, Routes]
+    gathers: bool
+    rounds: Rounds
 
-        self._summed = plan.summed(moving)
-        self._batches = _alike(plan, [number for number in moving if plan.assignments[number].owner == rank])
-        self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
+    def __post_init__(self) -> None:
+        there, assignments = self.ways[0], self.plan.assignments
+        self._gather = Passage("gather", there.stored, there.assembled, self.rank, self.peers)
+        self._summed = self.plan.summed(self.moving)
+        self._batches = _alike(self.plan, [number for number in self.moving if assignments[number].owner == self.rank])
+        self._shapes = [assignments[batch[0]].matrix.shape for batch in self._batches]
 
     @cached_property
     def numels(self) -> dict[str, int]:
         """How much memory the stage needs by role, those of `scatter` left out."""
         matrices = sum(len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True))
-        return {"matrices": matrices, "results": matrices} | (self._gather.numels if self._gathers else {})
+        return {"matrices": matrices, "results": matrices} | (self._gather.numels if self.gathers else {})
 
     def gather(self, memory: Mapping[str, Tensor]) -> Gather:
         """Return what travels to the owners, with its views of the memory."""
         matrices = self._assembled(memory["matrices"])
         of = _by_assignment(self._batches, matrices)
-        reads = [
-            (leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self._rank, ())
-        ]
-        if not self._gathers:
+        reads = [(leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self.rank, ())]
+        if not self.gathers:
             return Gather(self.moving, tuple(reads), None, (), tuple(matrices))
         swap = self._gather.swap(f"the gather of {self.name}", memory)
         reads += self._gather.on_wire(swap.send)
@@ -202,7 +195,9 @@ class _Draft:
         """Return what is computed, with its views of the memory."""
         results = tuple(self._assembled(memory["results"]))
         of = _by_assignment(self._batches, results)
-        staying = tuple((leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._staying)
+        staying = tuple(
+            (leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self.ways[1].stored.get(self.rank, ())
+        )
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
         return Compute(batches, self.local, self._summed, staying, self.rounds, results)
 
@@ -227,7 +222,7 @@ def _passages(plan: Plan, rank: int, peers: Sequence[int], drafts: Sequence[_Dra
     stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     for draft in drafts:
-        for ends, legs in ((stored, draft.scatter_routes.stored), (assembled, draft.scatter_routes.assembled)):
+        for ends, legs in ((stored, draft.ways[1].stored), (assembled, draft.ways[1].assembled)):
             for peer, leg in ((peer, leg) for peer, some in legs.items() if peer != rank for leg in some):
                 holder = rank if ends is stored else peer
                 turn = first + plan.exchange_of(leg.assignment, holder, draft.rounds)
@@ -258,15 +253,15 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], 
         return tuple(tuple(of[number] for number in alike) for alike in _alike(plan, list(of)))
 
     for number, bucket in enumerate(plan.buckets):
-        gather, scatter = (plan.routes(number, rank, gather=there) for there in (True, False))
-        staying = {index for index in bucket if not plan.moves(index)}
-        reads, writes = (_legs_by_assignment(routes.stored.get(rank, ())) for routes in (gather, scatter))
-        waiting += [Local(i, reads[i], writes[i]) for i in bucket if i in staying and i in reads]
-        if len(staying) < len(bucket):
-            moving = tuple(index for index in bucket if index not in staying)
-            ways = _without(gather, staying), _without(scatter, staying)
+        moving = tuple(index for index in bucket if plan.moves(index))
+        own = [index for index in bucket if plan.assignments[index].owner == rank and not plan.moves(index)]
+        kept = [plan.routes(number, rank, gather=there, numbers=own).stored for there in (True, False)]
+        reads, writes = (_legs_by_assignment(stored.get(rank, ())) for stored in kept)
+        waiting += [Local(index, reads[index], writes[index]) for index in own]
+        if moving:
+            there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
             name, gathers, rounds = f"bucket {number}", plan.gathers(number), plan.rounds(number)
-            drafts.append(_Draft(plan, rank, peers, name, moving, taken(), ways, gathers, rounds))
+            drafts.append(_Draft(plan, rank, peers, name, moving, taken(), (there, back), gathers, rounds))
     if plan.late:
         nothing, rounds = (Routes({}, {}), Routes({}, {})), Rounds(plan.late)
         drafts.append(_Draft(plan, rank, peers, "what is passed on", (), (), nothing, False, rounds))
@@ -296,11 +291,3 @@ def _legs_by_assignment(legs: Sequence[Leg]) -> dict[int, tuple[Leg, ...]]:
     for leg in legs:
         found.setdefault(leg.assignment, []).append(leg)
     return {assignment: tuple(some) for assignment, some in found.items()}
-
-
-def _without(routes: Routes, assignments: set[int]) -> Routes:
-    stored, assembled = (
-        {peer: tuple(leg for leg in legs if leg.assignment not in assignments) for peer, legs in ends.items()}
-        for ends in (routes.stored, routes.assembled)
-    )
-    return Routes({p: legs for p, legs in stored.items() if legs}, {p: legs for p, legs in assembled.items() if legs})
