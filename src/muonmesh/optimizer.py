@@ -369,6 +369,7 @@ class Muon(torch.optim.Optimizer):
         while True:
             planned, exchange = runtime.connected or connect(groups, runtime)
             collected = collect(planned, groups, self.state, runtime.source, scale, runtime.precision)
+            idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
             # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
             look = runtime.loaded or runtime.compared is not planned
             replicas = fingerprints(planned, self.state) if look else {}
@@ -378,7 +379,7 @@ class Muon(torch.optim.Optimizer):
                 collected,
                 SettingsDigest(planned, groups, settings.rules, runtime.precision, runtime.loaded, replicas),
                 settings=settings,
-                error=clip.error or error or runtime.idle.error(collected.missing, some=collected.some),
+                error=clip.error or error or idle,
                 skip=clip.skip,
                 overflow=None if found_inf is None else found_inf + runtime.source.overflowed() != 0,
                 waits=runtime.host_waits(planned),

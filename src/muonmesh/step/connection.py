@@ -37,6 +37,7 @@ from muonmesh.step.members import (
     members_of,
     replicas_of,
     sets_without_tensor,
+    told_alike,
     unknown_matrix,
 )
 from muonmesh.step.planning import Connected, Planned, Planner, bucket_elements, plan_members, widened
@@ -189,9 +190,7 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
     taken = {name for other in groups if other is not group for name in other["param_names"]}
     for name, tensor in zip(names, tensors, strict=True):
         if name in taken and world_size() == 1:  # among several ranks, those that share it tell them apart
-            write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
-            needed = "a unique name for each, because ranks and checkpoints know parameters by name"
-            raise ValueError(explain_error(name, "two parameters of this name", needed, write))
+            raise ValueError(told_alike(name, "two parameters of this name"))
         taken.add(name)
         shared: object = runtime.source.group(tensor)
         if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks

@@ -159,11 +159,15 @@ def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutErro
     """Return the error of the first name that several parameters of the same ranks have."""
     for (name, _), count in names.items():
         if count > 1:
-            found, needed = f"{count} parameters of this name", "a unique name for each, because ranks and checkpoints "
-            needed += "know parameters by name"
-            write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
-            return LayoutError(explain_error(name, found, needed, write))
+            return LayoutError(told_alike(name, f"{count} parameters of this name"))
     return None
+
+
+def told_alike(name: str, found: str) -> str:
+    """Return the message of several parameters of one name."""
+    needed = "a unique name for each, because ranks and checkpoints know parameters by name"
+    write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
+    return explain_error(name, found, needed, write)
 
 
 def _with_momentum_placed(
