@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from muonmesh.comm.work import Local
 from muonmesh.layout import Plan
 from muonmesh.layout.rounds import Rounds
 from muonmesh.layout.routes import Leg, Routes, append
+
+T = TypeVar("T", Gather, Compute, Scatter)
 
 
 class Schedule:
@@ -68,7 +71,7 @@ class Schedule:
                 name = f"{role}.{turn % 2}"
                 numels[name] = max(numel, numels.get(name, 0))
             self.memory = memory_of(numels, dtype, device)
-        self._views: dict[tuple[int, ...], Gather | Compute | Scatter] = {}
+        self._views: dict[tuple[int, ...], Any] = {}
 
     @cached_property
     def local_count(self) -> int:
@@ -85,21 +88,13 @@ class Schedule:
 
     def gather(self, number: int) -> Gather:
         """Return a stage up to its matrices, with memory for it."""
-        found = self._views.get((number,))
-        if not isinstance(found, Gather):
-            draft = self._drafts[number]
-            found = draft.gather(self._memory(draft.numels, number, "matrices", "gather.send", "gather.receive"))
-            self._keep((number,), found)
-        return found
+        draft, roles = self._drafts[number], ("matrices", "gather.send", "gather.receive")
+        return self._once((number,), lambda: draft.gather(self._memory(draft.numels, number, *roles)))
 
     def compute(self, number: int, matrices: Sequence[Tensor]) -> Compute:
         """Return what is computed of a stage, with memory for it; ``matrices`` are those of `gather`."""
-        found = self._views.get((number, -1))
-        if not isinstance(found, Compute):
-            draft = self._drafts[number]
-            found = draft.compute(matrices, self._memory(draft.numels, number, "results"))
-            self._keep((number, -1), found)
-        return found
+        draft = self._drafts[number]
+        return self._once((number, -1), lambda: draft.compute(matrices, self._memory(draft.numels, number, "results")))
 
     def scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None = None) -> Scatter:
         """Return one round of a stage, with memory for it.
@@ -111,23 +106,23 @@ class Schedule:
             before: The round before, in this stage or in an earlier one. If both send the same, its send buffer serves
                 again; and what has arrived in it may be passed on. Needed for nothing else.
         """
-        found = self._views.get((number, index))
-        if not isinstance(found, Scatter):
-            draft, turn = self._drafts[number], self._rounds_before[number] + index
-            passage, filling = self._passages[turn], self._filling[turn]
-            memory = self._memory(passage.numels, turn, "scatter.receive")
-            again = before is not None and turn > 0 and filling == self._filling[turn - 1]
-            if again and before is not None:
-                memory["scatter.send"] = before.swap.send
-                found = replace(draft.scatter(index, passage, results, memory), leaving=())
-            else:
-                memory |= self._memory(passage.numels, filling, "scatter.send")
-                found = draft.scatter(index, passage, results, memory)
-            if passage.passes:
-                assert before is not None
-                passed = passage.passed_on(self._passages[turn - 1], before.swap.receive, found.swap.send)
-                found = replace(found, leaving=(*found.leaving, *passed), passes=True)
-            self._keep((number, index), found)
+        return self._once((number, index), lambda: self._scatter(number, index, results, before))
+
+    def _scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None) -> Scatter:
+        draft, turn = self._drafts[number], self._rounds_before[number] + index
+        passage, filling = self._passages[turn], self._filling[turn]
+        memory = self._memory(passage.numels, turn, "scatter.receive")
+        again = before is not None and turn > 0 and filling == self._filling[turn - 1]
+        if again and before is not None:
+            memory["scatter.send"] = before.swap.send
+            found = replace(draft.scatter(index, passage, results, memory), leaving=())
+        else:
+            memory |= self._memory(passage.numels, filling, "scatter.send")
+            found = draft.scatter(index, passage, results, memory)
+        if passage.passes:
+            assert before is not None
+            passed = passage.passed_on(self._passages[turn - 1], before.swap.receive, found.swap.send)
+            found = replace(found, leaving=(*found.leaving, *passed), passes=True)
         return found
 
     def _turns(self) -> Iterator[tuple[int, str, int]]:
@@ -145,9 +140,12 @@ class Schedule:
             return {role: self.memory[f"{role}.{turn % 2}"] for role in roles if role in numels}
         return memory_of({role: numels[role] for role in roles if role in numels}, self._dtype, self._device)
 
-    def _keep(self, key: tuple[int, ...], found: Gather | Compute | Scatter) -> None:
+    def _once(self, key: tuple[int, ...], make: Callable[[], T]) -> T:
+        """Return what is made for a stage, and keep it where its memory is kept."""
+        found: T = self._views[key] if key in self._views else make()
         if self._device.type == "cpu":
             self._views[key] = found
+        return found
 
 
 # ------------------------------------------------------------------ how it is worked out
