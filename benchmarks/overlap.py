@@ -58,9 +58,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import muonmesh as mm
 import muonmesh.optimizer
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.owner import OwnerExchange
-from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Idle
+from muonmesh.comm.wire import Swap, Transfer, Wire
+from muonmesh.comm.work import Work
 
 WIDTH, HIDDEN = 256, 1024
 KINDS = ("fsdp", "ddp")
@@ -131,7 +130,7 @@ class Rank:
 
     def buckets(self) -> int:
         """How many of them travel."""
-        return self.exchange._owners.schedule.stages
+        return self.exchange.schedule.stages
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -169,7 +168,7 @@ def nothing_travels() -> Iterator[None]:
 
 def communicate(exchange: Exchange) -> None:
     """Take part in the collectives of a step, with nothing to compute in between."""
-    exchange.run(Idle())
+    exchange.run(Work())
 
 
 def bound(rank: Rank, rounds: int) -> Found:
@@ -276,18 +275,18 @@ class Moving(threading.Thread):
 def named_parts(moving: list[Moving]) -> Iterator[None]:
     """Let the exchange's parts, and what is computed in them, have names in torch's profile; collect its transfers."""
     under_way: dict[int, Moving] = {}
-    before = {name: getattr(OwnerExchange, name) for name in NAMES}
+    before = {name: getattr(Exchange, name) for name in NAMES}
     swap, finish, adamw = Wire.swap, Wire.finish, muonmesh.optimizer.step_elementwise
 
     def named(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
-        def call(exchange: OwnerExchange, number: int, *arguments: Any) -> Any:
+        def call(exchange: Exchange, number: int, *arguments: Any) -> Any:
             with record_function(f"muonmesh|{NAMES[name]}|{number}"):
                 return part(exchange, number, *arguments)
 
         return call
 
-    def named_swap(wire: Wire, what: str, *arguments: Any, **splits: Any) -> Transfer:
-        transfer = swap(wire, what, *arguments, **splits)
+    def named_swap(wire: Wire, moved: Swap) -> Transfer:
+        transfer = swap(wire, moved)
         under_way[id(transfer)] = Moving(transfer)
         return transfer
 
@@ -302,14 +301,14 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
             adamw(*arguments)
 
     for name, part in before.items():
-        setattr(OwnerExchange, name, named(name, part))
+        setattr(Exchange, name, named(name, part))
     Wire.swap, Wire.finish = named_swap, named_finish  # type: ignore[method-assign]
     muonmesh.optimizer.step_elementwise = named_adamw  # type: ignore[attr-defined]
     try:
         yield
     finally:
         for name, part in before.items():
-            setattr(OwnerExchange, name, part)
+            setattr(Exchange, name, part)
         Wire.swap, Wire.finish = swap, finish  # type: ignore[method-assign]
         muonmesh.optimizer.step_elementwise = adamw  # type: ignore[attr-defined]
 

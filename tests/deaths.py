@@ -21,7 +21,6 @@ from torch import nn
 import muonmesh as mm
 import muonmesh.optimizer
 import tests.workers  # noqa: F401 - says what the process that ranks are copies of imports
-from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.wire import Wire
 from muonmesh.step.muon_step import MuonStep
 
@@ -94,7 +93,7 @@ def vanish_at(moment: Moment, how: How) -> None:
         setattr(owner, name, act)
 
     places: dict[Moment, tuple[Any, str, int]] = {
-        "before the flags": (Exchange, "reduce_flags", 1),
+        "before the flags": (Wire, "begin_step", 1),
         "before the gather": (Wire, "swap", 1),
         "in AdamW's half": (muonmesh.optimizer, "step_elementwise", 1),
         "before the scatter": (Wire, "swap", 2),

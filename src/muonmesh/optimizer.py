@@ -40,25 +40,24 @@ from muonmesh.settings import (
     LOST_GROUP,
     LOST_LAYOUTS,
     MuonSettings,
-    Precision,
     ProcessGroup,
     SettingsFound,
     algorithm_of,
     check_groups,
     check_process_group,
     read_settings,
-    refuse_engine,
-    refuse_makers,
     shows_settings,
 )
 from muonmesh.step.connection import check_members, connect, forget, outdated, plan
 from muonmesh.step.device_portions import DevicePortions
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
+from muonmesh.step.makers import refuse_engine, refuse_makers
 from muonmesh.step.members import group_for, keep_gradients_of_views, replicas_of
 from muonmesh.step.muon_step import HostPortions, MuonStep
 from muonmesh.step.parameter_steps import Collected, collect
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.replicas import fingerprints
@@ -313,36 +312,28 @@ class Muon(torch.optim.Optimizer):
         for group, rule in zip(groups, settings.rules, strict=True):
             if rule is not None and rule.counts_steps and not settings.at_rest:
                 group["steps_taken"] = rule.steps_taken + 1
-        agreed = self._prepare(settings, clip)
+        agreed = self._agree(settings, clip)
         if agreed is None:
             return
         planned, exchange, collected, flags = agreed
-        self._tell_scaler(scaler, flags)
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            self._tell_scaler(scaler, flags, found_inf)
         runtime.idle.count(collected.missing, some=collected.some)
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return
-        if runtime.update_squares is not None:
-            runtime.update_squares = UpdateSquares()
-        offload = runtime.offload_of(planned)
-        ready = ReadyParameters(planned, collected.muon, settings.rules, flags, runtime.precision, offload)
+        squares = runtime.update_squares = None if runtime.update_squares is None else UpdateSquares()
         portions = DevicePortions if runtime.works_together(planned) else HostPortions
-        work = MuonStep(
-            ready,
-            portions(ready, runtime.update_squares),
-            step_elementwise=partial(
-                step_elementwise,
-                settings.rules,
-                collected.adamw,
-                runtime.precision,
-                flags,
-                runtime.update_squares,
-                offload,
-            ),
-        )
-        runtime.interrupted = f"step {exchange.steps} of this plan"
+        precision, offload = runtime.precision, runtime.offload_of(planned)
+        ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
+        elementwise = []
+        for some in collected.adamw:
+            rule = settings.rules[some[0].group]
+            elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
+        work = MuonStep(ready, portions(ready, squares), elementwise)
+        runtime.interrupted = f"step {exchange.wire.steps} of this plan"
         exchange.run(work)
-        work.finish()
+        ready.finish()
         runtime.brought_back = None if offload is None else offload.last
         if clip.running:
             keep_running_norms(clip, self.state, flags.stop)
@@ -359,60 +350,48 @@ class Muon(torch.optim.Optimizer):
         if self._runtime.brought_back is not None:
             self._runtime.brought_back.synchronize()
 
-    def _prepare(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
+    def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags] | None:
         """Plan if need be, read the gradients, and agree with all ranks before anything is written.
 
         None if this rank could not follow, and has told the others, whose hosts do not wait for what is said.
         """
-        runtime = self._runtime
-        if (before := outdated(self.param_groups, runtime, settings)) is not None:
+        runtime, groups = self._runtime, self.param_groups
+        if (before := outdated(groups, runtime, settings)) is not None:
             # At rate 0 the hosts of all ranks wait, as `preflight` does: see `SettingsFound.at_rest`.
-            waits = runtime.host_waits(before[0]) or settings.at_rest
+            waits = runtime.host_waits(before.planned) or settings.at_rest
             late = stand_aside(*before, settings.error, waits=waits)
             if late is not None:
                 runtime.late.append(late)
                 return None
             forget(runtime)
-        agreed = self._agree(settings, clip)
-        if agreed[-1].replan:  # another rank's parameters have changed, so all plan again
-            forget(runtime)
-            agreed = self._agree(settings, clip)
-        return agreed
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        error = None if found_inf is None else runtime.source.scaled_error(scale)
+        while True:
+            planned, exchange = runtime.connected or connect(groups, runtime)
+            collected = collect(planned, groups, self.state, runtime.source, scale, runtime.precision)
+            idle = runtime.idle.error(collected.missing, some=collected.some) if collected.missing else None
+            # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
+            look = runtime.loaded or runtime.compared is not planned
+            replicas = fingerprints(planned, self.state) if look else {}
+            flags, late = preflight(
+                planned,
+                exchange,
+                collected,
+                SettingsDigest(planned, groups, settings.rules, runtime.precision, runtime.loaded, replicas),
+                settings=settings,
+                error=clip.error or error or idle,
+                skip=clip.skip,
+                overflow=None if found_inf is None else found_inf + runtime.source.overflowed() != 0,
+                waits=runtime.host_waits(planned),
+            )
+            runtime.late[:0] = [] if late is None else [late]
+            runtime.compared, runtime.loaded = planned, False
+            if not flags.replan:
+                return planned, exchange, collected, flags
+            forget(runtime)  # another rank's parameters have changed, so all plan again
 
-    def _agree(self, settings: SettingsFound, clip: Clip) -> tuple[Planned, Exchange, Collected, Flags]:
-        """Read the gradients under the plan, and hear what all ranks have found."""
-        runtime = self._runtime
-        planned, exchange = connect(self.param_groups, runtime, compared=True)
-        collected = collect(
-            planned, self.param_groups, self.state, runtime.source, getattr(self, "grad_scale", None), runtime.precision
-        )
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        error = None if found_inf is None else runtime.source.scaled_error(getattr(self, "grad_scale", None))
-        # Replicas stay alike once they are: only a new plan, or state that was loaded, may have made them differ.
-        look = runtime.loaded or runtime.compared is not planned
-        replicas = fingerprints(planned, self.state) if look else None
-        flags, late = preflight(
-            planned,
-            exchange,
-            collected,
-            SettingsDigest(
-                planned, self.param_groups, settings.rules, runtime.precision, loaded=runtime.loaded, replicas=replicas
-            ),
-            settings=settings,
-            error=clip.error or error or runtime.idle.error(collected.missing, some=collected.some),
-            skip=clip.skip,
-            overflow=None if found_inf is None else found_inf + runtime.source.overflowed() != 0,
-            waits=runtime.host_waits(planned),
-        )
-        runtime.late[:0] = [] if late is None else [late]
-        runtime.compared, runtime.loaded = planned, False
-        return planned, exchange, collected, flags
-
-    def _tell_scaler(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags) -> None:
-        """Tell the GradScaler, if one is used, whether any rank overflowed; warn if its scale will differ."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return
+    def _tell_scaler(self, scaler: torch.amp.grad_scaler.GradScaler | None, flags: Flags, found_inf: Tensor) -> None:
+        """Tell the GradScaler whether any rank overflowed; warn if its scale will differ."""
         if scaler is not None:
             for found in scaler._found_inf_per_device(self).values():
                 found.copy_(flags.overflow)
@@ -471,7 +450,7 @@ class Muon(torch.optim.Optimizer):
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
         settings = check_groups(groups)
         if (before := outdated(groups, runtime, settings)) is not None:
-            waits = runtime.host_waits(before[0])
+            waits = runtime.host_waits(before.planned)
             told = stand_aside_from_sums(
                 *before, settings.error, limits, source=runtime.source, process_group=ranks, waits=waits
             )
@@ -479,7 +458,7 @@ class Muon(torch.optim.Optimizer):
                 return told
             forget(runtime)
         while True:
-            planned, exchange = connect(groups, runtime, compared=True)
+            planned, exchange = runtime.connected or connect(groups, runtime)
             waits = runtime.host_waits(planned)
             try:
                 found, runtime.clip = clip_gradients(
@@ -583,9 +562,8 @@ class Muon(torch.optim.Optimizer):
     @property
     def counts(self) -> Counts:
         """What the last step did on this rank; `explain` says what it should be."""
-        planned = self._runtime.planned
-        exchange = planned.exchange if planned is not None else None
-        return exchange.counts if exchange is not None else Counts()
+        connected = self._runtime.connected
+        return Counts() if connected is None else connected.exchange.wire.counts
 
     def explain(self) -> Explanation:
         """Return who goes where and why, with the size of a step; ``str()`` of it is a table. No communication.
@@ -622,7 +600,7 @@ class Muon(torch.optim.Optimizer):
         while True:
             settings = check_groups(groups)
             before = outdated(groups, runtime, settings)
-            planned, exchange = before or connect(groups, runtime, compared=True)
+            planned, exchange = before or runtime.connected or connect(groups, runtime)
             here = None if before is not None else (groups, self.state, runtime.source, runtime.update_squares)
             found = measure(planned, exchange, here, settings.error, waits=runtime.host_waits(planned))
             if found is not None:

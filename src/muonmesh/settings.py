@@ -7,10 +7,8 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from types import FrameType
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
@@ -229,50 +227,6 @@ _TORCH_SWITCHES = ("maximize", "amsgrad", "foreach", "fused", "capturable", "dif
 """Keys of torch's own optimizers that mean nothing while they are off, as in the groups of their state dicts."""
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The dtypes of one optimizer.
-
-    Attributes:
-        compute: Of orthogonalization and wire.
-        state: Of what rules keep for each element: fp32 where momentum is kept in int8.
-        master: Of masters; None for none.
-        kernels: What multiplies.
-        int8: Whether momentum is kept in int8, with a scale for each block (`muonmesh.step.blocks`).
-        on_host: Whether what has a number for each element is kept on the host (`muonmesh.step.offload`).
-    """
-
-    compute: torch.dtype
-    state: torch.dtype
-    master: torch.dtype | None
-    kernels: KernelName = "auto"
-    int8: bool = False
-    on_host: bool = False
-
-    @staticmethod
-    def of(shared: Mapping[str, Any]) -> Precision:
-        """Return what the settings that all groups share say."""
-        compute, state, master, kernels = (
-            shared[name] for name in ("compute_dtype", "state_dtype", "master_dtype", "kernels")
-        )
-        if state == "int8":
-            return Precision(compute, torch.float32, master, kernels, int8=True)
-        return Precision(compute, state, master, kernels, on_host=shared["state_device"] is not None)
-
-    def leaves(self, device: torch.device) -> bool:
-        """Whether what has a number for each element is kept elsewhere than its parameter on ``device``."""
-        return self.on_host and device.type != "cpu"
-
-    def kept_on(self, device: torch.device) -> torch.device:
-        """Return where what has a number for each element of a parameter on ``device`` is kept."""
-        return torch.device("cpu") if self.leaves(device) else device
-
-    @property
-    def carried(self) -> torch.dtype:
-        """Of what a rule keeps by row, column or matrix: fp32, or fp64 where any of the others is."""
-        return torch.promote_types(torch.promote_types(self.compute, self.state), torch.float32)
-
-
 class SettingsFound(NamedTuple):
     """What a step finds in the groups.
 
@@ -288,10 +242,9 @@ class SettingsFound(NamedTuple):
     on_device: list[tuple[str, Tensor]]
     rules: list[Any]
 
-    def wrong_on_device(self) -> Tensor | None:
-        """Return whether a learning rate that only the device knows is wrong, 0-d bool; None if there is none."""
-        flags = [~((lr >= 0) & lr.isfinite()).reshape(()) for _, lr in self.on_device]
-        return torch.stack(flags).any() if flags else None
+    def wrong_on_device(self) -> Tensor:
+        """Return whether a learning rate that only the device knows is wrong, 0-d bool."""
+        return torch.stack([~((lr >= 0) & lr.isfinite()).reshape(()) for _, lr in self.on_device]).any()
 
     def late(self) -> Exception | None:
         """Return the error of `wrong_on_device`; waits for the device."""
@@ -342,45 +295,6 @@ def check_process_group(process_group: object, words: Sequence[str] = ("world", 
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
 
-def refuse_makers(frame: FrameType | None) -> None:
-    """Refuse to be made by what gives an optimizer other parameters than the model's: it calls a constructor.
-
-    Args:
-        frame: Of what makes the optimizer. Those that called it count too, and of no frame a local variable is read,
-            since frames would then keep it alive.
-
-    Raises:
-        TypeError: it is torch's ``ZeroRedundancyOptimizer``. Norms would be those of a rank's own parameters, and each
-            rank would have to wait for the owner of the others' matrices. Or it is DeepSpeed's engine.
-    """
-    while frame is not None:
-        maker = frame.f_globals.get("__name__"), frame.f_code.co_name
-        if maker == ("deepspeed.runtime.engine", "_configure_optimizer"):
-            refuse_engine("deepspeed")
-        if maker == ("torch.distributed.optim.zero_redundancy_optimizer", "_init_local_optimizer"):
-            needed = "all parameters on every rank, since ranks share the work by themselves"
-            write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without '
-            write += "ZeroRedundancyOptimizer: each rank then orthogonalizes and stores its share"
-            raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
-        frame = frame.f_back
-
-
-def refuse_engine(user: str) -> None:
-    """Refuse to serve DeepSpeed's engine itself, which may have put flat tensors in the place of parameters.
-
-    Args:
-        user: The module that makes the optimizer, calls ``step``, or asks whether it was given an optimizer.
-
-    Raises:
-        TypeError: it is DeepSpeed's.
-    """
-    if user.partition(".")[0] == "deepspeed":
-        needed = "its settings, given to muonmesh's own function, which finds the parameters in the engine's tensors"
-        write = "Write muonmesh.integrations.deepspeed.initialize(model=model, config=config, "
-        write += 'optimizer={"lr": 3e-4}) in place of deepspeed.initialize'
-        raise TypeError(explain_error("deepspeed.initialize", "a muonmesh.Muon as optimizer=", needed, write))
-
-
 def algorithm_of(group: Mapping[str, Any]) -> str:
     """Return a group's algorithm: its key, or the alias ``use_muon``, or "muon".
 
@@ -410,31 +324,6 @@ def needed_algorithm() -> str:
 def _check(holds: bool, name: str, found: object, needed: str) -> None:
     if not holds:
         raise ValueError(explain_error(name, f"{found!r}", needed))
-
-
-def check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
-    """Check the dtype of a parameter.
-
-    Raises:
-        TypeError: nothing can be computed in it.
-        ValueError: a master could not hold all of its values, or AdamW's ε would be 0 in the dtype of the moments.
-    """
-    if dtype not in HELD_DTYPES:
-        needed, write = f"a real floating-point parameter, {NEEDED_HELD}", "Leave it out, or keep it in torch.bfloat16"
-        raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
-    if master is not None and torch.promote_types(dtype, master) != master:
-        wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
-        found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
-        raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
-    if group["stochastic_rounding"] is not None and (master is not None or dtype == torch.float16):
-        found = f"stochastic_rounding with {'masters' if master is not None else dtype}"
-        needed, write = "weights in bf16 without masters, or wider ones", "Leave out stochastic_rounding"
-        raise ValueError(explain_error(name, found, needed, f"{write} or master_dtype, and keep weights in bf16"))
-    eps, moments = float(group["adamw_eps"]), master or dtype
-    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments, device="cpu") == 0:
-        found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
-        needed = "an ε above 0"
-        raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
 
 
 def _is_number(value: object) -> bool:
@@ -480,7 +369,8 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     rule = RULES[group["algorithm"]].of(group)
     try:
         rule.check()
-        check_keeps(rule)
+        if read:  # a step asks what has changed, and then for this
+            check_keeps(rule)
     except ValueError as error:
         raise ValueError(about(where, str(error))) from None
     return rule
@@ -524,6 +414,7 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
     """Check what the groups say now, at every step; an error is returned, so that the rank can tell the others."""
     error: Exception | None = None
+    at_rest = True
     on_device: list[tuple[str, Tensor]] = []
     rules: list[Any] = [None] * len(groups)
     try:
@@ -533,10 +424,10 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> SettingsFound:
             rules[number] = check_group(where, group, read=False)
             if isinstance(lr, Tensor) and lr.device.type != "cpu":
                 on_device.append((where, lr.detach()))
+            at_rest = at_rest and not on_device and float(group["lr"]) == 0
     except (TypeError, ValueError) as found:
         error = found
-    at_rest = error is None and not on_device and all(float(group["lr"]) == 0 for group in groups)
-    return SettingsFound(error, at_rest, on_device, rules)
+    return SettingsFound(error, at_rest and error is None, on_device, rules)
 
 
 def check_structure(where: str, group: Mapping[str, Any]) -> None:

@@ -615,7 +615,7 @@ def pipeline() -> tuple[list[str], bool]:
         model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
     optimizer.step()
     exchange = optimizer._runtime.planned.exchange
-    owners = exchange._owners
+    owners = exchange
     buffers = {role: buffer.data_ptr() for role, buffer in owners.schedule.memory.items()}
     events: list[str] = []
     run = exchange.run

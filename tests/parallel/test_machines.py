@@ -61,7 +61,7 @@ def stepped(held: layouts.Held, settings: dict[str, Any], machine: int) -> tuple
     differing = problem.differing(held.whole(optimizer), problem.alone(4, problem.zeroed, **settings))
     told, did = optimizer.explain(), optimizer.counts
     promised = told.collectives, told.bytes_sent, told.bytes_received
-    passes = optimizer._runtime.connected.exchange._owners.schedule.relays
+    passes = optimizer._runtime.connected.exchange.schedule.relays
     assert ("enter each machine once" in str(told)) == bool(told.relayed)
     assert told.relayed or not passes
     return differing, promised, (did.collectives, did.bytes_sent, did.bytes_received), passes
@@ -229,7 +229,7 @@ def stepped_where(told: list[tuple[int, int]]) -> tuple[int, bool]:
         os.environ["LOCAL_RANK"] = str(told[dist.get_rank()][1])
         optimizer = mm.Muon(list(weights.items()))
     optimizer.step()
-    return optimizer._runtime.machine, optimizer._runtime.connected.exchange._owners.schedule.relays
+    return optimizer._runtime.machine, optimizer._runtime.connected.exchange.schedule.relays
 
 
 @pytest.mark.parametrize(
@@ -254,15 +254,15 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
     with machines(2):
         optimizer = mm.Muon(list(weights.items()), bucket_cap_mb=bucket)
     optimizer.step()
-    owners = optimizer._runtime.connected.exchange._owners
-    wire, compute = owners._wire, owners._compute
+    owners = optimizer._runtime.connected.exchange
+    wire, compute = owners.wire, owners._compute
     swap, finish = wire.swap, wire.finish
     going: set[int] = set()
     found: list[int] = []
 
-    def begun(what: str, *args: Any, **kwargs: Any) -> Any:
-        transfer = swap(what, *args, **kwargs)
-        if "scatter" in what:
+    def begun(moved: Any) -> Any:
+        transfer = swap(moved)
+        if "scatter" in moved.what:
             going.add(id(transfer))
         return transfer
 

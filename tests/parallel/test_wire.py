@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from muonmesh.comm.wire import Wire
+from muonmesh.comm.wire import Swap, Wire
 
 RANKS = 4
 
@@ -47,7 +47,7 @@ def begin(wire: Wire, seed: int) -> tuple[Any, Tensor, Tensor]:
     received = [len(part) for part in expected]
     receive = torch.full((sum(received),), -1.0, dtype=torch.bfloat16)
     sent = [len(part) for part in leaving]
-    transfer = wire.swap(f"swap {seed}", torch.cat(leaving), receive, sent=sent, received=received)
+    transfer = wire.swap(Swap(f"swap {seed}", torch.cat(leaving), receive, sent, received))
     return transfer, receive, torch.cat(expected)
 
 

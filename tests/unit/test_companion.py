@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from muonmesh.errors import LayoutError
-from muonmesh.layout import FlatShards, Layout, MeshLayout, Side, companion_matrices, split_matrices
-from muonmesh.layout.companion import companion_on_mesh, companions_in_buffers
+from muonmesh.layout import FlatShards, Layout, MeshLayout, split_matrices
+from muonmesh.layout.companion import Side, companion_matrices, companion_on_mesh, companions_in_buffers
 from muonmesh.layout.routes import pieces
 from tests import fuzzing
 from tests.fuzzing import COUNT, generated

@@ -16,13 +16,13 @@ from muonmesh.layout import (
     MeshLayout,
     Parameter,
     Plan,
-    Region,
     Shard,
     StridedShard,
     cost,
     make_plan,
     split_matrices,
 )
+from muonmesh.layout.region import Region
 from muonmesh.layout.routes import Leg, pieces
 from tests.boxes import canonical, layouts, local_by_torch, planned
 from tests.reference import split

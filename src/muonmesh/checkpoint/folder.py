@@ -18,6 +18,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +73,18 @@ def write(
     if not place.name or place.name == "..":
         raise FileError(explain_error(str(path), "no name of a folder", "one", "Save under a name"))
     text = json.dumps(settings)
-    locks: list[FolderLock] = []
 
-    def lock() -> None:
+    def lock() -> FolderLock:
         with writing(place, again=AGAIN):
-            locks.append(FolderLock(place))
+            return FolderLock(place)
 
-    on_first_rank(lock)
+    held = on_first_rank(lock)
     try:
         entries = _write_tensors(place, dict(tensors))
 
         def finish() -> None:
             with writing(place, again=AGAIN):
-                scratch = locks[0].scratch
+                scratch = writing_at(place)
                 _check_shared(scratch, entries)
                 replace_text(scratch / SETTINGS_FILE, text)
                 everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
@@ -94,13 +94,14 @@ def write(
 
         on_first_rank(finish)
     except BaseException:
-        for held in locks:
+        if held is not None:
             held.drop()
         raise
-    for held in locks:
+    if held is not None:
         held.release()
 
 
+@dataclass(frozen=True)
 class Contents:
     """A checkpoint whose files `look` has compared with the manifest. None of its tensors is loaded yet.
 
@@ -109,8 +110,9 @@ class Contents:
         settings: What was saved beside the tensors, with the types of JSON.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], reader: CheckpointReader) -> None:
-        self.path, self.settings, self._reader = path, settings, reader
+    path: Path
+    settings: dict[str, Any]
+    _reader: CheckpointReader
 
     @property
     def held(self) -> dict[str, Any]:
@@ -150,9 +152,8 @@ def look(path: str | os.PathLike[str]) -> Contents:
             written, or it holds something else than tensors.
     """
     place = Path(path)
-    found: list[Contents] = []
 
-    def inspect() -> None:
+    def inspect() -> Contents:
         folder = found_at(place)
         if folder.is_symlink() or not folder.is_dir():
             what = "a link" if folder.is_symlink() else kind_of(folder)
@@ -169,10 +170,9 @@ def look(path: str | os.PathLike[str]) -> Contents:
         reader = CheckpointReader(folder, read_metadata(folder))
         if entries is not None:
             reader.check_known(entries)
-        found.append(Contents(folder, settings, reader))
+        return Contents(folder, settings, reader)
 
-    together(inspect)
-    return found[0]
+    return together(inspect)
 
 
 def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
@@ -184,16 +184,14 @@ def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
             torch_save(tensors, storage_writer=FileSystemWriter(scratch))
     except CheckpointException as error:
         failed = cannot_write(place, next(iter(error.failures.values()))[0], again=AGAIN)
-    own: dict[str, Entry] = {}
 
-    def hash_own() -> None:
+    def hash_own() -> dict[str, Entry]:
         if failed is not None:
             raise FileError(failed)
         with writing(place, again=AGAIN):
-            own.update({file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")})
+            return {file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")}
 
-    together(hash_own)
-    return {name: entry for each in tell_all(own) for name, entry in each.items()}
+    return {name: entry for each in tell_all(together(hash_own)) for name, entry in each.items()}
 
 
 def _check_shared(scratch: Path, entries: Mapping[str, Entry]) -> None:

@@ -8,36 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import tell_all
+from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.errors import FileError
 
+T = TypeVar("T")
 
-def together(work: Callable[[], None]) -> None:
-    """Do something on this rank and return when all ranks have done theirs. Called on all ranks.
+
+def together(work: Callable[[], T]) -> T:
+    """Do something on this rank, and return what it gives when all ranks have done theirs. Called on all ranks.
 
     Raises:
         FileError: on every rank, with the message of the first rank that failed.
         Exception: on a rank that met something else, what it met; the others raise a FileError that tells of it.
     """
-    message: str | None = None
-    unexpected: Exception | None = None
-    try:
-        work()
-    except FileError as error:
-        message = str(error)
-    except Exception as error:
-        unexpected = error
-    for found in tell_all(message, unexpected, kind=FileError):
+    done: list[T] = []
+
+    def failure() -> str | None:
+        try:
+            done.append(work())
+        except FileError as error:
+            return str(error)
+        return None
+
+    for found in agreed(failure, kind=FileError):
         if found is not None:
             raise FileError(found)
+    return done[0]
 
 
-def on_first_rank(work: Callable[[], None]) -> None:
-    """Do something on rank 0 only, and return or fail together."""
-    together(work if this_rank() == 0 else lambda: None)
+def on_first_rank(work: Callable[[], T]) -> T | None:
+    """Do something on rank 0 only, and return or fail together; None on the other ranks."""
+    return together(work if this_rank() == 0 else lambda: None)
 
 
 def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:

@@ -18,10 +18,10 @@ from muonmesh.layout import Layout, split_matrices
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
-from muonmesh.settings import Precision
 from muonmesh.step.offload import fresh_copy, fresh_zeros
 from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 
 MODEL = "model"
 STATE = "optimizer.state"

@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 from muonmesh.checkpoint.entries import wrong_numbers
 from muonmesh.comm.storage import Declared, Storage, local_of, local_shape, world_size
 from muonmesh.errors import StateError, explain_error
-from muonmesh.layout import FlatParameter, FlatShards
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
-from muonmesh.settings import Precision, check_group, check_structure
+from muonmesh.settings import check_group, check_structure
 from muonmesh.step.blocks import SCALE
-from muonmesh.step.members import Member
+from muonmesh.step.members import Member, flat_layouts
 from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import StateLayout
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
@@ -160,11 +160,7 @@ def refuse_torn(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mappi
             found = f"{own[0]!r} of rule {group['algorithm']!r}, of which each rank keeps that of its own matrices"
             raise StateError(explain_error(group["param_names"][0], found, _NEEDED, _TORN))
         for name, tensor in zip(group["param_names"], group["params"], strict=True):
-            declared = layouts.get(name)
-            flat = isinstance(declared, FlatShards) or (
-                isinstance(declared, (list, tuple)) and isinstance(next(iter(declared), None), FlatParameter)
-            )
-            if flat and not getattr(tensor, "_fsdp_flattened", False):
+            if name in layouts and flat_layouts(layouts[name]) and not getattr(tensor, "_fsdp_flattened", False):
                 found = "a flat shard, of which every rank has other elements by this name"
                 raise StateError(explain_error(name, found, _NEEDED, _TORN))
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from muonmesh.clip.factors import is_one
 from muonmesh.comm.gradients import GradientSource, multiply, own_gradient
+from muonmesh.comm.views import view_in_storage
 from muonmesh.numerics.kernels.memory import upload
-from muonmesh.step.parameter_steps import RUNNING, view_in_storage
+from muonmesh.step.parameter_steps import RUNNING
 from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Clip
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource, whole_gradient
+from muonmesh.comm.views import view_in_storage
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
-from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.planning import Planned
 
 ERRORS, REPLAN, RANKS, ALIKE, SQUARED, INVARIANT, FELT, MATRICES = range(8)

@@ -5,25 +5,27 @@ These numbers are few beside the elements of the matrices, so all of them travel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.views import view_in_matrix
+from muonmesh.comm.passage import Passage
+from muonmesh.comm.views import memory_of, view_in_matrix
 from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import CompanionState
 from muonmesh.layout.companion_plan import CompanionPlan
-from muonmesh.layout.routes import Leg, Routes
+from muonmesh.layout.routes import Leg
 
 
+@dataclass
 class CompanionExchange:
     """Gathers the numbers of each matrix to its owner, and scatters them to all ranks that store them.
 
     One `Wire.swap` each way with unequal splits, unless nothing leaves its rank.
 
-    Args:
+    Attributes:
         carried: The plan by which these numbers travel.
         wire: To the other ranks.
         rank: This one.
@@ -32,103 +34,69 @@ class CompanionExchange:
         device: Where it is.
     """
 
-    def __init__(
-        self,
-        carried: CompanionPlan,
-        wire: Wire,
-        *,
-        rank: int,
-        peers: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._carried = carried
-        self._wire = wire
-        self._rank, self._peers = rank, peers
-        self._dtype, self._device = dtype, device
+    carried: CompanionPlan
+    wire: Wire
+    rank: int
+    peers: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
     @cached_property
-    def _routes(self) -> tuple[Routes, Routes]:
-        """The routes to the owners, and those back."""
-        plan = self._carried.plan
-        return plan.routes(0, self._rank, gather=True), plan.routes(0, self._rank, gather=False)
-
-    @cached_property
-    def _moves(self) -> tuple[bool, bool]:
-        """Whether anything travels to the owners, and back."""
-        return self._carried.plan.gathers(0), self._carried.plan.scatters(0)
+    def _ways(self) -> list[tuple[Passage, bool]]:
+        """What travels to the owners, and back, each with whether any rank sends some of it."""
+        plan, found = self.carried.plan, []
+        for name, moves in (("gather", plan.gathers(0)), ("scatter", plan.scatters(0))):
+            routes = plan.routes(0, self.rank, gather=name == "gather")
+            found.append((Passage(name, routes.stored, routes.assembled, self.rank, self.peers), moves))
+        return found
 
     @cached_property
     def _owned(self) -> dict[int, Tensor]:
         """The numbers of each matrix that this rank owns, by their assignment; zeros until something arrives."""
-        assignments = self._carried.plan.assignments
+        assignments = self.carried.plan.assignments
         return {
-            number: torch.zeros(assignment.matrix.numel, dtype=self._dtype, device=self._device)
+            number: torch.zeros(assignment.matrix.numel, dtype=self.dtype, device=self.device)
             for number, assignment in enumerate(assignments)
-            if assignment.owner == self._rank
+            if assignment.owner == self.rank
         }
 
     def gather(self, state: CompanionState) -> None:
         """Bring what is kept to the owners, and give it to their state; all ranks call it."""
-        to_owners, _ = self._routes
-        stored, owned = to_owners.stored, to_owners.assembled
-        for leg in stored.get(self._rank, ()):
+        passage, moves = self._ways[0]
+        for leg in passage.stored.get(self.rank, ()):
             self._read(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
-        if self._moves[0]:
-            send, sent = self._segments(stored)
-            for leg, view in self._travelling(stored, send, sent):
+        if moves:
+            memory = memory_of(passage.numels, self.dtype, self.device)
+            swap = passage.swap("the gather of what rules keep", memory)
+            for leg, view in passage.on_wire(swap.send):
                 self._read(state, leg, view)
-            receive, received = self._segments(owned)
-            transfer = self._wire.swap("the gather of what rules keep", send, receive, sent=sent, received=received)
-            self._wire.finish(transfer)
-            for leg, view in self._travelling(owned, receive, received):
-                view_in_matrix(leg.piece, self._owned[leg.assignment]).copy_(view)
+            self.wire.finish(self.wire.swap(swap))
+            for numbers, view in passage.copies(self._owned, swap.receive):
+                numbers.copy_(view)
         kept: dict[int, dict[str, Tensor]] = {}
         for number, numbers in self._owned.items():
-            assignment, companion = self._carried.of[number]
+            assignment, companion = self.carried.of[number]
             kept.setdefault(assignment, {})[companion.key] = numbers
         state.take(kept)
 
     def scatter(self, state: CompanionState) -> None:
         """Bring what the owners have made of it to all ranks that store it; all ranks call it."""
-        _, back = self._routes
-        stored, owned = back.stored, back.assembled
-        for leg in stored.get(self._rank, ()):
+        passage, moves = self._ways[1]
+        for leg in passage.stored.get(self.rank, ()):
             self._write(state, leg, view_in_matrix(leg.piece, self._owned[leg.assignment]))
-        if self._moves[1]:
-            send, sent = self._segments(owned)
-            for leg, view in self._travelling(owned, send, sent):
-                view.copy_(view_in_matrix(leg.piece, self._owned[leg.assignment]))
-            receive, received = self._segments(stored)
-            transfer = self._wire.swap("the scatter of what rules keep", send, receive, sent=sent, received=received)
-            self._wire.finish(transfer)
-            for leg, view in self._travelling(stored, receive, received):
+        if moves:
+            memory = memory_of(passage.numels, self.dtype, self.device)
+            swap = passage.swap("the scatter of what rules keep", memory)
+            for numbers, view in passage.copies(self._owned, swap.send):
+                view.copy_(numbers)
+            self.wire.finish(self.wire.swap(swap))
+            for leg, view in passage.on_wire(swap.receive):
                 self._write(state, leg, view)
 
     def _read(self, state: CompanionState, leg: Leg, into: Tensor) -> None:
-        assignment, companion = self._carried.of[leg.assignment]
+        assignment, companion = self.carried.of[leg.assignment]
         state.read(assignment, companion.key, leg.piece, into)
 
     def _write(self, state: CompanionState, leg: Leg, numbers: Tensor) -> None:
-        assignment, companion = self._carried.of[leg.assignment]
+        assignment, companion = self.carried.of[leg.assignment]
         state.write(assignment, companion.key, leg.piece, numbers)
-
-    def _segments(self, legs: Mapping[int, Sequence[Leg]]) -> tuple[Tensor, list[int]]:
-        """Return a buffer for what travels, and the elements of each rank's segment of it; this rank's is empty."""
-        sizes = [
-            0 if peer == self._rank or peer not in legs else legs[peer][-1].start + legs[peer][-1].piece.numel
-            for peer in self._peers
-        ]
-        return torch.empty(sum(sizes), dtype=self._dtype, device=self._device), sizes
-
-    def _travelling(
-        self, legs: Mapping[int, Sequence[Leg]], buffer: Tensor, sizes: Sequence[int]
-    ) -> list[tuple[Leg, Tensor]]:
-        """Return the legs that leave or reach this rank, each with its elements of a buffer."""
-        segments = dict(zip(self._peers, torch.split(buffer, list(sizes)), strict=True))
-        return [
-            (leg, segments[peer][leg.start :][: leg.piece.numel].view(leg.piece.shape))
-            for peer, some in legs.items()
-            if peer != self._rank
-            for leg in some
-        ]

@@ -1,33 +1,46 @@
-"""Exchange: runs a Plan, which says which rank orthogonalizes each matrix."""
+"""Exchange: runs a Plan: matrices travel to their owners, and updates travel back to all ranks that hold a part."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.companions import CompanionExchange
-from muonmesh.comm.owner import OwnerExchange
+from muonmesh.comm.matrix_sums import MatrixSums
+from muonmesh.comm.schedule import Schedule
+from muonmesh.comm.stages import Compute, Copies, Gather, Scatter
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.wire import Counts, Wire
-from muonmesh.comm.work import Work
+from muonmesh.comm.wire import Transfer, Wire
+from muonmesh.comm.work import Ends, Work
 from muonmesh.layout import Plan
 from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.numerics.kernels.threads import run_all
 
 
 class Exchange:
-    """Runs a Plan over a process group, by one `Wire`, and keeps the memory in which matrices travel.
+    """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalize, scatter the results.
 
-    Matrices are moved by the `OwnerExchange`. What rules keep by row, column or matrix travels before them and after
-    them, by the `CompanionExchange`. Flags, sums and counts are the same for both.
+    One bucket travels while another computes. A bucket moves by one `Wire.swap` each way with unequal splits, back by
+    several where there are many replicas (`Plan.rounds`); what stays on a rank never enters it. One rank alone runs the
+    same code with nothing to move. What rules keep by row, column or matrix travels before the matrices and after them,
+    by the `CompanionExchange`.
 
     Args:
         plan: The same on every rank of the group.
         group: Process group of exactly ``plan.ranks``; None when that is one rank.
         dtype: Dtype of the wire and of the orthogonalization.
         companion_dtype: Dtype of what rules keep by row, column or matrix, which travels too.
-        device: Where the buffers live.
+        device: Where the matrices are assembled.
         blocks: How many blocks of momentum in int8 the ranks agree on.
+
+    Attributes:
+        plan: The plan that it runs.
+        group: Its process group.
+        wire: To the other ranks; counts the steps and what the last one did.
     """
 
     def __init__(
@@ -42,53 +55,140 @@ class Exchange:
     ) -> None:
         if group is None and len(plan.ranks) > 1:
             raise ValueError(f"group: found None for ranks {plan.ranks}; needed their process group")
-        self.plan = plan
-        self.group = group
-        rank = this_rank() if group is not None else plan.ranks[0]
-        peers = tuple(dist.get_process_group_ranks(group)) if group is not None else plan.ranks
-        self._wire = Wire(plan.ranks, group)
-        self._blocks, self._device = blocks, device
-        self._owners = OwnerExchange(plan, self._wire, rank=rank, peers=peers, dtype=dtype, device=device)
-        beside = CompanionPlan.beside(plan)
+        self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
+        self._dtype, self._device, self._blocks = dtype, device, blocks
+        self._rank = this_rank() if group is not None else plan.ranks[0]
+        self._peers = tuple(dist.get_process_group_ranks(group)) if group is not None else plan.ranks
+        self._matrix_sums = MatrixSums(plan, rank=self._rank, device=device, wire=self.wire)
         self._carried: CompanionExchange | None = None
-        if beside is not None:
-            self._carried = CompanionExchange(
-                beside, self._wire, rank=rank, peers=peers, dtype=companion_dtype, device=device
-            )
+        if (beside := CompanionPlan.beside(plan)) is not None:
+            self._carried = CompanionExchange(beside, self.wire, self._rank, self._peers, companion_dtype, device)
+        self._gathered: dict[int, Gather] = {}
+        self._computed: dict[int, Compute] = {}
+        self._under_way: dict[int, Transfer | None] = {}
+        self._scattered: dict[int, Scatter] = {}
+        self._latest: tuple[Scatter, Transfer] | None = None  # kept where what arrives in it may be passed on
 
-    @property
-    def counts(self) -> Counts:
-        """What the last step did."""
-        return self._wire.counts
-
-    @property
-    def steps(self) -> int:
-        """How many steps have begun, for messages."""
-        return self._wire.steps
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What this rank does; takes the memory for it, so it is worked out when the first step begins."""
+        return Schedule(self.plan, self._rank, self._peers, self._dtype, self._device)
 
     @property
     def memory(self) -> list[Tensor]:
         """What is kept from step to step."""
-        return list(self._owners.memory.values())
-
-    def reduce_flags(self, flags: Tensor) -> Tensor:
-        """Begin a step: return the elementwise maximum of small integer flags over all ranks."""
-        self._wire.steps += 1
-        self._wire.counts = Counts()
-        return self._wire.reduce(flags, dist.ReduceOp.MAX, "the agreement before the step")
+        return list(self.schedule.memory.values()) if "schedule" in self.__dict__ else []
 
     def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
         """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
-        return self._wire.reduce(sums, dist.ReduceOp.SUM, what, counted=False)
+        return self.wire.reduce(sums, dist.ReduceOp.SUM, what, counted=False)
 
     def run(self, work: Work) -> None:
         """Take every matrix of the plan through one step; all ranks of the group call it."""
         if self._blocks:
             largest = torch.zeros(self._blocks, dtype=torch.int32, device=self._device)
             work.measure_blocks(largest)
-            self._wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
+            self.wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
         if self._carried is not None:
             self._carried.gather(work.companions)
-        self._owners.run(work, work.step_elementwise)
+        count = self.schedule.stages
+        if count:
+            work.fetch(self.schedule.moving(0))
+            self._gather(0, work)
+        work.step_elementwise()  # while the first bucket travels
+        for number in range(count):
+            if number + 1 < count:
+                self._gather(number + 1, work)
+            self._compute(number, work)
+            self._scatter(number, 0)
+            work.run_local(self._computed[number].local)
+            if number:
+                self._receive(number - 1, work)
+            self._scatter_the_rest(number, work)
+        work.run_local(self.schedule.left)
+        self.wire.counts.orthogonalized += self.schedule.local_count
+        if count:
+            self._receive(count - 1, work)
+        self._latest = None
         if self._carried is not None:
             self._carried.scatter(work.companions)
+
+    def _gather(self, number: int, work: Work) -> None:
+        """Read this rank's pieces into the send buffer and start to move them; own pieces go straight home."""
+        work.fetch(self.schedule.moving(number + 1))
+        stage = self._gathered[number] = self.schedule.gather(number)
+        work.read(stage.moving, stage.reads)
+        self._under_way[number] = None if stage.swap is None else self.wire.swap(stage.swap)
+
+    def _compute(self, number: int, work: Work) -> None:
+        """Assemble this rank's matrices from what arrived and orthogonalize them."""
+        stage = self._gathered.pop(number)
+        self._finish(self._under_way.pop(number))
+        self._copy(stage.arriving)
+        back = self.schedule.compute(number, stage.matrices)
+        del stage  # and its wire buffers, where they are not kept
+        work.orthogonalize(back.batches)
+        self.wire.counts.orthogonalized += sum(len(some) for _, _, some in back.batches)
+        self._computed[number] = replace(back, batches=())  # what was orthogonalized is not needed any more
+
+    def _scatter(self, number: int, index: int) -> None:
+        """Start to move the results to every holder, or a part of them."""
+        stage = self._computed[number]
+        if index < stage.rounds.count:
+            before = self._scattered.get(number) if self._latest is None else self._latest[0]
+            one = self._scattered[number] = self.schedule.scatter(number, index, stage.results, before)
+            if one.passes and self._latest is not None:
+                self._finish(self._latest[1])
+            self._copy(one.leaving)
+            started = self._under_way[number] = self.wire.swap(one.swap)
+            self._latest = (one, started) if self.schedule.relays else None
+
+    def _scatter_the_rest(self, number: int, work: Work) -> None:
+        """Move the results' other parts; the last one is still on its way then.
+
+        One part travels while the one before it is written, so there is memory for two of them.
+        """
+        stage = self._computed[number]
+        if stage.rounds.count and not stage.rounds.near:  # what sums are taken over is here
+            self._sum(number, (), work)
+        for index in range(1, stage.rounds.count):
+            before, transfer = self._scattered[number], self._under_way.pop(number)
+            self._scatter(number, index)
+            self._finish(transfer)
+            self._sum(number, before.arrived, work)
+            work.write(before.arrived)
+
+    def _receive(self, number: int, work: Work) -> None:
+        """Apply what stayed here while the rest travels, then what arrived."""
+        last, transfer = self._scattered.pop(number, None), self._under_way.pop(number, None)
+        arrived = () if last is None else last.arrived
+        if not self._computed[number].summed:
+            work.write(self._computed[number].staying)
+        self._finish(transfer)
+        self._sum(number, arrived, work)
+        work.write(arrived)
+        del self._computed[number]
+
+    def _sum(self, number: int, arrived: Ends, work: Work) -> None:
+        """Take the sums over the matrices of a bucket, if there are any still to be taken, and write what stayed here.
+
+        Nothing of these matrices is written before. What the sums are taken over has stayed here or has arrived.
+        """
+        stage = self._computed[number]
+        if stage.summed:
+            self._matrix_sums.take(
+                stage.summed, (*stage.staying, *arrived), work.summands, what=self.schedule.name(number)
+            )
+            work.write(stage.staying)
+            self._computed[number] = replace(stage, summed={}, staying=())
+
+    def _finish(self, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            self.wire.finish(transfer)
+
+    def _copy(self, copies: Copies) -> None:
+        run_all([partial(_copy, to, of) for to, of in copies], device=self._device)
+
+
+def _copy(to: Tensor, of: Tensor) -> None:
+    to.copy_(of)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ def note_failure(error: Exception) -> None:
     if world_size() == 1:
         return
     _failures += 1
-    with _unless_unreachable():
+    with suppress(RuntimeError):  # the store cannot be reached, and what is said there is for others
         store = shared_store()
         store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error)]))
         store.set("failed", "1")
@@ -63,7 +63,7 @@ def note_failure(error: Exception) -> None:
 def withdraw_failure() -> None:
     """Take back what `note_failure` said: this rank has made an optimizer after all."""
     if world_size() > 1 and _failures:
-        with _unless_unreachable():
+        with suppress(RuntimeError):
             shared_store().delete_key(f"failed/{this_rank()}")
 
 
@@ -242,15 +242,6 @@ def _told_by_store(ranks: Sequence[int], key: str, when: str, what: str) -> str:
 def told_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text, many of them by their number."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
-
-
-@contextmanager
-def _unless_unreachable() -> Iterator[None]:
-    """Go on where the store cannot be reached: what was to be said there was for other ranks only."""
-    try:
-        yield
-    except RuntimeError:
-        return
 
 
 def _has(store: PrefixStore, key: str) -> bool:

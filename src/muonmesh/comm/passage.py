@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
 
-from muonmesh.comm.stages import Copies, Swap
+from muonmesh.comm.stages import Copies
+from muonmesh.comm.views import view_in_matrix, view_in_storage
+from muonmesh.comm.wire import Swap
+from muonmesh.layout import Piece
 from muonmesh.layout.region import row_major
 from muonmesh.layout.routes import Leg
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One strided copy between an assembled matrix and a wire buffer."""
-
-    shape: tuple[int, ...]
-    matrix_start: int
-    matrix_strides: tuple[int, ...]
-    wire_start: int
-    wire_strides: tuple[int, ...]
 
 
 class Passage:
@@ -113,39 +105,24 @@ class Passage:
 
     def copies(self, matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
         """Return the elements of this rank's matrices that travel, each time in the matrix and in a wire buffer."""
-        return _views(self._copies, matrices, buffer)
+        return tuple(
+            (view_in_matrix(piece, matrices[number]), view_in_storage(buffer, piece)) for number, piece in self._copies
+        )
 
     @cached_property
-    def _copies(self) -> list[tuple[int, _Copy]]:
-        found: dict[int, list[_Copy]] = {}
+    def _copies(self) -> list[tuple[int, Piece]]:
+        """The pieces of this rank's matrices that travel, by assignment, as they are stored in a wire buffer."""
+        found: dict[int, list[Piece]] = {}
         for peer in self._peers:
             for leg in self._assembled.get(peer, ()) if peer != self._rank else ():
-                if leg.assignment not in self._owned:
-                    continue
-                piece = leg.piece
-                copy = _Copy(
-                    piece.shape,
-                    piece.matrix_start,
-                    piece.matrix_strides,
-                    self._starts_assembled[peer] + leg.start,
-                    row_major(piece.shape),
-                )
-                found.setdefault(leg.assignment, []).append(copy)
-        return [(number, copy) for number, some in found.items() for copy in _joined(some)]
+                if leg.assignment in self._owned:
+                    start, strides = self._starts_assembled[peer] + leg.start, row_major(leg.piece.shape)
+                    piece = replace(leg.piece, storage_start=start, storage_strides=strides)
+                    found.setdefault(leg.assignment, []).append(piece)
+        return [(number, piece) for number, some in found.items() for piece in _joined(some)]
 
 
-def _views(copies: Sequence[tuple[int, _Copy]], matrices: Mapping[int, Tensor], buffer: Tensor) -> Copies:
-    """Return for each copy its elements of the matrix and of a wire buffer."""
-    pairs, first = [], buffer.storage_offset()
-    for number, copy in copies:
-        matrix = matrices[number]
-        start = matrix.storage_offset() + copy.matrix_start
-        on_wire = buffer.as_strided(copy.shape, copy.wire_strides, first + copy.wire_start)
-        pairs.append((matrix.as_strided(copy.shape, copy.matrix_strides, start), on_wire))
-    return tuple(pairs)
-
-
-def _joined(copies: Sequence[_Copy]) -> list[_Copy]:
+def _joined(copies: Sequence[Piece]) -> list[Piece]:
     """Return the same copies as fewer: equal ones at even distances in both memories are one with another dim.
 
     So the rows that all ranks of FSDP hold of a matrix arrive in one copy and not in one for each rank; and what the
@@ -155,28 +132,31 @@ def _joined(copies: Sequence[_Copy]) -> list[_Copy]:
     return fewer if len(fewer) == len(copies) else _joined(fewer)
 
 
-def _joined_once(copies: Sequence[_Copy]) -> list[_Copy]:
-    joined: list[_Copy] = []
+def _joined_once(copies: Sequence[Piece]) -> list[Piece]:
+    joined: list[Piece] = []
     first = 0
     while first < len(copies):
         one, end = copies[first], first + 1
         if end < len(copies):
             matrix_step = copies[end].matrix_start - one.matrix_start
-            wire_step = copies[end].wire_start - one.wire_start
+            wire_step = copies[end].storage_start - one.storage_start
             while (
                 end < len(copies)
                 and (copies[end].shape, copies[end].matrix_strides) == (one.shape, one.matrix_strides)
-                and copies[end].wire_strides == one.wire_strides
+                and copies[end].storage_strides == one.storage_strides
                 and copies[end].matrix_start == one.matrix_start + (end - first) * matrix_step
-                and copies[end].wire_start == one.wire_start + (end - first) * wire_step
+                and copies[end].storage_start == one.storage_start + (end - first) * wire_step
                 and matrix_step >= 0  # 0 where each replica is sent the same; as_strided knows no steps back
             ):
                 end += 1
         if end == first + 1:
             joined.append(one)
         else:
-            shape = (end - first, *one.shape)
-            strides = (matrix_step, *one.matrix_strides), (wire_step, *one.wire_strides)
-            joined.append(_Copy(shape, one.matrix_start, strides[0], one.wire_start, strides[1]))
+            shape, on_wire, in_matrix = (
+                (end - first, *one.shape),
+                (wire_step, *one.storage_strides),
+                (matrix_step, *one.matrix_strides),
+            )
+            joined.append(Piece(shape, one.storage_start, on_wire, one.matrix_start, in_matrix))
         first = end
     return joined

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +27,11 @@ from muonmesh.comm.passage import Passage
 from muonmesh.comm.stages import Compute, Gather, Scatter
 from muonmesh.comm.views import memory_of, view_in_matrix
 from muonmesh.comm.work import Local
-from muonmesh.layout import Plan, Routes
+from muonmesh.layout import Plan
 from muonmesh.layout.rounds import Rounds
-from muonmesh.layout.routes import Leg, append
+from muonmesh.layout.routes import Leg, Routes, append
+
+T = TypeVar("T", Gather, Compute, Scatter)
 
 
 class Schedule:
@@ -64,12 +67,11 @@ class Schedule:
         self.memory: Mapping[str, Tensor] = {}
         if device.type == "cpu":
             numels: dict[str, int] = {}
-            for turn, needed in self._turns():
-                for role, numel in needed.items():
-                    name = f"{role}.{turn % 2}"
-                    numels[name] = max(numel, numels.get(name, 0))
+            for turn, role, numel in self._turns():
+                name = f"{role}.{turn % 2}"
+                numels[name] = max(numel, numels.get(name, 0))
             self.memory = memory_of(numels, dtype, device)
-        self._views: dict[tuple[int, ...], Gather | Compute | Scatter] = {}
+        self._views: dict[tuple[int, ...], Any] = {}
 
     @cached_property
     def local_count(self) -> int:
@@ -86,21 +88,13 @@ class Schedule:
 
     def gather(self, number: int) -> Gather:
         """Return a stage up to its matrices, with memory for it."""
-        found = self._views.get((number,))
-        if not isinstance(found, Gather):
-            draft = self._drafts[number]
-            found = draft.gather(self._memory(draft.numels(GATHER), number))
-            self._keep((number,), found)
-        return found
+        draft, roles = self._drafts[number], ("matrices", "gather.send", "gather.receive")
+        return self._once((number,), lambda: draft.gather(self._memory(draft.numels, number, *roles)))
 
     def compute(self, number: int, matrices: Sequence[Tensor]) -> Compute:
         """Return what is computed of a stage, with memory for it; ``matrices`` are those of `gather`."""
-        found = self._views.get((number, -1))
-        if not isinstance(found, Compute):
-            draft = self._drafts[number]
-            found = draft.compute(matrices, self._memory(draft.numels(COMPUTE), number))
-            self._keep((number, -1), found)
-        return found
+        draft = self._drafts[number]
+        return self._once((number, -1), lambda: draft.compute(matrices, self._memory(draft.numels, number, "results")))
 
     def scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None = None) -> Scatter:
         """Return one round of a stage, with memory for it.
@@ -112,94 +106,84 @@ class Schedule:
             before: The round before, in this stage or in an earlier one. If both send the same, its send buffer serves
                 again; and what has arrived in it may be passed on. Needed for nothing else.
         """
-        found = self._views.get((number, index))
-        if not isinstance(found, Scatter):
-            draft, turn = self._drafts[number], self._rounds_before[number] + index
-            passage, filling = self._passages[turn], self._filling[turn]
-            memory = dict(self._memory(_only("scatter.receive", passage), turn))
-            again = before is not None and turn > 0 and filling == self._filling[turn - 1]
-            if again and before is not None:
-                memory["scatter.send"] = before.swap.send
-                found = replace(draft.scatter(index, passage, results, memory), leaving=())
-            else:
-                memory |= self._memory(_only("scatter.send", passage), filling)
-                found = draft.scatter(index, passage, results, memory)
-            if passage.passes:
-                assert before is not None
-                passed = passage.passed_on(self._passages[turn - 1], before.swap.receive, found.swap.send)
-                found = replace(found, leaving=(*found.leaving, *passed), passes=True)
-            self._keep((number, index), found)
+        return self._once((number, index), lambda: self._scatter(number, index, results, before))
+
+    def _scatter(self, number: int, index: int, results: Sequence[Tensor], before: Scatter | None) -> Scatter:
+        draft, turn = self._drafts[number], self._rounds_before[number] + index
+        passage, filling = self._passages[turn], self._filling[turn]
+        memory = self._memory(passage.numels, turn, "scatter.receive")
+        again = before is not None and turn > 0 and filling == self._filling[turn - 1]
+        if again and before is not None:
+            memory["scatter.send"] = before.swap.send
+            found = replace(draft.scatter(index, passage, results, memory), leaving=())
+        else:
+            memory |= self._memory(passage.numels, filling, "scatter.send")
+            found = draft.scatter(index, passage, results, memory)
+        if passage.passes:
+            assert before is not None
+            passed = passage.passed_on(self._passages[turn - 1], before.swap.receive, found.swap.send)
+            found = replace(found, leaving=(*found.leaving, *passed), passes=True)
         return found
 
-    def _turns(self) -> Iterator[tuple[int, dict[str, int]]]:
-        """Yield what is needed at once by role, with the turn of these roles: two take the same memory in turns."""
+    def _turns(self) -> Iterator[tuple[int, str, int]]:
+        """Yield how much memory each role needs in each of its turns; every other turn takes the same memory."""
         for number, draft in enumerate(self._drafts):
-            yield number, draft.numels((*GATHER, *COMPUTE))
+            for role, numel in draft.numels.items():
+                yield number, role, numel
         for turn, passage in enumerate(self._passages):
-            yield turn, _only("scatter.receive", passage)
-            yield self._filling[turn], _only("scatter.send", passage)
+            for role, numel in passage.numels.items():
+                yield (turn if role == "scatter.receive" else self._filling[turn]), role, numel
 
-    def _memory(self, numels: Mapping[str, int], turn: int) -> Mapping[str, Tensor]:
+    def _memory(self, numels: Mapping[str, int], turn: int, *roles: str) -> dict[str, Tensor]:
+        """Return the memory of those of some roles that need any."""
         if self.memory:
-            return {role: self.memory[f"{role}.{turn % 2}"] for role in numels}
-        return memory_of(numels, self._dtype, self._device)
+            return {role: self.memory[f"{role}.{turn % 2}"] for role in roles if role in numels}
+        return memory_of({role: numels[role] for role in roles if role in numels}, self._dtype, self._device)
 
-    def _keep(self, key: tuple[int, ...], found: Gather | Compute | Scatter) -> None:
+    def _once(self, key: tuple[int, ...], make: Callable[[], T]) -> T:
+        """Return what is made for a stage, and keep it where its memory is kept."""
+        found: T = self._views[key] if key in self._views else make()
         if self._device.type == "cpu":
             self._views[key] = found
-
-
-GATHER = ("matrices", "gather.send", "gather.receive")
-COMPUTE = ("results",)
-"""The roles of the memory that a `Gather` and a `Compute` work in; a `Scatter` has "scatter.send" and
-"scatter.receive"."""
+        return found
 
 
 # ------------------------------------------------------------------ how it is worked out
 
 
+@dataclass
 class _Draft:
     """One stage before memory is given to it: which legs it gathers, computes and scatters."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        peers: Sequence[int],
-        name: str,
-        moving: tuple[int, ...],
-        local: tuple[tuple[Local, ...], ...],
-        ways: tuple[Routes, Routes],
-        gathers: bool,
-        rounds: Rounds,
-    ) -> None:
-        self.name, self._rank, self._peers = name, rank, peers
-        self.moving, self.local = moving, local
-        gather, scatter = ways
-        self._gathers, self.rounds = gathers, rounds
-        self._gather = Passage("gather", gather.stored, gather.assembled, rank, peers)
-        self.scatter_routes, self._staying = scatter, scatter.stored.get(rank, ())
+    plan: Plan
+    rank: int
+    peers: Sequence[int]
+    name: str
+    moving: tuple[int, ...]
+    local: tuple[tuple[Local, ...], ...]
+    ways: tuple[Routes, Routes]
+    gathers: bool
+    rounds: Rounds
 
-        self._summed = plan.summed(moving)
-        self._batches = _alike(plan, [number for number in moving if plan.assignments[number].owner == rank])
-        self._shapes = [plan.assignments[batch[0]].matrix.shape for batch in self._batches]
+    def __post_init__(self) -> None:
+        there, assignments = self.ways[0], self.plan.assignments
+        self._gather = Passage("gather", there.stored, there.assembled, self.rank, self.peers)
+        self._summed = self.plan.summed(self.moving)
+        self._batches = _alike(self.plan, [number for number in self.moving if assignments[number].owner == self.rank])
+        self._shapes = [assignments[batch[0]].matrix.shape for batch in self._batches]
 
-    def numels(self, roles: Sequence[str]) -> dict[str, int]:
-        """Return how much memory the stage needs for some of its roles, those of `scatter` left out."""
+    @cached_property
+    def numels(self) -> dict[str, int]:
+        """How much memory the stage needs by role, those of `scatter` left out."""
         matrices = sum(len(batch) * math.prod(shape) for batch, shape in zip(self._batches, self._shapes, strict=True))
-        needed = {"matrices": matrices, "results": matrices}
-        if self._gathers:
-            needed |= self._gather.numels
-        return {role: needed[role] for role in roles if role in needed}
+        return {"matrices": matrices, "results": matrices} | (self._gather.numels if self.gathers else {})
 
     def gather(self, memory: Mapping[str, Tensor]) -> Gather:
         """Return what travels to the owners, with its views of the memory."""
         matrices = self._assembled(memory["matrices"])
         of = _by_assignment(self._batches, matrices)
-        reads = [
-            (leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self._rank, ())
-        ]
-        if not self._gathers:
+        reads = [(leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._gather.stored.get(self.rank, ())]
+        if not self.gathers:
             return Gather(self.moving, tuple(reads), None, (), tuple(matrices))
         swap = self._gather.swap(f"the gather of {self.name}", memory)
         reads += self._gather.on_wire(swap.send)
@@ -209,7 +193,9 @@ class _Draft:
         """Return what is computed, with its views of the memory."""
         results = tuple(self._assembled(memory["results"]))
         of = _by_assignment(self._batches, results)
-        staying = tuple((leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self._staying)
+        staying = tuple(
+            (leg, view_in_matrix(leg.piece, of[leg.assignment])) for leg in self.ways[1].stored.get(self.rank, ())
+        )
         batches = tuple((x, out, some) for some, x, out in zip(self._batches, matrices, results, strict=True))
         return Compute(batches, self.local, self._summed, staying, self.rounds, results)
 
@@ -234,7 +220,7 @@ def _passages(plan: Plan, rank: int, peers: Sequence[int], drafts: Sequence[_Dra
     stored: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     assembled: list[dict[int, list[Leg]]] = [{} for _ in range(total)]
     for draft in drafts:
-        for ends, legs in ((stored, draft.scatter_routes.stored), (assembled, draft.scatter_routes.assembled)):
+        for ends, legs in ((stored, draft.ways[1].stored), (assembled, draft.ways[1].assembled)):
             for peer, leg in ((peer, leg) for peer, some in legs.items() if peer != rank for leg in some):
                 holder = rank if ends is stored else peer
                 turn = first + plan.exchange_of(leg.assignment, holder, draft.rounds)
@@ -252,11 +238,6 @@ def _fillings(passages: Sequence[Passage], first_of_stages: Sequence[int]) -> li
     return found
 
 
-def _only(role: str, passage: Passage) -> dict[str, int]:
-    """Return how much memory a round needs for one of its roles."""
-    return {role: passage.numels[role]}
-
-
 def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], tuple[tuple[Local, ...], ...]]:
     """Return a draft for each bucket that moves, with the local matrices that came before; and those after the last.
 
@@ -270,15 +251,15 @@ def _drafts(plan: Plan, rank: int, peers: Sequence[int]) -> tuple[list[_Draft], 
         return tuple(tuple(of[number] for number in alike) for alike in _alike(plan, list(of)))
 
     for number, bucket in enumerate(plan.buckets):
-        gather, scatter = (plan.routes(number, rank, gather=there) for there in (True, False))
-        staying = {index for index in bucket if not plan.moves(index)}
-        reads, writes = (_legs_by_assignment(routes.stored.get(rank, ())) for routes in (gather, scatter))
-        waiting += [Local(i, reads[i], writes[i]) for i in bucket if i in staying and i in reads]
-        if len(staying) < len(bucket):
-            moving = tuple(index for index in bucket if index not in staying)
-            ways = _without(gather, staying), _without(scatter, staying)
+        moving = tuple(index for index in bucket if plan.moves(index))
+        own = [index for index in bucket if plan.assignments[index].owner == rank and not plan.moves(index)]
+        kept = [plan.routes(number, rank, gather=there, numbers=own).stored for there in (True, False)]
+        reads, writes = (_legs_by_assignment(stored.get(rank, ())) for stored in kept)
+        waiting += [Local(index, reads[index], writes[index]) for index in own]
+        if moving:
+            there, back = (plan.routes(number, rank, gather=way, numbers=moving) for way in (True, False))
             name, gathers, rounds = f"bucket {number}", plan.gathers(number), plan.rounds(number)
-            drafts.append(_Draft(plan, rank, peers, name, moving, taken(), ways, gathers, rounds))
+            drafts.append(_Draft(plan, rank, peers, name, moving, taken(), (there, back), gathers, rounds))
     if plan.late:
         nothing, rounds = (Routes({}, {}), Routes({}, {})), Rounds(plan.late)
         drafts.append(_Draft(plan, rank, peers, "what is passed on", (), (), nothing, False, rounds))
@@ -308,11 +289,3 @@ def _legs_by_assignment(legs: Sequence[Leg]) -> dict[int, tuple[Leg, ...]]:
     for leg in legs:
         found.setdefault(leg.assignment, []).append(leg)
     return {assignment: tuple(some) for assignment, some in found.items()}
-
-
-def _without(routes: Routes, assignments: set[int]) -> Routes:
-    stored, assembled = (
-        {peer: tuple(leg for leg in legs if leg.assignment not in assignments) for peer, legs in ends.items()}
-        for ends in (routes.stored, routes.assembled)
-    )
-    return Routes({p: legs for p, legs in stored.items() if legs}, {p: legs for p, legs in assembled.items() if legs})

@@ -7,30 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from muonmesh.comm.wire import Swap
 from muonmesh.comm.work import Ends, Local
 from muonmesh.layout.rounds import Rounds
 
 Copies = tuple[tuple[Tensor, Tensor], ...]
 """What is copied, (to, of), both of one shape."""
-
-
-@dataclass(frozen=True)
-class Swap:
-    """One collective: what moves between all ranks for one bucket in one direction.
-
-    Attributes:
-        what: Names it in errors.
-        send: What is sent, a segment for each rank in the order of the group; this rank's own is empty.
-        receive: What is received, likewise.
-        sent: Elements of the segments of ``send``.
-        received: Of those of ``receive``.
-    """
-
-    what: str
-    send: Tensor
-    receive: Tensor
-    sent: list[int]
-    received: list[int]
 
 
 @dataclass(frozen=True)

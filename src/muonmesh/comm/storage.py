@@ -371,14 +371,6 @@ def device_without_parameters() -> torch.device:
     return torch.device("cpu")
 
 
-def identity_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return what must stay the same of a parameter for a plan to stay valid: cheap to read every step."""
-    found = id(tensor), tensor.shape, tensor.dtype, tensor.device
-    if isinstance(tensor, DTensor):
-        return *found, id(tensor.device_mesh), tuple(tensor.placements)
-    return found
-
-
 def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, device: str) -> Storage:
     """Return a storage in which replicas share the parameter instead of each holding all of it.
 

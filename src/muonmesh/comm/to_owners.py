@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from muonmesh.comm.agreement import host_group, new_group
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
 from muonmesh.comm.storage import Storage, local_of
-from muonmesh.comm.wire import Counts, Transfer, Wire
+from muonmesh.comm.wire import Counts, Swap, Transfer, Wire
 from muonmesh.errors import LayoutError, PlanError, about, explain_error
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.layout.flat import Interval
@@ -99,10 +99,8 @@ class ToOwners(GradientSource):
             self._wrong.pop(parameter, None)
             parameter.grad = None
             if self._seen and self._links is not None:  # all ranks drop as many, whatever each of them has sent
-                while len(self._sent) < len(self._links.buckets):
-                    self._send(self._links, empty=True)
-                self._dropped.append(self._sent)
-                self._sent, self._ready, self._seen = [], set(), set()
+                self._dropped.append(self._all_sent(self._links, empty=True))
+                self._ready, self._seen = set(), set()
 
     def at_momentum(self, parameter: Tensor) -> bool:
         """Whether a gradient lies where the momentum does."""
@@ -236,6 +234,13 @@ class ToOwners(GradientSource):
                 return
             self._send(links)
 
+    def _all_sent(self, links: _Links, *, empty: bool = False) -> list[_Sent]:
+        """Send the buckets that are left, and return all of them; the next gradients begin anew."""
+        while len(self._sent) < len(links.buckets):
+            self._send(links, empty=empty)
+        sent, self._sent = self._sent, []
+        return sent
+
     def _send(self, links: _Links, *, empty: bool = False) -> None:
         """Send the next bucket; what has no gradient counts as zero."""
         number, me = len(self._sent), links.wire.ranks.index(dist.get_rank())
@@ -248,7 +253,7 @@ class ToOwners(GradientSource):
         arrives = [0 if rank == me else arriving for rank in range(len(parts))]
         send = torch.cat(away) if away else like.new_empty(0)
         received = like.new_empty(sum(arrives))
-        transfer = links.wire.swap("gradients on their way to owners", send, received, sent=sent, received=arrives)
+        transfer = links.wire.swap(Swap("gradients on their way to owners", send, received, sent, arrives))
         self._sent.append(_Sent(number, transfer, received, parts[me]))
 
     def _taken(self, links: _Links, parameter: Tensor, *, empty: bool) -> Tensor:
@@ -308,10 +313,7 @@ class ToOwners(GradientSource):
         self._step = step if most else self._step
         some = {tensor for tensor, flag in zip(matrices, present, strict=True) if flag}
         for _ in range(most):
-            while len(self._sent) < len(links.buckets):
-                self._send(links)
-            sent, self._sent = self._sent, []
-            for each in sent:
+            for each in self._all_sent(links):
                 self._add(links, each, some)
         self._ready, self._seen = set(), set()
         self._average(links, [tensor for tensor, flag in zip(links.shared, fresh, strict=True) if flag])
@@ -321,10 +323,7 @@ class ToOwners(GradientSource):
         told = torch.tensor([rounds], dtype=torch.int64, device="cpu")
         most = links.talk.reduce(told, dist.ReduceOp.MAX, "the agreement on rounds")
         while len(self._dropped) < int(most):
-            while len(self._sent) < len(links.buckets):
-                self._send(links)
-            self._dropped.append(self._sent)
-            self._sent = []
+            self._dropped.append(self._all_sent(links))
         for transfer in itertools.chain(*self._dropped):
             links.wire.finish(transfer.transfer)
         self._dropped, self._ready, self._seen = [], set(), set()
@@ -371,12 +370,12 @@ class ToOwners(GradientSource):
             mine = [0 if rank == me else len(segments[me]) for rank in range(count)]
             parts = flat.new_empty(sum(mine))
             others = torch.cat([*segments[:me], *segments[me + 1 :]])
-            links.wire.finish(links.wire.swap("AdamW's gradients", others, parts, sent=sizes, received=mine))
+            links.wire.finish(links.wire.swap(Swap("AdamW's gradients", others, parts, sizes, mine)))
             summands = list(parts.view(count - 1, -1).unbind())
             own = mean([*summands[:me], segments[me], *summands[me:]]).to(dtype)
             back = flat.new_empty(sum(sizes))
             send = own.repeat(count - 1)
-            links.wire.finish(links.wire.swap("averages of AdamW's", send, back, sent=mine, received=sizes))
+            links.wire.finish(links.wire.swap(Swap("averages of AdamW's", send, back, mine, sizes)))
             before = sum(sizes[:me])
             whole = torch.cat([back[:before], own, back[before:]])
             parts_of = torch.split(whole, [gradient.numel() for gradient in gradients])

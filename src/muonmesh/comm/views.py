@@ -1,4 +1,4 @@
-"""Views: cuts the elements of a piece out of a matrix, and allocates memory that stays from step to step."""
+"""Views: cuts the elements of a piece out of a storage or a matrix, and allocates memory for what travels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def view_in_matrix(piece: Piece, matrix: Tensor) -> Tensor:
     if piece.matrix_start == 0 and piece.shape == matrix.shape and piece.matrix_strides == matrix.stride():
         return matrix  # the common case of a matrix that one rank holds
     return matrix.as_strided(piece.shape, piece.matrix_strides, matrix.storage_offset() + piece.matrix_start)
+
+
+def view_in_storage(storage: Tensor, piece: Piece) -> Tensor:
+    """Return the elements of a contiguous local storage that a piece names."""
+    if piece.storage_start == 0 and piece.shape == storage.shape:
+        return storage  # the common case: the whole of what is stored
+    start = storage.storage_offset() + piece.storage_start
+    return storage.as_strided(piece.shape, piece.storage_strides, start)
 
 
 def memory_of(numels: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

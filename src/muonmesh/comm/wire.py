@@ -59,6 +59,25 @@ class Counts:
     seconds_waiting: float = 0.0
 
 
+@dataclass(frozen=True)
+class Swap:
+    """One collective: what moves between all ranks for one bucket in one direction.
+
+    Attributes:
+        what: Names it in errors.
+        send: What is sent, a segment for each rank in the order of the group; this rank's own is empty.
+        receive: What is received, likewise.
+        sent: Elements of the segments of ``send``.
+        received: Of those of ``receive``.
+    """
+
+    what: str
+    send: Tensor
+    receive: Tensor
+    sent: list[int]
+    received: list[int]
+
+
 @dataclass
 class Transfer:
     """An exchange under way, which holds the memory that it reads and writes; ``works`` is empty when it is over."""
@@ -74,7 +93,7 @@ class Wire:
     Attributes:
         ranks: The connected set.
         group: Its process group; None for one rank.
-        counts: What the step under way has done; whoever begins a step sets new ones.
+        counts: What the step under way, or the last one, has done.
         steps: How many steps have begun, for messages.
     """
 
@@ -109,32 +128,34 @@ class Wire:
                 self.counts.collectives += 1
         return values
 
-    def swap(self, what: str, send: Tensor, receive: Tensor, *, sent: list[int], received: list[int]) -> Transfer:
+    def begin_step(self, flags: Tensor) -> Tensor:
+        """Begin a step: return the elementwise maximum of small integer flags over all ranks."""
+        self.steps += 1
+        self.counts = Counts()
+        return self.reduce(flags, dist.ReduceOp.MAX, "the agreement before the step")
+
+    def swap(self, swap: Swap) -> Transfer:
         """Start to move elements between all ranks of the connected set; all of them call it.
 
         One ``all_to_all_single``, but on gloo, whose own lets one direction of a link wait for the other: there a
         message from each rank and to each rank that any elements come from and go to, all of them at once.
-
-        Args:
-            what: Names it in errors.
-            send: What is sent: a segment for each rank, in the order of the group.
-            receive: What is received, likewise.
-            sent: Elements of each segment of ``send``; 0 for this rank.
-            received: Elements of each segment of ``receive``, likewise.
         """
-        with self._meeting(what):
+        send, receive = swap.send, swap.receive
+        with self._meeting(swap.what):
             if self._gloo and send.device.type == "cpu":
-                works = self._messages(send, receive, sent, received)
+                works = self._messages(swap)
             else:
-                works = [dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)]
+                works = [
+                    dist.all_to_all_single(receive, send, swap.received, swap.sent, group=self.group, async_op=True)
+                ]
         self.counts.collectives += 1
         self.counts.bytes_sent += send.numel() * send.element_size()
         self.counts.bytes_received += receive.numel() * receive.element_size()
-        return Transfer(what, (send, receive), [work for work in works if work is not None])
+        return Transfer(swap.what, (send, receive), [work for work in works if work is not None])
 
-    def _messages(self, send: Tensor, receive: Tensor, sent: list[int], received: list[int]) -> list[dist.Work | None]:
+    def _messages(self, swap: Swap) -> list[dist.Work | None]:
         tag = next(self._tags)
-        arriving, leaving = torch.split(receive, received), torch.split(send, sent)
+        arriving, leaving = torch.split(swap.receive, swap.received), torch.split(swap.send, swap.sent)
         return [
             *(dist.irecv(p, group=self.group, group_src=r, tag=tag) for r, p in enumerate(arriving) if p.numel()),
             *(dist.isend(p, group=self.group, group_dst=r, tag=tag) for r, p in enumerate(leaving) if p.numel()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
@@ -44,14 +44,18 @@ class Local:
         return self.read[0].piece.storage_start
 
 
-class CompanionState(Protocol):
-    """The numbers that rules keep by row, column or matrix: reads and writes those that this rank stores."""
+class CompanionState:
+    """The numbers that rules keep by row, column or matrix: reads and writes those that this rank stores.
+
+    As it stands it is that of a rank which stores none.
+    """
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what is kept of a matrix ``into`` a tensor of the shape of the piece, any strides.
 
         ``key`` names it among what is kept of the parameter of the assignment.
         """
+        into.zero_()
 
     def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take what is kept of the matrices that this rank owns, by assignment and key.
@@ -63,8 +67,11 @@ class CompanionState(Protocol):
         """Keep numbers that `read` has read and the owner has changed, unless their matrix is left alone."""
 
 
-class Summands(Protocol):
-    """The sums that rules take over whole matrices: gives what this rank adds to them, and takes the results."""
+class Summands:
+    """The sums that rules take over whole matrices: gives what this rank adds to them, and takes the results.
+
+    As it stands it is that of a rank which adds nothing.
+    """
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that is taken over their matrix.
@@ -95,20 +102,22 @@ class Summands(Protocol):
         """Take the sums over a matrix, fp64 (sums,), and what its owner has told, before any of it is written."""
 
 
-class Work(Protocol):
+class Work:
     """The calls by which the exchange asks the optimizer to read, compute and write. It knows nothing else of it.
+
+    As it stands it is the work of a rank that takes part in what others wait for, and has nothing to read, compute or
+    write itself: it sends zeros.
 
     A `Leg` names elements of one matrix: where they lie in the local storage of parameter number ``leg.parameter`` of
     the plan, read as a contiguous array, and where they lie in the assembled matrix.
+
+    Attributes:
+        companions: What rules keep by row, column or matrix.
+        summands: What this rank adds to sums over matrices.
     """
 
-    @property
-    def companions(self) -> CompanionState:
-        """What rules keep by row, column or matrix."""
-
-    @property
-    def summands(self) -> Summands:
-        """What this rank adds to sums over matrices."""
+    companions: CompanionState = CompanionState()
+    summands: Summands = Summands()
 
     def measure_blocks(self, into: Tensor) -> None:
         """Write the largest momentum of each block that several pieces share: int32 (blocks,), zeros before.
@@ -126,6 +135,8 @@ class Work(Protocol):
         Each matrix that moves is read once a step, on every rank, also on those that store nothing of it. What is
         written has the shape of the leg's piece, any strides.
         """
+        for _, into in ends:
+            into.zero_()
 
     def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
         """Read, orthogonalize and write matrices that are this rank's alone; `read` has not been called for them.
@@ -138,67 +149,11 @@ class Work(Protocol):
 
         Those of one batch share their settings.
         """
+        for _, out, _ in batches:
+            out.zero_()
 
     def write(self, ends: Ends) -> None:
         """Apply to each leg's elements an update of the shape of its piece, any strides."""
 
     def step_elementwise(self) -> None:
         """Step AdamW's half, which needs no exchange, while the first transfer is under way."""
-
-
-class Idle:
-    """Work of a rank that takes part in what others wait for, and has nothing to read, compute or write itself."""
-
-    def __init__(self) -> None:
-        self.companions, self.summands = _NothingKept(), _NothingAdded()
-
-    def measure_blocks(self, into: Tensor) -> None:
-        """Say that this rank has none of them."""
-
-    def fetch(self, assignments: Sequence[int]) -> None:
-        """Nothing."""
-
-    def read(self, assignments: Sequence[int], ends: Ends) -> None:
-        """Send zeros."""
-        for _, into in ends:
-            into.zero_()
-
-    def run_local(self, alike: Sequence[Sequence[Local]]) -> None:
-        """Nothing."""
-
-    def orthogonalize(self, batches: Sequence[tuple[Tensor, Tensor, Sequence[int]]]) -> None:
-        """Send back zeros."""
-        for _, out, _ in batches:
-            out.zero_()
-
-    def write(self, ends: Ends) -> None:
-        """Nothing."""
-
-    def step_elementwise(self) -> None:
-        """Nothing."""
-
-
-class _NothingKept:
-    def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
-        """Send zeros."""
-        into.zero_()
-
-    def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Nothing."""
-
-    def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Nothing."""
-
-
-class _NothingAdded:
-    def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
-        """Say that all elements are zero."""
-
-    def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
-        """Add nothing."""
-
-    def tell(self, assignment: int, into: Tensor) -> None:
-        """Nothing."""
-
-    def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
-        """Nothing."""

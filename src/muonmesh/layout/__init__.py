@@ -3,20 +3,15 @@
 Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/architecture.md``.
 """
 
-from muonmesh.layout.companion import Companion, Side, companion_matrices
 from muonmesh.layout.cost import cost
 from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
 from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
-from muonmesh.layout.parameter import Elementwise, Parameter, listed_by
-from muonmesh.layout.plan import Assignment, Plan, make_plan
-from muonmesh.layout.region import Block, Piece, Region, overlap
-from muonmesh.layout.routes import Routes
+from muonmesh.layout.parameter import Elementwise, Parameter
+from muonmesh.layout.plan import Plan, make_plan
+from muonmesh.layout.region import Piece
 
 __all__ = [
-    "Assignment",
-    "Block",
-    "Companion",
     "Elementwise",
     "FlatParameter",
     "FlatShards",
@@ -29,16 +24,10 @@ __all__ = [
     "Piece",
     "Placement",
     "Plan",
-    "Region",
     "Replicate",
-    "Routes",
     "Shard",
-    "Side",
     "StridedShard",
-    "companion_matrices",
     "cost",
-    "listed_by",
     "make_plan",
-    "overlap",
     "split_matrices",
 ]

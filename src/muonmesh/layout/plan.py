@@ -59,8 +59,8 @@ class Plan:
     bucket_elements: int = 1 << 23
     machine: int = 0
 
-    def routes(self, bucket: int, rank: int, *, gather: bool) -> Routes:
-        """Return what ``rank`` exchanges for a bucket on the way to the owners, or on the way back.
+    def routes(self, bucket: int, rank: int, *, gather: bool, numbers: Sequence[int] | None = None) -> Routes:
+        """Return what ``rank`` exchanges for a bucket, or some of its assignments, on the way to the owners or back.
 
         On the way there an owner is sent what the ranks of its own replica hold; on the way back it sends the result
         to the ranks of every replica, or ranks pass it on (`Relay`).
@@ -68,7 +68,7 @@ class Plan:
         stored: dict[int, list[Leg]] = {}
         assembled: dict[int, list[Leg]] = {}
         chain = not gather and self.rounds(bucket).count > 1
-        for number in self.buckets[bucket]:
+        for number in self.buckets[bucket] if numbers is None else numbers:
             assignment = self.assignments[number]
             place = self._layout(assignment, gather=gather)
             owner = assignment.owner

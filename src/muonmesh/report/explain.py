@@ -17,8 +17,8 @@ from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
 from muonmesh.report.state_bytes import state_bytes_of
 from muonmesh.report.traffic import carried, traffic
-from muonmesh.settings import Precision
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.table import aligned
 
 _HEAD = ("parameter", "algorithm", "why", "matrices", "layout", "owner", "GFLOP", "MB sent", "step RMS", "spectral")

@@ -23,7 +23,6 @@ from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error
 from muonmesh.layout import (
-    Assignment,
     Elementwise,
     Layout,
     MatrixSpec,
@@ -35,6 +34,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.balance import imbalance
 from muonmesh.layout.companion import size_of
+from muonmesh.layout.plan import Assignment
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule

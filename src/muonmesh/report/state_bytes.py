@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, this_rank
-from muonmesh.settings import Precision
 from muonmesh.step.members import Member
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 
 _FP32 = 4
 

@@ -9,6 +9,7 @@
    `device_portions` takes the pieces of many matrices at once. `elementwise_step`, AdamW's half of the step, runs
    under the first gather.
 
-`runtime` holds what an optimizer keeps from one step to the next. `update_squares` counts for `Muon.metrics`.
+`runtime` holds what an optimizer keeps from one step to the next, and `precision` its dtypes. `makers` refuses programs
+that would give an optimizer other parameters than the model's. `update_squares` counts for `Muon.metrics`.
 `untrained` warns, and `late` holds answers that the device has still to give.
 """

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
+from muonmesh.comm.views import view_in_storage
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.line_segments import BLOCK, LineSegment, grid_of, line_segments_of, shares_blocks
@@ -130,9 +131,7 @@ class Blocks:
         found = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
         for number in self.matrices_of[tensor]:
             for piece in self.holdings[number]:
-                found.as_strided(piece.shape, piece.storage_strides, piece.storage_start).copy_(
-                    momentum.read(number, piece)
-                )
+                view_in_storage(found, piece).copy_(momentum.read(number, piece))
         return found
 
 
@@ -185,8 +184,7 @@ class Momentum:
     def read(self, number: int, piece: Piece) -> Tensor:
         """Return the momentum of a piece of a matrix, or of a part of one, fp32 in its shape, contiguous."""
         if self.loaded is not None and number not in self.encoded:
-            start = self.loaded.storage_offset() + piece.storage_start
-            view = self.loaded.as_strided(piece.shape, piece.storage_strides, start)
+            view = view_in_storage(self.loaded, piece)
             return view.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         found = torch.empty(piece.shape, dtype=torch.float32, device=self.codes.device)
         for segment, place in self._segments(number, piece, found):

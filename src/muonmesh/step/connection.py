@@ -6,26 +6,30 @@ their plans, once for these parameters. `outdated` says whether the ranks must d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.agreement import View, agree_on_plan, connected, group_of, insist
 from muonmesh.comm.copies import Copies, find_copies
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.meeting import meet
-from muonmesh.comm.storage import identity_of, mesh_groups, refuse_flattened, this_rank, world_size
+from muonmesh.comm.storage import mesh_groups, refuse_flattened, this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.comm.wrappers import group_that_averages
 from muonmesh.errors import LayoutError, about, explain_error, warn
-from muonmesh.layout import split_matrices
+from muonmesh.layout import make_plan, split_matrices
 from muonmesh.names import canonical_name
+from muonmesh.numerics.dtypes import HELD_DTYPES, NEEDED_HELD
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
-from muonmesh.settings import SettingsFound, check_dtype, check_group, check_structure
+from muonmesh.settings import SettingsFound, check_group, check_structure
 from muonmesh.step.members import (
     Member,
     group_for,
@@ -33,9 +37,10 @@ from muonmesh.step.members import (
     members_of,
     replicas_of,
     sets_without_tensor,
+    told_alike,
     unknown_matrix,
 )
-from muonmesh.step.planning import Planned, plan_members, widened
+from muonmesh.step.planning import Connected, Planned, Planner, bucket_elements, plan_members, widened
 from muonmesh.step.replicas import claims_of
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import rounding_of
@@ -66,26 +71,18 @@ def placed_members(optimizer: Any) -> list[Member]:
     return plan(optimizer.param_groups, optimizer._runtime).members
 
 
-def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tuple[Planned, Exchange]:
+def connect(groups: Groups, runtime: Runtime) -> Connected:
     """Return the plan with its exchange; where there is none yet, meet the ranks that share parameters.
 
     A rank that cannot make a plan still takes part in the comparison, so that every rank raises.
-
-    Args:
-        groups: As they are now.
-        runtime: Of the optimizer.
-        compared: Whether `outdated` has just found that the plan of the step before, if there is one, still holds.
 
     Raises:
         LayoutError, ValueError, TypeError: no plan can be made.
         PlanError: another rank cannot make one, has made another, or does not come.
     """
-    if compared and (before := runtime.connected) is not None and before.exchange is not None:
-        runtime.planned = before
-        return before, before.exchange
     planned, sets, error = _read(groups, runtime)
     if planned is not None and planned.exchange is not None:
-        return planned, planned.exchange
+        return Connected(planned, planned.exchange)
     ranks = connected(sets)
     if runtime.process_group != "local":
         meet(ranks)
@@ -104,8 +101,7 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
     assert planned is not None
     if views is not None or ranks != planned.plan.ranks:  # ranks of the set hold other parameters: plan all of them
         views = views or [View(planned.plan.parameters, planned.plan.elementwise)] * len(ranks)
-        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers, runtime.machine
-        planned = runtime.planned = widened(planned, views, ranks, *settings)
+        planned = runtime.planned = widened(planned, views, ranks, _planner(runtime))
         insist(group, planned.plan)
     planned.exchange = Exchange(
         planned.plan,
@@ -115,13 +111,13 @@ def connect(groups: Groups, runtime: Runtime, *, compared: bool = False) -> tupl
         device=planned.device,
         blocks=planned.blocks.count if runtime.precision.int8 else 0,
     )
-    runtime.connected, runtime.keepers = planned, planned.plan.keepers
+    runtime.connected, runtime.keepers = Connected(planned, planned.exchange), planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), int(runtime.bucket_cap_mb * 2**20))
-    runtime.source.complete(planned.exchange.steps)
+    runtime.source.complete(planned.exchange.wire.steps)
     if not runtime.warned:
         runtime.warned = True
         runtime.tell(rounding_of(planned, groups, runtime.precision))
-    return planned, planned.exchange
+    return runtime.connected
 
 
 def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Runtime, planned: Planned | None) -> bool:
@@ -154,7 +150,7 @@ def _agree_on_products_and_machines(group: dist.ProcessGroup | None, runtime: Ru
     return True
 
 
-def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> tuple[Planned, Exchange] | None:
+def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Connected | None:
     """Return the plan of the step before if this rank cannot follow it now, which the others may not know.
 
     Args:
@@ -163,11 +159,11 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> tuple
         settings: What they say; if something is wrong with them, they cannot be compared with what they were.
     """
     before = runtime.connected
-    if before is None or before.exchange is None:
+    if before is None:
         return None
-    runtime.source.complete(before.exchange.steps)
-    same = settings.error is None and before.signature == _signature(groups, runtime, settings.rules)
-    return None if same else (before, before.exchange)
+    same = settings.error is None and before.planned.signature == _signature(groups, runtime, settings.rules)
+    runtime.source.complete(before.exchange.wire.steps)
+    return None if same else before
 
 
 def forget(runtime: Runtime) -> None:
@@ -194,16 +190,14 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
     taken = {name for other in groups if other is not group for name in other["param_names"]}
     for name, tensor in zip(names, tensors, strict=True):
         if name in taken and world_size() == 1:  # among several ranks, those that share it tell them apart
-            write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
-            needed = "a unique name for each, because ranks and checkpoints know parameters by name"
-            raise ValueError(explain_error(name, "two parameters of this name", needed, write))
+            raise ValueError(told_alike(name, "two parameters of this name"))
         taken.add(name)
         shared: object = runtime.source.group(tensor)
         if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks
             found = f"{shared!r} from group() of {type(runtime.source).__name__}, as gradients="
             needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
             raise ValueError(explain_error(name, found, needed, write))
-        check_dtype(name, tensor.dtype, runtime.precision.master, group)
+        _check_dtype(name, tensor.dtype, runtime.precision.master, group)
         if name not in runtime.layouts:
             refuse_flattened(name, tensor)
     if not is_matrix_rule(group["algorithm"]):
@@ -217,6 +211,31 @@ def check_members(group: dict[str, Any], groups: Groups, runtime: Runtime) -> No
         split_matrices(name, tuple(tensor.shape), spec)
 
 
+def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, group: Mapping[str, Any]) -> None:
+    """Check the dtype of a parameter.
+
+    Raises:
+        TypeError: nothing can be computed in it.
+        ValueError: a master could not hold all of its values, or AdamW's ε would be 0 in the dtype of the moments.
+    """
+    if dtype not in HELD_DTYPES:
+        needed, write = f"a real floating-point parameter, {NEEDED_HELD}", "Leave it out, or keep it in torch.bfloat16"
+        raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
+    if master is not None and torch.promote_types(dtype, master) != master:
+        wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
+        found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
+        raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
+    if group["stochastic_rounding"] is not None and (master is not None or dtype == torch.float16):
+        found = f"stochastic_rounding with {'masters' if master is not None else dtype}"
+        needed, write = "weights in bf16 without masters, or wider ones", "Leave out stochastic_rounding"
+        raise ValueError(explain_error(name, found, needed, f"{write} or master_dtype, and keep weights in bf16"))
+    eps, moments = float(group["adamw_eps"]), master or dtype
+    if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments, device="cpu") == 0:
+        found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
+        needed = "an ε above 0"
+        raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
+
+
 def _read(
     groups: Groups, runtime: Runtime, copies: Copies | None = None
 ) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
@@ -226,16 +245,17 @@ def _read(
     """
     replicas_of(runtime.process_group)  # raises if it was lost
     try:
-        if copies is None and runtime.planned is not None and runtime.planned.signature == _signature(groups, runtime):
-            return runtime.planned, runtime.planned.sets, None
+        for known in (runtime.planned, runtime.connected and runtime.connected.planned):
+            if copies is None and known is not None and known.signature == _signature(groups, runtime):
+                runtime.planned = known
+                return known, known.sets, None
         for group in groups:
             check_members(group, groups, runtime)
         runtime.found_group = _group_found(groups, runtime)
         signature = _signature(groups, runtime)  # with the names as they are now
     except (KeyError, TypeError, ValueError) as wrong:  # this rank still meets the others, which wait for it
-        before = runtime.connected
-        if before is not None:
-            return None, before.sets, wrong
+        if runtime.connected is not None:
+            return None, runtime.connected.planned.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
     members, sets, error = members_of(
         groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.shard_state
@@ -243,13 +263,17 @@ def _read(
     if error is not None:
         return None, sets, error
     try:
-        settings = runtime.precision, runtime.bucket_cap_mb, runtime.keepers, runtime.machine
-        runtime.planned = plan_members(groups, members, signature, *settings)
+        runtime.planned = plan_members(groups, members, signature, runtime.precision, _planner(runtime))
     except (LayoutError, ValueError) as found:
         return None, sets, found
     listed = {name for group in groups for name in group["param_names"]}
     runtime.planned.beyond = sets_without_tensor({n: entry for n, entry in runtime.layouts.items() if n not in listed})
     return runtime.planned, runtime.planned.sets, None
+
+
+def _planner(runtime: Runtime) -> Planner:
+    elements = bucket_elements(runtime.bucket_cap_mb, runtime.precision)
+    return partial(make_plan, bucket_elements=elements, known=runtime.keepers, machine=runtime.machine)
 
 
 def _group_found(groups: Groups, runtime: Runtime) -> dist.ProcessGroup | None:
@@ -274,7 +298,7 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
         tuple((name, id(entry)) for name, entry in runtime.layouts.items()),
         id(source),
         tuple(tuple(map(source.group, group["params"])) for group in groups),
-        tuple(tuple(map(identity_of, group["params"])) for group in groups),
+        tuple(tuple(map(_identity_of, group["params"])) for group in groups),
         tuple(
             (
                 group["algorithm"],
@@ -288,6 +312,13 @@ def _signature(groups: Groups, runtime: Runtime, rules: Sequence[Any] | None = N
             for group, rule in zip(groups, rules, strict=True)
         ),
     )
+
+
+def _identity_of(tensor: Tensor) -> tuple[object, ...]:
+    found = id(tensor), tensor.shape, tensor.dtype, tensor.device
+    if isinstance(tensor, DTensor):
+        return *found, id(tensor.device_mesh), tuple(tensor.placements)
+    return found
 
 
 def _frozen(value: Any) -> Any:

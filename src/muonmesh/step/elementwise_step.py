@@ -4,56 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import ElementwiseRule
-from muonmesh.settings import Precision
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
-from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept, create_master
+from muonmesh.step.parameter_steps import COUNT, ParameterStep, create_kept
+from muonmesh.step.precision import Precision
 from muonmesh.step.stochastic_rounding import round_stored
 from muonmesh.step.update_squares import UpdateSquares
 
 
 def step_elementwise(
-    rules: Sequence[Any],
-    entries_of: Sequence[Sequence[ParameterStep]],
+    rule: ElementwiseRule,
+    entries: Sequence[ParameterStep],
     precision: Precision,
     flags: Flags,
     update_squares: UpdateSquares | None,
     offload: Offload | None = None,
 ) -> None:
-    """Step the groups of elementwise rules.
+    """Step the parameters of one group.
 
     Args:
-        rules: The snapshots of the groups' rules.
-        entries_of: What this rank stores of the parameters of each such group.
+        rule: The snapshot of the group's rule.
+        entries: What this rank stores of the parameters.
         precision: Whether there are masters, and where state is kept.
         flags: What all ranks agreed on.
         update_squares: To which the squares of the updates, without decay, are added, if anybody asked for them.
         offload: Brings the state, where it lies on the host.
     """
-    for entries in entries_of:
-        if not entries:
-            continue
-        rule: ElementwiseRule = rules[entries[0].group]
-        for entry in entries:
-            _create(entry, precision)
-        if offload is None:
-            _step(entries, rule, flags, update_squares)
-            continue
-        for some, states in offload.portions([entry.state for entry in entries], (*rule.keeps(), "master")):
-            lent = [replace(entry, state=state) for entry, state in zip(entries[some], states, strict=True)]
-            _step(lent, rule, flags, update_squares)
+    for entry in entries:
+        _create(entry, precision)
+    if offload is None:
+        _step(entries, rule, flags, update_squares)
+        return
+    for some, states in offload.portions([entry.state for entry in entries], (*rule.keeps(), "master")):
+        lent = [replace(entry, state=state) for entry, state in zip(entries[some], states, strict=True)]
+        _step(lent, rule, flags, update_squares)
 
 
 def _create(entry: ParameterStep, precision: Precision) -> None:
     """Create what is missing of the state."""
-    create_master(entry, precision)
     create_kept(entry, precision)
     if COUNT not in entry.state:
         device = entry.tensor.device  # torch's fused kernels want it on the device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.gradients import partial_axes
-from muonmesh.layout import Elementwise, Parameter, Plan, listed_by
+from muonmesh.layout import Elementwise, Parameter, Plan
+from muonmesh.layout.parameter import listed_by
 from muonmesh.numerics.kernels.memory import upload
 
 TAIL = ("skip", "overflow", "moves", "error", "replan", "stays")
@@ -158,7 +159,11 @@ class FlagVector:
         return present + missing, placed
 
     def vector(
-        self, nonzero: Tensor, entries: Sequence[HasGradient | None], settings: Tensor, tail: dict[str, bool | Tensor]
+        self,
+        nonzero: Tensor,
+        entries: Sequence[HasGradient | None],
+        settings: Tensor,
+        tail: Mapping[str, bool | Tensor | None],
     ) -> Tensor:
         """Return this rank's flags, uint8 on the device of ``nonzero``.
 
@@ -169,12 +174,13 @@ class FlagVector:
             tail: Those flags of `TAIL` that may be set; tensors on the device are not waited for.
         """
         device = nonzero.device
-        known = [int(flag) if not isinstance(flag, Tensor) else 0 for flag in (tail.get(name, False) for name in TAIL)]
+        known = [int(flag) for flag in (tail.get(name) is True for name in TAIL)]
         stored = [flag for flag in self.stored for _ in range(DIGEST)]
         said = [[0] * len(stored)] * 2
         if settings.device.type == "cpu":
             mine = settings.tolist()
-            said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in (mine, inverse(mine))]
+            both = mine, [255 - byte for byte in mine]
+            said = [[flag * byte for flag, byte in zip(stored, some, strict=True)] for some in both]
         counted, placed = self.counted(entries)
         lacking = [255 - byte if byte else 0 for byte in placed]
         host = [0] * self.matrices + counted + placed + said[0] + lacking + said[1] + known
@@ -203,11 +209,6 @@ class FlagVector:
                 upload([flag for flag in self.stored for _ in range(DIGEST)], dtype=torch.uint8, device=device),
             )
         return self._constants[device]
-
-
-def inverse(digests: Sequence[int]) -> list[int]:
-    """Return what bytes lack of 255."""
-    return [255 - byte for byte in digests]
 
 
 @dataclass(frozen=True)

@@ -159,11 +159,15 @@ def _named_alike(names: Mapping[tuple[str, tuple[int, ...]], int]) -> LayoutErro
     """Return the error of the first name that several parameters of the same ranks have."""
     for (name, _), count in names.items():
         if count > 1:
-            found, needed = f"{count} parameters of this name", "a unique name for each, because ranks and checkpoints "
-            needed += "know parameters by name"
-            write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
-            return LayoutError(explain_error(name, found, needed, write))
+            return LayoutError(told_alike(name, f"{count} parameters of this name"))
     return None
+
+
+def told_alike(name: str, found: str) -> str:
+    """Return the message of several parameters of one name."""
+    needed = "a unique name for each, because ranks and checkpoints know parameters by name"
+    write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
+    return explain_error(name, found, needed, write)
 
 
 def _with_momentum_placed(
@@ -191,17 +195,17 @@ def sets_without_tensor(layouts: Mapping[str, Declared]) -> list[tuple[int, ...]
 
     Such a rank need not list an empty tensor; its layout says with whom it has to meet.
     """
-    flat = (layout for entry in layouts.values() if not _holds_some(entry) for layout in _flat_layouts(entry))
+    flat = (layout for entry in layouts.values() if not _holds_some(entry) for layout in flat_layouts(entry))
     return [layout.ranks for layout in flat if this_rank() in layout.ranks]
 
 
 def _holds_some(entry: Declared) -> bool:
     """Whether this rank must have a tensor for an entry of ``layouts``."""
-    found = _flat_layouts(entry)
+    found = flat_layouts(entry)
     return not found or any(layout.holds(this_rank()) for layout in found)
 
 
-def _flat_layouts(entry: Declared) -> list[FlatShards]:
+def flat_layouts(entry: Declared) -> list[FlatShards]:
     """Return the layouts of an entry that says what flat tensors hold; nothing of one of another kind."""
     entries = entry if isinstance(entry, (tuple, list)) else (entry,)
     found = [each.layout if isinstance(each, FlatParameter) else each for each in entries]

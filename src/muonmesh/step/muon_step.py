@@ -11,15 +11,14 @@ from torch import Tensor
 
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.views import view_in_matrix
-from muonmesh.comm.work import Ends, Local
+from muonmesh.comm.views import view_in_matrix, view_in_storage
+from muonmesh.comm.work import Ends, Local, Work
 from muonmesh.layout import Piece
 from muonmesh.numerics.kernels.memory import scratch
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.on_device import Folded, Updated
 from muonmesh.step.blocks import Momentum
-from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
@@ -50,7 +49,7 @@ class Portions(Protocol):
         """Return what results are multiplied by before they travel; None: each rank multiplies what it writes."""
 
 
-class MuonStep:
+class MuonStep(Work):
     """The Muon half of one step: what the exchange reads, computes and writes (`muonmesh.comm.work.Work`).
 
     Pieces are views of the local storage, read as a contiguous array; a storage that is not contiguous is worked on in
@@ -59,21 +58,18 @@ class MuonStep:
     Args:
         ready: The parameters of the step.
         portions: Works on the pieces, as a CPU or as a device does.
-        step_elementwise: AdamW's half, which the exchange calls while the first matrices travel.
+        elementwise: AdamW's half, group by group, which is stepped while the first matrices travel.
 
     Attributes:
         companions: What rules keep by row, column or matrix.
         summands: The sums that rules take over matrices.
     """
 
-    def __init__(
-        self,
-        ready: ReadyParameters,
-        portions: Portions,
-        step_elementwise: Callable[[], None],
-    ) -> None:
-        self._ready, self._portions = ready, portions
-        self.step_elementwise = step_elementwise
+    companions: StoredCompanions
+    summands: RuleSums
+
+    def __init__(self, ready: ReadyParameters, portions: Portions, elementwise: Sequence[Callable[[], None]]) -> None:
+        self._ready, self._portions, self._elementwise = ready, portions, elementwise
         self.companions = StoredCompanions(ready)
         self.summands = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
@@ -83,9 +79,10 @@ class MuonStep:
         if self._ready.copies is not None:
             self._ready.collect(assignments)
 
-    def finish(self) -> None:
-        """End the step; see `ReadyParameters.finish`."""
-        self._ready.finish()
+    def step_elementwise(self) -> None:
+        """Step AdamW's half."""
+        for step_group in self._elementwise:
+            step_group()
 
     # ---------------------------------------------------------------- gradients
 
@@ -113,7 +110,7 @@ class MuonStep:
                 found[number, piece] = _piece(ready, number, piece, folds=True)
         reads: list[Folded] = []
         for leg, into in ends:
-            ready, key = self._ready[leg.parameter], (leg.assignment, leg.piece)
+            ready, key = self._ready.found[leg.parameter], (leg.assignment, leg.piece)
             if ready.momenta is None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
             elif (known := found.get(key)) is not None and known.into is None:
@@ -289,25 +286,26 @@ class HostPortions:
         no thread waits for another; see `MuonStep.run`.
         """
         tasks: list[tuple[int, Callable[[], None]]] = []
-        for some in alike:
-            self._ready.arrive([matrix.assignment for matrix in some])
-            assignment = self._ready.plan.assignments[some[0].assignment]
-            size = step.at_once(len(some), some[0].assignment)
+        numbers = [[matrix.assignment for matrix in some] for some in alike]
+        for some, those in zip(alike, numbers, strict=True):
+            assignment = self._ready.plan.assignments[those[0]]
+            size = step.at_once(len(some), those[0])
+            self._ready.arrive(those)
             for stored in _by_storage(some):
                 for start in range(0, len(stored), size):
                     batch = stored[start : start + size]
                     tasks.append((assignment.flops * len(batch), functools.partial(self._local, step, batch)))
         step.run(tasks)
-        for some in alike:
-            self._ready.have_read([matrix.assignment for matrix in some])
+        for those in numbers:
+            self._ready.have_read(those)
 
     def _local(self, step: MuonStep, batch: Sequence[Local]) -> None:
         numbers = [local.assignment for local in batch]
-        dtype, device = self._ready.precision.compute, self._ready.device
+        dtype, device, stack = self._ready.precision.compute, self._ready.device, self._stack(batch)
         shape = self._ready.plan.assignments[numbers[0]].matrix.shape
         x = scratch("matrices", (len(batch), *shape), dtype=dtype, device=device)
         out = scratch("results", x.shape, dtype=dtype, device=device)
-        if (stack := self._stack(batch)) is not None:
+        if stack is not None:
             into, updates = (x.mT, out.mT) if batch[0].stored == "transposed" else (x, out)
             stack.fold(into)
             step.orthogonalize_batch(x, out, numbers)

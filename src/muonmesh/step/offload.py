@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import keep
-from muonmesh.settings import Precision
+from muonmesh.step.precision import Precision
 
 
 def fresh_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Precision) -> Tensor:

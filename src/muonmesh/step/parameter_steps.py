@@ -12,11 +12,10 @@ from torch import Tensor
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes, unscaled
 from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import LayoutError, StateError, about, explain_error
-from muonmesh.layout import Piece
-from muonmesh.settings import Precision
 from muonmesh.step.members import Member
 from muonmesh.step.offload import fresh_copy, fresh_zeros
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import StateLayout
 
 RUNNING = ("running_norm", "running_norm_steps")
@@ -61,14 +60,6 @@ class ParameterStep:
         """Whether all that its rule keeps has been created, which is true of a rule that keeps nothing."""
         return self.state_layouts.keys() <= self.state.keys()
 
-    def is_complete(self, precision: Precision) -> bool:
-        """Whether `create_state` has nothing to create."""
-        state, master = self.state, precision.master
-        for key in (*RUNNING, *self.state_layouts):
-            if key not in state:
-                return False
-        return master is None or "master" in state or master == self.tensor.dtype
-
 
 class Collected(NamedTuple):
     """What one step works on: all parameters, each as a `ParameterStep`.
@@ -76,7 +67,7 @@ class Collected(NamedTuple):
     Attributes:
         muon: Of the Muon half, as the plan's parameters are numbered; None for one that only other ranks hold.
         elementwise: Of the AdamW parameters that other ranks know of, as the plan numbers them; None likewise.
-        adamw: Of each AdamW group, a flat tensor once.
+        adamw: Of each AdamW group that has any here, a flat tensor once.
         error: The first thing that is wrong; the rank keeps it and takes part in what others wait for.
         missing: The parameters without a gradient, by name.
         some: Whether any parameter of this rank has a gradient.
@@ -150,7 +141,7 @@ def collect(
     muon = [None if member is None else entry_of(member, muon=True) for member in planned.muon]
     elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
     adamw = []
-    for members in planned.adamw:
+    for members in filter(None, planned.adamw):
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
         if len(tensors) < len(members) and groups[members[0].group]["stochastic_rounding"] is not None:
             found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
@@ -161,17 +152,16 @@ def collect(
 
 
 def create_state(entry: ParameterStep, precision: Precision) -> None:
-    """Create what the rule keeps, the running norms of `clip` and the master of a Muon parameter where missing."""
-    local = entry.local
+    """Create what the rule keeps, the master and the running norms of `clip` of a Muon parameter where missing."""
     create_kept(entry, precision)
     for key in RUNNING:  # always, so that a checkpoint has something to be loaded into
         if key not in entry.state:
-            entry.state[key] = torch.zeros(running_shape(entry.matrices), dtype=torch.float32, device=local.device)
-    create_master(entry, precision)
+            shape = running_shape(entry.matrices)
+            entry.state[key] = torch.zeros(shape, dtype=torch.float32, device=entry.local.device)
 
 
 def create_kept(entry: ParameterStep, precision: Precision) -> None:
-    """Create what the rule keeps where it is missing, as zeros."""
+    """Create what the rule keeps where it is missing, as zeros, and the master where it is missing and asked for."""
     local = entry.local
     for key, state_layout in entry.state_layouts.items():
         if key not in entry.state:
@@ -181,18 +171,13 @@ def create_kept(entry: ParameterStep, precision: Precision) -> None:
             else:
                 zeros = torch.zeros(shape, dtype=state_layout.kept_dtype(precision), device=local.device)
             entry.state[key] = state_layout.storage.wrap(zeros)
+    if precision.master is not None and precision.master != local.dtype and "master" not in entry.state:
+        entry.state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
 def running_shape(matrices: int) -> tuple[int, ...]:
     """Return the shape of a tensor's running norms: 0-d for a single matrix, as AdamW's step count."""
     return () if matrices == 1 else (matrices,)
-
-
-def create_master(entry: ParameterStep, precision: Precision) -> None:
-    """Create the master of a parameter where it is missing and asked for."""
-    local = entry.local
-    if precision.master is not None and precision.master != local.dtype and "master" not in entry.state:
-        entry.state["master"] = entry.storage.wrap(fresh_copy(local, precision.master, precision))
 
 
 def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> None:
@@ -247,11 +232,3 @@ def check_state(entry: ParameterStep, precision: Precision, *, muon: bool) -> No
             raise StateError(explain_error(entry.name, found, where, "Move it back, or load the state again"))
         if muon and not local.is_contiguous():
             state[key] = place.wrap(local.contiguous())
-
-
-def view_in_storage(storage: Tensor, piece: Piece) -> Tensor:
-    """Return the elements of a contiguous local storage that a piece names."""
-    if piece.storage_start == 0 and piece.shape == storage.shape:
-        return storage  # the common case: the whole of what is stored
-    start = storage.storage_offset() + piece.storage_start
-    return storage.as_strided(piece.shape, piece.storage_strides, start)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,27 +24,29 @@ from muonmesh.comm.storage import (
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import (
     Elementwise,
+    Layout,
     Parameter,
     Piece,
     Plan,
     cost,
-    make_plan,
     split_matrices,
 )
-from muonmesh.layout.owners import KnownMatrix
 from muonmesh.layout.routes import pieces
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule, is_matrix_rule, rule_of
-from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.members import Member, with_state_layouts
+from muonmesh.step.precision import Precision
 from muonmesh.step.state_layout import kept_at_owners
 
 Holdings = tuple[tuple[Piece, ...], ...]
 """For each Matrix of a plan, the pieces of it that this rank stores."""
+
+Planner = Callable[..., Plan]
+"""`make_plan` with what an optimizer has set: how much a bucket holds, who keeps something, how large machines are."""
 
 Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 """How matrices are orthogonalized, by the number of their group and their shape as they are assembled."""
@@ -66,8 +67,6 @@ class Planned:
         adamw: All members of each group that is AdamW's, which are stepped; empty for the others.
         plan: Who orthogonalizes what.
         rank: This process.
-        holdings: The pieces of each Matrix that are stored here.
-        momentum_holdings: The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it.
         device: Of the Muon parameters, or of the first parameter if there are none; without any see
             `device_without_parameters`.
         orthogonalizers: How the matrices of each Muon group of this rank are orthogonalized, by group and shape.
@@ -81,14 +80,12 @@ class Planned:
     adamw: tuple[tuple[Member, ...], ...]
     plan: Plan
     rank: int
-    holdings: Holdings
-    momentum_holdings: Holdings
     device: torch.device
     orthogonalizers: Orthogonalizers
     exchange: Exchange | None = None
     beyond: Sequence[tuple[int, ...]] = ()
-    _names: list[str] | None = None
-    _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    _names: list[str] | None = field(default=None, init=False)
+    _terms: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = field(default_factory=dict, init=False)
 
     @cached_property
     def flag_vector(self) -> FlagVector:
@@ -150,6 +147,20 @@ class Planned:
         return Blocks(self.plan, self.momentum_holdings, self.matrices_of, self.device)
 
     @cached_property
+    def holdings(self) -> Holdings:
+        """The pieces of each Matrix that are stored here."""
+        return self._holdings([parameter.target for parameter in self.plan.parameters])
+
+    @cached_property
+    def momentum_holdings(self) -> Holdings:
+        """The pieces of each Matrix whose momentum is stored here: the same, unless replicas share it."""
+        shared = any(parameter.momentum_storage is not parameter.target for parameter in self.plan.parameters)
+        return self._holdings([each.momentum_storage for each in self.plan.parameters]) if shared else self.holdings
+
+    def _holdings(self, layouts: Sequence[Layout]) -> Holdings:
+        return tuple(tuple(pieces(layouts[a.parameter], self.rank, a.matrix)) for a in self.plan.assignments)
+
+    @cached_property
     def gradient_holdings(self) -> Holdings:
         """The pieces of each Matrix whose gradient is here: those stored here, or those whose momentum is."""
         there = any(member is not None and member.at_momentum for member in self.muon)
@@ -161,15 +172,11 @@ class Planned:
         return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
 
 
-def holdings_of(plan: Plan, rank: int, *, momentum: bool) -> Holdings:
-    """Return for each Matrix of a plan the pieces of it that ``rank`` stores, or stores the momentum of."""
-    found = []
-    for assignment in plan.assignments:
-        parameter = plan.parameters[assignment.parameter]
-        found.append(
-            tuple(pieces(parameter.momentum_storage if momentum else parameter.target, rank, assignment.matrix))
-        )
-    return tuple(found)
+class Connected(NamedTuple):
+    """A plan that all its ranks know of, with the exchange that runs it."""
+
+    planned: Planned
+    exchange: Exchange
 
 
 def plan_members(
@@ -177,13 +184,9 @@ def plan_members(
     members: Sequence[Member],
     signature: object,
     precision: Precision,
-    bucket_cap_mb: float,
-    keepers: Mapping[KnownMatrix, int] = MappingProxyType({}),
-    machine: int = 0,
+    planner: Planner,
 ) -> Planned:
-    """Make the plan of this rank's parameters, whose ``keepers`` stay the owners of their matrices.
-
-    A ``machine`` has so many ranks; see `make_plan`.
+    """Make the plan of this rank's parameters.
 
     Raises:
         LayoutError: a parameter is held in a way that cannot be mapped to whole matrices.
@@ -199,13 +202,10 @@ def plan_members(
     )
     orthogonalizers: Orthogonalizers = {}
     parameters = [_parameter(groups[member.group], member, precision, orthogonalizers) for member in muon]
-    plan = make_plan(
+    plan = planner(
         parameters,
         ranks=connected_ranks([member.storage for member in members]),
-        bucket_elements=bucket_elements(bucket_cap_mb, precision),
         elementwise=[Elementwise(m.name, m.storage.layout) for m in elementwise if m.storage.layout is not None],
-        known=keepers,
-        machine=machine,
     )
     adamw = tuple(
         tuple(m for m in members if m.group == number and not is_matrix_rule(group["algorithm"]))
@@ -215,18 +215,11 @@ def plan_members(
     device = next(devices_here, None) or device_without_parameters()
     if muon:
         check_kernels(precision.kernels, device=device, dtype=precision.compute)
-    return _planned(signature, muon, elementwise, adamw, plan, device, orthogonalizers)
+    placed = _with_owners(plan, muon)
+    return Planned(signature, placed, elementwise, adamw, plan, this_rank(), device, orthogonalizers)
 
 
-def widened(
-    planned: Planned,
-    views: Sequence[View],
-    ranks: Sequence[int],
-    precision: Precision,
-    bucket_cap_mb: float,
-    keepers: Mapping[KnownMatrix, int] = MappingProxyType({}),
-    machine: int = 0,
-) -> Planned:
+def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], planner: Planner) -> Planned:
     """Return the plan of a connected set whose ranks hold different parameters, from what each of them holds.
 
     Raises:
@@ -238,42 +231,20 @@ def widened(
         for member in (*planned.muon, *planned.elementwise)
         if member is not None and member.storage.layout is not None
     }
-    elements = bucket_elements(bucket_cap_mb, precision)
-    plan = make_plan(
-        parameters,
-        ranks=ranks,
-        bucket_elements=elements,
-        elementwise=elementwise,
-        known=keepers,
-        machine=machine,
-    )
+    plan = planner(parameters, ranks=ranks, elementwise=elementwise)
 
     def own(parameter: Parameter | Elementwise) -> Member | None:
         return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
 
-    muon, rest = tuple(map(own, parameters)), tuple(map(own, elementwise))
-    return _planned(planned.signature, muon, rest, planned.adamw, plan, planned.device, planned.orthogonalizers)
+    muon, rest = _with_owners(plan, list(map(own, parameters))), tuple(map(own, elementwise))
+    return replace(planned, muon=muon, elementwise=rest, plan=plan, beyond=())
 
 
-def _planned(
-    signature: object,
-    muon: tuple[Member | None, ...],
-    elementwise: tuple[Member | None, ...],
-    adamw: tuple[tuple[Member, ...], ...],
-    plan: Plan,
-    device: torch.device,
-    orthogonalizers: Orthogonalizers,
-) -> Planned:
-    rank = this_rank()
-    mine = [(number, member) for number, member in enumerate(muon) if member is not None]
-    placed = kept_at_owners(plan, [(number, member.tensor, member.state_layouts) for number, member in mine])
-    homes = {number: layouts for (number, _), layouts in zip(mine, placed, strict=True)}
-    muon = tuple(None if m is None else replace(m, state_layouts=homes[number]) for number, m in enumerate(muon))
-    holdings = holdings_of(plan, rank, momentum=False)
-    shared = any(parameter.momentum_storage is not parameter.target for parameter in plan.parameters)
-    momentum_holdings = holdings_of(plan, rank, momentum=True) if shared else holdings
-    stored = holdings, momentum_holdings
-    return Planned(signature, muon, elementwise, adamw, plan, rank, *stored, device, orthogonalizers)
+def _with_owners(plan: Plan, muon: Sequence[Member | None]) -> tuple[Member | None, ...]:
+    """Return the members of a plan with the places of what the owners of their matrices keep."""
+    mine = [(number, member.tensor, member.state_layouts) for number, member in enumerate(muon) if member is not None]
+    places = iter(kept_at_owners(plan, mine))
+    return tuple(None if member is None else replace(member, state_layouts=next(places)) for member in muon)
 
 
 def bucket_elements(bucket_cap_mb: float, precision: Precision) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from muonmesh.comm.agreement import agree_on_plan, insist_on_equal
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.storage import local_of
-from muonmesh.comm.work import Idle
+from muonmesh.comm.views import view_in_storage
+from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter, Piece, Plan
 from muonmesh.numerics.kernels.memory import upload
@@ -20,7 +22,7 @@ from muonmesh.numerics.kernels.zeros import mark_nonzero
 from muonmesh.settings import SettingsFound
 from muonmesh.step.flag_vector import DIGEST, Flags, ReducedFlags
 from muonmesh.step.late import LateAnswer
-from muonmesh.step.parameter_steps import Collected, ParameterStep, view_in_storage
+from muonmesh.step.parameter_steps import Collected, ParameterStep
 from muonmesh.step.planning import Holdings, Planned
 from muonmesh.step.settings_digest import SettingsDigest
 
@@ -39,22 +41,15 @@ def changed_groups() -> PlanError:
     )
 
 
-def _late(
-    answers: ReducedFlags,
-    exchange: Exchange,
-    error: Exception | None,
-    planned: Planned,
-    lines: Callable[[], Mapping[str, str]],
-    settings: SettingsFound,
-) -> LateAnswer:
+def _late(answers: ReducedFlags, raise_errors: Callable[[ReducedFlags], None]) -> LateAnswer:
     """Return flags on their way to a host that does not wait for them; what they say is raised on every rank."""
 
     def say(flags: Tensor) -> None:
         found = ReducedFlags(answers.flag_vector, flags)
         if bool(found.somebody("replan")):
             raise changed_groups()
-        late = settings.late() if error is None and bool(found.somebody("error")) else error
-        _raise_errors(planned, exchange, found, late, lines)
+        if bool(found.stops()):
+            raise_errors(found)
 
     return LateAnswer.of(answers.flags, say)
 
@@ -113,36 +108,35 @@ def preflight(
         nonzero = torch.tensor(
             _nonzero_on_host(plan, planned.gradient_holdings, muon), dtype=torch.uint8, device=device
         )
-    gradients = [
-        local_of(entry.gradient) for entry in collected.elementwise if entry is not None and entry.gradient is not None
-    ]
+    gradients = (entry.gradient for entry in collected.elementwise if entry is not None)
     failed: bool | Tensor = error is not None
-    wrong = settings.wrong_on_device()
-    if wrong is not None:
-        failed = wrong | failed
+    if settings.on_device:
+        failed = settings.wrong_on_device() | failed
     tail = {
-        "skip": _flag(skip),
-        "overflow": _flag(overflow),
-        "moves": at_rest and any(bool(gradient.any()) for gradient in gradients),
+        "skip": skip,
+        "overflow": overflow,
+        "moves": at_rest and any(bool(local_of(gradient).any()) for gradient in gradients if gradient is not None),
         "error": failed,
         "stays": True,
     }
-    flags = exchange.reduce_flags(flag_vector.vector(nonzero, entries, terms.digests(), tail))
-    answers = ReducedFlags(flag_vector, flags)
-    overflowed = answers.somebody("overflow")
+    flags = exchange.wire.begin_step(flag_vector.vector(nonzero, entries, terms.digests(), tail))
+    answers, raise_errors = (
+        ReducedFlags(flag_vector, flags),
+        partial(_raise_errors, exchange, error, terms.lines, settings),
+    )
+    overflowed, stops = answers.somebody("overflow"), answers.stops()
     if not waits:
-        stop = answers.stops() | answers.somebody("replan") | answers.somebody("skip") | overflowed
+        stop = stops | answers.somebody("replan") | answers.somebody("skip") | overflowed
         active = (answers.of("nonzero") != 0) & ~stop
         # All that the host can know now; what other shards have is in ``active``, on the device.
         present = [entry is not None and entry.gradient is not None for entry in muon]
         # Alone, without an error, a clip or a GradScaler that may skip, there is nobody to stop the step.
         only_zeros = len(plan.ranks) == 1 and failed is False and skip is None and overflow is None
         agreed = Flags(active, present, overflowed, stop=stop, only_zeros=only_zeros)
-        return agreed, _late(answers, exchange, error, planned, terms.lines, settings)
+        return agreed, _late(answers, raise_errors)
+    if bool(stops):
+        raise_errors(answers)
     told = answers.told()
-    if error is None and any(told["error"]):
-        error = settings.late()
-    _raise_errors(planned, exchange, answers, error, terms.lines)
     nonzeros = [flag != 0 for flag in told["nonzero"]]
     if any(told["replan"]):
         return Flags(nonzeros, [False] * len(muon), overflowed, replan=True), None
@@ -181,38 +175,34 @@ def stand_aside(planned: Planned, exchange: Exchange, error: Exception | None, *
     vector = flag_vector.vector(nonzero, nobody, digests, {"replan": error is None, "error": error is not None})
     for name in ("settings", "inverse"):
         vector[flag_vector.slices[name]] = 0  # says nothing
-    answers = ReducedFlags(flag_vector, exchange.reduce_flags(vector))
+    answers = ReducedFlags(flag_vector, exchange.wire.begin_step(vector))
+    raise_errors = partial(_raise_errors, exchange, error, dict, SettingsFound(error, False, [], []))
     if waits:
-        _raise_errors(planned, exchange, answers, error, dict)
+        if bool(answers.stops()):
+            raise_errors(answers)
         return None
     followed = bool(answers.somebody("stays"))
     if followed:
-        exchange.run(Idle())
+        exchange.run(Work())
     if error is not None:
-        return _late(answers, exchange, error, planned, dict, SettingsFound(error, False, [], []))
+        return _late(answers, raise_errors)
     if followed:
         raise changed_groups()
     return None
 
 
-def _flag(told: Tensor | bool | None) -> bool | Tensor:
-    return told if isinstance(told, Tensor) and told.device.type != "cpu" else bool(told)
-
-
 def _raise_errors(
-    planned: Planned,
     exchange: Exchange,
-    answers: ReducedFlags,
     error: Exception | None,
     lines: Callable[[], Mapping[str, str]],
+    settings: SettingsFound,
+    answers: ReducedFlags,
 ) -> None:
-    """Raise what the flags say, on every rank; all ranks of the exchange call it where they say something."""
-    if not bool(answers.stops()):
-        return
-    flag_vector = answers.flag_vector
+    """Raise what the flags say, on every rank; all ranks of the exchange call it where they stop a step."""
+    flag_vector, plan = answers.flag_vector, exchange.plan
     if bool(answers.somebody("error")):
-        agree_on_plan(exchange.group, exchange.plan, error)
-    parameters: list[Parameter | Elementwise] = [*planned.plan.parameters, *planned.plan.elementwise]
+        agree_on_plan(exchange.group, plan, error or settings.late())
+    parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
     for flag in answers.half_missing().nonzero().flatten().tolist():
         parameter = parameters[flag_vector.owners[flag]]
         raise PlanError(

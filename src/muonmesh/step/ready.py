@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.comm.views import view_in_matrix, view_in_storage
 from muonmesh.comm.work import Ends
-from muonmesh.layout import Layout, Matrix, overlap
+from muonmesh.layout import Layout, Matrix
+from muonmesh.layout.region import overlap
 from muonmesh.layout.routes import Leg
 from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Rule
-from muonmesh.settings import Precision
 from muonmesh.step.blocks import Blocks, Momentum
 from muonmesh.step.device_copies import DeviceCopies
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameter_steps import ParameterStep, create_state
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 
 
 class ReadyParameter(NamedTuple):
@@ -75,6 +77,7 @@ class ReadyParameters:
         blocks: Those of momentum in int8; None where it is kept in a floating-point dtype.
         nonzero: `Flags.nonzero`: for each matrix whether its gradient is not zero.
         copies: The copies of state that lies on the host; None where it is with the parameters.
+        found: Those that are ready, by the number of the parameter in the plan; filled before threads read it.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class ReadyParameters:
         self._orthogonalizers = planned.orthogonalizers
         self.nonzero: Sequence[bool] | Tensor = flags.nonzero
         self.copies = None if offload is None else DeviceCopies(offload, self.plan, self.holdings, entries)
-        self._found: dict[int, ReadyParameter] = {}  # by parameter; filled before threads read it
+        self.found: dict[int, ReadyParameter] = {}
         self._coded: dict[tuple[Tensor, str], Momentum] = {}  # a flat tensor has one for all its parameters
 
     # ---------------------------------------------------------------- by the number of a matrix
@@ -133,15 +136,11 @@ class ReadyParameters:
 
     def of(self, number: int) -> ReadyParameter | None:
         """Return the ready parameter that a matrix is part of; None if this rank stores nothing of it."""
-        return self._found.get(self.plan.assignments[number].parameter)
-
-    def __getitem__(self, parameter: int) -> ReadyParameter:
-        """Return a ready parameter by its number in the plan."""
-        return self._found[parameter]
+        return self.found.get(self.plan.assignments[number].parameter)
 
     def changes(self, leg: Leg) -> bool:
         """Whether a leg's elements may change: there is state, and the host does not know that the matrix stays."""
-        return self.nonzero[leg.assignment] is not False and self[leg.parameter].entry.created
+        return self.nonzero[leg.assignment] is not False and self.found[leg.parameter].entry.created
 
     def mask(self, number: int) -> Tensor | None:
         """Return whether a matrix is written, a 0-d bool tensor; None where the host knows that it is."""
@@ -157,13 +156,13 @@ class ReadyParameters:
         when this returns; `arrive` waits for it.
         """
         wanted = dict.fromkeys([self.plan.assignments[number].parameter for number in numbers])
-        fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and n not in self._found}
+        fresh = {n: entry for n in wanted if (entry := self.entries[n]) is not None and n not in self.found}
         for number, entry in fresh.items():
             self.create(number, entry)
         if self.copies is not None:
             self.copies.take(fresh.values())
         for number, entry in fresh.items():
-            self._found[number] = self._ready(entry)
+            self.found[number] = self._ready(entry)
 
     def arrive(self, numbers: Sequence[int]) -> None:
         """`collect`, and let what is computed from now on wait for state that is on its way."""
@@ -173,7 +172,7 @@ class ReadyParameters:
 
     def create(self, parameter: int, entry: ParameterStep) -> None:
         """Create the state of a parameter that is missing, if it may have a gradient."""
-        if not entry.is_complete(self.precision) and (self.flags.present[parameter] or self._another_may_have(entry)):
+        if self.flags.present[parameter] or self._another_may_have(entry):
             create_state(entry, self.precision)
 
     def _ready(self, entry: ParameterStep) -> ReadyParameter:
@@ -227,15 +226,15 @@ class ReadyParameters:
         """Give the momentum of matrices back that has been read, where it lies on the host."""
         if self.copies is not None:
             for parameter in self.copies.have_read(numbers):
-                if parameter in self._found:  # of a flat buffer it may be a parameter of which nothing is here
-                    self._found[parameter] = self._found[parameter]._replace(momenta={})
+                if parameter in self.found:  # of a flat buffer it may be a parameter of which nothing is here
+                    self.found[parameter] = self.found[parameter]._replace(momenta={})
 
     def have_written(self, ends: Ends) -> None:
         """Give the other state back of what is written, likewise."""
         if self.copies is not None:
             for parameter in self.copies.have_written(ends):
-                if parameter in self._found:
-                    self._found[parameter] = self._found[parameter]._replace(beside={}, master=None)
+                if parameter in self.found:
+                    self.found[parameter] = self.found[parameter]._replace(beside={}, master=None)
 
     def finish(self) -> None:
         """Write back the storages that were worked on in a copy, and create the state of what was not worked on.
@@ -243,13 +242,11 @@ class ReadyParameters:
         A rank may hold an empty shard, of which it has nothing to fold or to write. Its state is empty too, but
         checkpoints look for it on every rank.
         """
-        for ready in self._found.values():
+        for ready in self.found.values():
             if ready.weights is not ready.entry.local:
                 ready.entry.local.copy_(ready.weights)
         for parameter, entry in enumerate(self.entries):
-            if entry is None or parameter in self._found or not self.flags.present[parameter]:
-                continue
-            if not entry.is_complete(self.precision):
+            if entry is not None and parameter not in self.found and self.flags.present[parameter]:
                 create_state(entry, self.precision)
         if self.copies is not None:
             self.copies.finish()
@@ -273,11 +270,9 @@ def _restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     """
     rank = this_rank()
     own = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
-    first = local.storage_offset()  # of a gradient that is a view into a bucket of DDP's or FSDP2's
     for target in _layout(place).blocks(rank):
         for block in _layout(storage).blocks(rank):
             shared = overlap(block, target)  # ``matrix_*`` of this Piece are places in the momentum
             if shared is not None:
-                part = local.as_strided(shared.shape, shared.storage_strides, first + shared.storage_start)
-                own.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start).copy_(part)
+                view_in_matrix(shared, own).copy_(view_in_storage(local, shared))
     return own

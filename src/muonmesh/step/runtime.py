@@ -15,10 +15,11 @@ from muonmesh.comm.storage import Declared, ranks_of_a_machine
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
-from muonmesh.settings import Precision, ProcessGroup
+from muonmesh.settings import ProcessGroup
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.offload import Offload
-from muonmesh.step.planning import Planned, bucket_elements
+from muonmesh.step.planning import Connected, Planned, bucket_elements
+from muonmesh.step.precision import Precision
 from muonmesh.step.untrained import IdleParameters
 from muonmesh.step.update_squares import UpdateSquares
 
@@ -81,7 +82,7 @@ class Runtime:
     bucket_cap_mb: float
     complete: bool = False
     planned: Planned | None = None
-    connected: Planned | None = None
+    connected: Connected | None = None
     keepers: Mapping[KnownMatrix, int] = field(default_factory=dict)
     compared: Planned | None = None
     loaded: bool = False
@@ -137,5 +138,6 @@ class Runtime:
 
     def offload_of(self, planned: Planned) -> Offload | None:
         """Return what brings the state of this step to the device and back; None where it is there."""
-        needed = self.precision.leaves(planned.device) if self.offload is None else self.offload
+        leaves = self.precision.on_host and planned.device.type != "cpu"
+        needed = leaves if self.offload is None else self.offload
         return Offload(planned.device, elements=bucket_elements(self.bucket_cap_mb, self.precision)) if needed else None

@@ -50,7 +50,7 @@ class Stack:
             None where a matrix is stored in pieces, has no gradient or state, or is not stored as the others are.
         """
         adjacents = _adjacent(ready.plan, batch)
-        parameters = [ready[adjacent.parameter] for adjacent in adjacents]
+        parameters = [ready.found[adjacent.parameter] for adjacent in adjacents]
         found = Stack([local.assignment for local in batch], parameters[0].rule)
         for adjacent, parameter in zip(adjacents, parameters, strict=True):
             other = adjacent.stored == "in pieces" or parameter.entry.group != parameters[0].entry.group

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from muonmesh.comm.storage import Storage
-from muonmesh.layout import Companion, FlatShards, MatrixSpec, MeshLayout, Plan, companion_matrices
-from muonmesh.layout.companion import companion_on_mesh, companions_in_buffers
+from muonmesh.layout import FlatShards, MatrixSpec, MeshLayout, Plan
+from muonmesh.layout.companion import Companion, companion_matrices, companion_on_mesh, companions_in_buffers
 from muonmesh.layout.flat import Interval
 from muonmesh.numerics.rules import KeptAs
-from muonmesh.settings import Precision
+from muonmesh.step.precision import Precision
 
 
 class StateLayout(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from muonmesh.comm.storage import Storage, this_rank
+from muonmesh.comm.views import view_in_storage
 from muonmesh.layout import Piece
 from muonmesh.layout.region import Block, Region, number_in_whole, row_major
 from muonmesh.numerics.rules import Hyperparameters
 from muonmesh.numerics.stochastic import Rounding, keys_of
-from muonmesh.step.parameter_steps import view_in_storage
 
 
 def rounding_of(name: str, storage: Storage, rule: Hyperparameters, piece: Piece) -> Rounding | None:

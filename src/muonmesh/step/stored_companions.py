@@ -5,43 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from muonmesh.comm.storage import local_of
-from muonmesh.comm.work import Ends
+from muonmesh.comm.views import view_in_storage
+from muonmesh.comm.work import CompanionState, Ends, Summands
 from muonmesh.layout import Piece
 from muonmesh.layout.companion import size_of
 from muonmesh.layout.routes import Leg
 from muonmesh.numerics.rules import parts
 from muonmesh.numerics.rules.on_device import Updated
-from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameters
 from muonmesh.step.stochastic_rounding import rounding_of
 
 
-class StoredCompanions:
+@dataclass
+class StoredCompanions(CompanionState):
     """The companions (numbers by row, column or matrix) of one step: where `CompanionExchange` reads and writes them.
 
-    Implements `muonmesh.comm.work.CompanionState`.
-
-    Args:
-        ready: The parameters of the step.
-
     Attributes:
+        ready: The parameters of the step.
         owned: What is kept of the matrices that this rank owns, by assignment and key.
     """
 
-    def __init__(self, ready: ReadyParameters) -> None:
-        self._ready = ready
-        self.owned: Mapping[int, Mapping[str, Tensor]] = {}
+    ready: ReadyParameters
+    owned: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
         """Write what is kept of a matrix; zeros if there is no state here."""
-        entry = self._ready.entry(assignment)
+        entry = self.ready.entry(assignment)
         assert entry is not None
-        self._ready.create(self._ready.plan.assignments[assignment].parameter, entry)  # and take no more than these
+        self.ready.create(self.ready.plan.assignments[assignment].parameter, entry)  # and take no more than these
         if entry.created:
             into.copy_(view_in_storage(local_of(entry.state[key]), piece))
         else:
@@ -57,8 +54,8 @@ class StoredCompanions:
 
         What travels is left as it was by `write` where the matrix is left alone; what lives here, when this ends.
         """
-        matrix, flag = self._ready.matrix(assignment), self._ready.nonzero[assignment]
-        entry = self._ready.entry(assignment)
+        matrix, flag = self.ready.matrix(assignment), self.ready.nonzero[assignment]
+        entry = self.ready.entry(assignment)
         assert entry is not None
         given, here = {}, dict[str, Tensor]()
         for key, state_layout in entry.state_layouts.items():
@@ -76,7 +73,7 @@ class StoredCompanions:
                 else:
                     here[key], given[key] = view, view.clone()
             else:
-                given[key] = torch.zeros(size, dtype=self._ready.precision.carried, device=self._ready.device)
+                given[key] = torch.zeros(size, dtype=self.ready.precision.carried, device=self.ready.device)
         yield given
         for key, kept in here.items():
             if isinstance(flag, Tensor):
@@ -86,7 +83,7 @@ class StoredCompanions:
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Keep the numbers that `Rule.whole` has changed, unless the matrix is left alone."""
-        flag, entry = self._ready.nonzero[assignment], self._ready.entry(assignment)
+        flag, entry = self.ready.nonzero[assignment], self.ready.entry(assignment)
         assert entry is not None
         if flag is False or not entry.created:
             return
@@ -94,39 +91,36 @@ class StoredCompanions:
         kept.copy_(numbers if flag is True else torch.where(flag, numbers, kept))
 
 
-class RuleSums:
+@dataclass
+class RuleSums(Summands):
     """The sums over whole matrices in one step, for the rules that ask for them.
 
-    Implements `muonmesh.comm.work.Summands`.
-
-    Args:
+    Attributes:
         ready: The parameters of the step.
         companions: What rules keep by row, column or matrix of the matrices that this rank owns.
-
-    Attributes:
         unsuited: By assignment, whether a matrix does not suit its rule, 0-d bool.
     """
 
-    def __init__(self, ready: ReadyParameters, companions: StoredCompanions) -> None:
-        self._ready, self._companions = ready, companions
-        self.unsuited: dict[int, Tensor] = {}
-        # By assignment: its sums, and what its rule keeps of the matrix as one number.
-        self._found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = {}
+    ready: ReadyParameters
+    companions: StoredCompanions
+    unsuited: dict[int, Tensor] = field(default_factory=dict)
+    # By assignment: its sums, and what its rule keeps of the matrix as one number.
+    _found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
     def updates(self, ends: Ends) -> list[Updated]:
         """Return the pieces of weights that legs name, with their updates and sums; none that do not change."""
         found = []
         for leg, update in ends:
-            if self._ready.changes(leg):
+            if self.ready.changes(leg):
                 sums, told = self._found.get(leg.assignment, ((), {}))
                 found.append(self._updated(leg, update)._replace(sums=sums, told=told))
         return found
 
     def _updated(self, leg: Leg, update: Tensor) -> Updated:
-        ready, piece = self._ready[leg.parameter], leg.piece
+        ready, piece = self.ready.found[leg.parameter], leg.piece
         rounded = None if ready.master is None else view_in_storage(ready.weights, piece)
         beside = {key: view_in_storage(kept, piece) for key, kept in ready.beside.items()}
-        weights, scale = view_in_storage(ready.written, piece), self._ready.scale(leg.assignment)
+        weights, scale = view_in_storage(ready.written, piece), self.ready.scale(leg.assignment)
         entry, rounding = ready.entry, None
         if weights.dtype == torch.bfloat16:
             rounding = rounding_of(entry.name, entry.storage, ready.rule, piece)
@@ -134,34 +128,34 @@ class RuleSums:
 
     def exponents(self, leg: Leg, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a leg's elements in each sum that its rule asks for."""
-        if self._ready.changes(leg):
+        if self.ready.changes(leg):
             some = self._updated(leg, update)
-            rule = self._ready.rule(leg.assignment)
+            rule = self.ready.rule(leg.assignment)
             into.copy_(parts.exponents(rule, some.weights, update, some.state, scale=some.scale))
 
     def limbs(self, leg: Leg, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Write what a leg's elements add to these sums."""
-        if self._ready.changes(leg):
-            some, count = self._updated(leg, update), self._ready.matrix(leg.assignment).numel
-            rule = self._ready.rule(leg.assignment)
+        if self.ready.changes(leg):
+            some, count = self._updated(leg, update), self.ready.matrix(leg.assignment).numel
+            rule = self.ready.rule(leg.assignment)
             into.copy_(parts.limbs(rule, some.weights, update, some.state, exponents, scale=some.scale, count=count))
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write what is kept of a matrix as one number, if this rank owns it."""
-        kept = self._companions.owned.get(assignment, {})
-        for key, number in zip(self._ready.plan.told(assignment), into.unbind(), strict=True):
+        kept = self.companions.owned.get(assignment, {})
+        for key, number in zip(self.ready.plan.told(assignment), into.unbind(), strict=True):
             if key in kept:
                 number.copy_(kept[key].view(()))
 
     def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
         """Take the sums over a matrix and what is kept of it, for what writes it; keep what the rule makes of them."""
-        keys, found = self._ready.plan.told(assignment), sums.unbind()
+        keys, found = self.ready.plan.told(assignment), sums.unbind()
         self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
-        if self._ready.entry(assignment) is None:
+        if self.ready.entry(assignment) is None:
             return
-        rule, kept = self._ready.rule(assignment), self._companions.owned.get(assignment, {})
+        rule, kept = self.ready.rule(assignment), self.companions.owned.get(assignment, {})
         if all(key in kept for key in keys):
             rule.keep({key: kept[key].view(()) for key in keys}, found)
-        unsuited, flag = rule.unsuited(found), self._ready.nonzero[assignment]
+        unsuited, flag = rule.unsuited(found), self.ready.nonzero[assignment]
         if unsuited is not None and flag is not False:  # of a matrix that is left alone nothing is added up
             self.unsuited[assignment] = unsuited if flag is True else unsuited & flag

@@ -15,9 +15,9 @@ from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, about, warn
 from muonmesh.groups.sites import sites
 from muonmesh.numerics.rules import Rule, rule_of
-from muonmesh.settings import Precision
 from muonmesh.step.late import LateAnswer
 from muonmesh.step.planning import Planned
+from muonmesh.step.precision import Precision
 
 PATIENCE = 100
 """Steps without a gradient after which a parameter is told of, and between two looks at the model."""

@@ -1,0 +1,46 @@
+"""Makers: refuses what would give an optimizer other parameters than the model's."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+from muonmesh.errors import explain_error
+
+
+def refuse_makers(frame: FrameType | None) -> None:
+    """Refuse to be made by what gives an optimizer other parameters than the model's: it calls a constructor.
+
+    Args:
+        frame: Of what makes the optimizer. Those that called it count too, and of no frame a local variable is read,
+            since frames would then keep it alive.
+
+    Raises:
+        TypeError: it is torch's ``ZeroRedundancyOptimizer``. Norms would be those of a rank's own parameters, and each
+            rank would have to wait for the owner of the others' matrices. Or it is DeepSpeed's engine.
+    """
+    while frame is not None:
+        maker = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if maker == ("deepspeed.runtime.engine", "_configure_optimizer"):
+            refuse_engine("deepspeed")
+        if maker == ("torch.distributed.optim.zero_redundancy_optimizer", "_init_local_optimizer"):
+            needed = "all parameters on every rank, since ranks share the work by themselves"
+            write = 'Write muonmesh.Muon(groups, process_group="world", shard_state=True) without '
+            write += "ZeroRedundancyOptimizer: each rank then orthogonalizes and stores its share"
+            raise TypeError(explain_error("Muon", "ZeroRedundancyOptimizer as what makes it", needed, write))
+        frame = frame.f_back
+
+
+def refuse_engine(user: str) -> None:
+    """Refuse to serve DeepSpeed's engine itself, which may have put flat tensors in the place of parameters.
+
+    Args:
+        user: The module that makes the optimizer, calls ``step``, or asks whether it was given an optimizer.
+
+    Raises:
+        TypeError: it is DeepSpeed's.
+    """
+    if user.partition(".")[0] == "deepspeed":
+        needed = "its settings, given to muonmesh's own function, which finds the parameters in the engine's tensors"
+        write = "Write muonmesh.integrations.deepspeed.initialize(model=model, config=config, "
+        write += 'optimizer={"lr": 3e-4}) in place of deepspeed.initialize'
+        raise TypeError(explain_error("deepspeed.initialize", "a muonmesh.Muon as optimizer=", needed, write))
