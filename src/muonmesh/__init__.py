@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from muonmesh.numerics.scale import ScaleMode, update_scale
     from muonmesh.optimizer import Muon
     from muonmesh.report.explain import Explanation
+    from muonmesh.report.transfer import Transfer, TransferRow, transfer
 
 __all__ = [
     "Algorithm",
@@ -59,6 +60,8 @@ __all__ = [
     "Rule",
     "ScaleMode",
     "StateError",
+    "Transfer",
+    "TransferRow",
     "audit",
     "convert_settings",
     "from_model",
@@ -66,6 +69,7 @@ __all__ = [
     "register_coefficients",
     "register_rule",
     "split_params",
+    "transfer",
     "update_scale",
 ]
 
@@ -88,6 +92,7 @@ _HOMES = {
     "numerics.scale": "ScaleMode update_scale",
     "optimizer": "Muon",
     "report.explain": "Explanation",
+    "report.transfer": "Transfer TransferRow transfer",
 }
 
 

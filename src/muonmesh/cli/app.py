@@ -13,6 +13,7 @@ from muonmesh.cli.doctor import doctor
 from muonmesh.cli.plan_command import plan
 from muonmesh.cli.run_settings import Request, Settings, declared, option
 from muonmesh.cli.terminal import complain, examples
+from muonmesh.cli.transfer_command import transfer
 from muonmesh.cli.version import versions
 
 app = typer.Typer(
@@ -53,6 +54,12 @@ app.command(
 app.command(
     epilog=examples("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make")
 )(audit)
+app.command(
+    epilog=examples(
+        "muonmesh transfer nano llama-3.1-8b --lr 0.003",
+        "muonmesh transfer model.py:small model.py:large --scale-mode unit_rms_norm",
+    )
+)(transfer)
 app.command(
     epilog=examples("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json")
 )(doctor)
