@@ -26,6 +26,11 @@ def canonical_name(name: str) -> str:
     return ".".join([*parts, key])
 
 
+def starred(name: str) -> str:
+    """Return a name with "*" for numbers: that of all layers which differ in their number only."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
 def phase_of(name: str, index: int) -> int:
     """Return a number of a parameter's matrix that depends on nothing else; those of one kind differ by their layers.
 

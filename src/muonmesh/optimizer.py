@@ -323,7 +323,7 @@ class Muon(torch.optim.Optimizer):
         if flags.skip:
             return
         if runtime.update_squares is not None:
-            runtime.update_squares = UpdateSquares()
+            runtime.update_squares = UpdateSquares(spectrum=runtime.update_squares.spectrum)
         offload = runtime.offload_of(planned)
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, runtime.precision, offload)
         portions = DevicePortions if runtime.works_together(planned) else HostPortions
@@ -339,6 +339,7 @@ class Muon(torch.optim.Optimizer):
                 runtime.update_squares,
                 offload,
             ),
+            spectra=runtime.update_squares if runtime.update_squares and runtime.update_squares.spectrum else None,
         )
         runtime.interrupted = f"step {exchange.steps} of this plan"
         exchange.run(work)
@@ -607,12 +608,19 @@ class Muon(torch.optim.Optimizer):
         return explain(self.param_groups, planned, runtime.precision, gradients)
 
     @plain_modes()
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, spectrum: bool = False) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.
 
         ``<group>/gradient_rms``, ``<group>/momentum_rms`` (the first moment of AdamW), ``<group>/update_rms`` (without
         decay) and ``<group>/update_to_weight`` (ratio of norms). Call it after ``step`` and before ``zero_grad``. The
         update is recorded from the first call on, so the last two appear after the following step.
+
+        After a call with ``spectrum``, steps also measure the singular values of each matrix, until a call without it.
+        The figures are means over the matrices of a group, in fp64, of what is orthogonalized (the momentum, with
+        Nesterov's part of the gradient) and of what becomes of it, without its scale: ``<group>/momentum_spectral``
+        (the largest singular value), ``momentum_stable_rank`` (the sum of their squares over the largest square),
+        ``update_effective_rank`` (e to the entropy of their shares, O. Roy and M. Vetterli 2007) and ``polar_error``
+        (RMS of singular values less 1). Such a step takes several times as long, and the host waits for the device.
 
         On a CPU the figures are floats. On a device they are 0-d fp64 tensors and the host waits for nothing; reading
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
@@ -627,5 +635,6 @@ class Muon(torch.optim.Optimizer):
             found = measure(planned, exchange, here, settings.error, waits=runtime.host_waits(planned))
             if found is not None:
                 runtime.update_squares = runtime.update_squares or UpdateSquares()
+                runtime.update_squares.spectrum = spectrum
                 return found
             forget(runtime)

@@ -21,7 +21,7 @@ from muonmesh.groups.heads import HeadPart, by_heads, parts_of, refuse_none
 from muonmesh.groups.roles import by_shape, declarations, declared_by, role, without_decay
 from muonmesh.groups.sites import Role, Site, sites, unwrapped
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.names import canonical_name, names_matching
+from muonmesh.names import canonical_name, names_matching, starred
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
@@ -113,7 +113,7 @@ class ParamGroups(list[dict[str, Any]]):
             for i, name in enumerate(group["param_names"]):
                 shape = "×".join(map(str, global_shape(group["params"][i]))) or "scalar"
                 matrices = str(group["matrices"][i]) if "matrices" in group else "-"
-                row = (_starred(name), shape, group["name"], matrices, group["reasons"][i])
+                row = (starred(name), shape, group["name"], matrices, group["reasons"][i])
                 lines[row] += 1
         rows: list[tuple[str, ...]] = [("parameter", "count", "shape", "group", "matrices", "reason")]
         rows += [(row[0], str(count), *row[1:]) for row, count in lines.items()]
@@ -124,7 +124,7 @@ class ParamGroups(list[dict[str, Any]]):
             settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
             shown = "".join(f", {k}={v!r}" for k, v in settings.items())
             text.append(f"{group['name']}: {len(group['params'])} tensors, {elements:,} elements{shown}")
-        frozen = Counter((_starred(name), reason) for name, reason in self.frozen.items())
+        frozen = Counter((starred(name), reason) for name, reason in self.frozen.items())
         text += [f"left out: {name} ({count}): {reason}" for (name, reason), count in frozen.items()]
         return "\n".join(text)
 
@@ -135,10 +135,6 @@ def _restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Param
     pairs = [held[group["param_names"][i]] for i in kept]
     each = {key: [group[key][i] for i in kept] for key in ("matrices", "reasons") if key in group}
     return {**group, **each, "params": [p for _, p in pairs], "param_names": [name for name, _ in pairs]}
-
-
-def _starred(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 @dataclass
@@ -241,7 +237,7 @@ def _warn_of_guesses(model: nn.Module, entries: list[_Entry]) -> None:
     """Warn of what is Muon's by a guess, on rank 0, and where a pipeline stage would get other groups."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     guessed = {
-        _starred(entry.name): entry
+        starred(entry.name): entry
         for entry in reversed(entries)
         if entry.role.guess and not entry.overridden_by and entry.settings.get("algorithm", "muon") == "muon"
     }

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from torch.optim import Optimizer
 
-from muonmesh.errors import explain_error
+from muonmesh.errors import about, explain_error, warn
 from muonmesh.migration.package import Halves, Settings
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of
 
@@ -50,6 +50,12 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
         raise ValueError(explain_error("settings", found, "either", "Change what convert_settings returns"))
     owned = [groups_of(optimizer) for optimizer in (source, *rest)]
     halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
+    if not any("adamw" in half for half in halves):
+        what = (
+            "These are settings of matrices alone, and from_model would take their learning rate for AdamW's half too. "
+        )
+        what += "Write convert_settings(muon, adamw) with the optimizer of the other parameters"
+        warn(about(type(source).__name__, what))
     return _merged(type(source).__name__, halves, owned[0][0])
 
 

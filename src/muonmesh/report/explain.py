@@ -111,11 +111,7 @@ class Explanation:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        table.insert(1, "  ".join("─" * width for width in widths))
+        table = table_of(lines)
         table.append(
             f"rank {self.rank} of {len(self.flops)}: {self.orthogonalizations} of "
             f"{sum(sum(row.owners.values()) for row in self.rows)} orthogonalizations, "
@@ -145,6 +141,13 @@ class Explanation:
             host = f", {self.host_bytes / 1e6:.3g} MB of it on the host" if self.host_bytes else ""
             table.append(f"rank {self.rank} keeps {self.state_bytes / 1e6:.3g} MB of state{host}")
         return "\n".join(table)
+
+
+def table_of(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of equally many cells as lines, with a rule under the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return [lines[0], "  ".join("─" * width for width in widths), *lines[1:]]
 
 
 def summary(groups: Sequence[Mapping[str, Any]]) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -13,7 +12,10 @@ from torch import Tensor
 
 from muonmesh.errors import explain_error
 from muonmesh.layout.matrix import split_matrices
+from muonmesh.names import starred
 from muonmesh.numerics.rules import is_matrix_rule, rule_of
+from muonmesh.numerics.scale import StepSize
+from muonmesh.report.explain import table_of
 from muonmesh.step.connection import placed_members
 
 _HEAD = ("parameter", "by", "shape", "step RMS", "spectral", "decay a step", "initial RMS", "set for the large model")
@@ -30,12 +32,15 @@ class Size:
         shape: Of the whole parameter.
         algorithm: "muon", "adamw", or the rule of its group.
         rms: Root mean square of one step; of AdamW at most.
-        spectral: Spectral norm of one step, the largest of its matrices; nan for AdamW, and where a rule does not know.
+        spectral: Spectral norm of one step, the largest of its matrices; of AdamW at most, where a vector or a table
+            counts as its elements; nan where a rule does not know.
         lr: Learning rate, as it was before a scheduler changed it.
+        weight_decay: Weight decay.
         decay: By which fraction one step shrinks the weights: lr × weight_decay.
         initial: Root mean square of the weights as they are; nan on the meta device, and of flat shards.
-        relative: The step over the size that the spectral condition asks for, up to a constant.
+        relative: The step at rate 1 over the size that the spectral condition asks for, up to a constant.
         condition: The standard deviation of initial weights that it asks for, up to a constant.
+        shared: Whether several layers hold it, as tied embeddings are held.
     """
 
     shape: tuple[int, ...]
@@ -43,10 +48,12 @@ class Size:
     rms: float
     spectral: float
     lr: float
+    weight_decay: float
     decay: float
     initial: float
     relative: float
     condition: float
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,8 @@ class TransferRow:
     @property
     def settings(self) -> dict[str, float]:
         """What has to be set anew for them; empty if the settings carry over."""
-        found = {"lr": (self.lr, self.large.lr), "weight_decay": (self.weight_decay, self.large.decay / self.large.lr)}
-        return {key: new for key, (new, old) in found.items() if not math.isclose(new, old, rel_tol=1e-6)}
+        found = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {key: new for key, new in found.items() if not math.isclose(new, getattr(self.large, key), rel_tol=1e-6)}
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,8 @@ class Transfer:
 
     def __str__(self) -> str:
         """Return a table, and what it does not say."""
-        lines = [_HEAD] + [_cells(row) for row in self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
-        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        table.insert(1, "  ".join("─" * width for width in widths))
-        table += [f"not in the small model, so nothing is known: {', '.join(self.new)}"] if self.new else []
-        return "\n".join([*table, _END])
+        new = [f"not in the small model, so nothing is known: {', '.join(self.new)}"] if self.new else []
+        return "\n".join([*table_of([_HEAD, *map(_cells, self.rows)]), *new, _END])
 
 
 def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Transfer:
@@ -122,71 +125,58 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
             matched by name; layers beyond those of the small model by their kind.
 
     Raises:
-        ValueError: a learning rate is 0, so that it can't be multiplied.
-        LayoutError, TypeError: no step could be taken with the groups as they are.
+        TypeError: something else is given than two `Muon`.
+        LayoutError, ValueError: no step could be taken with the groups as they are.
     """
     known: dict[str, Size] = {}
-    for name, (size, _) in _sizes(small).items():
+    for name, size in _sizes("small", small).items():
         known[name] = size
-        known.setdefault(_kind(name), size)
+        known.setdefault(starred(name), size)
     rows: dict[object, TransferRow] = {}
     new = []
-    for name, (size, shared) in _sizes(large).items():
-        before = known.get(name) or known.get(_kind(name))
+    for name, size in _sizes("large", large).items():
+        before = known.get(name) or known.get(starred(name))
         if before is None or len(before.shape) != len(size.shape):
             new.append(name)
             continue
-        lr = size.lr if math.isnan(size.relative) else size.lr * before.relative / size.relative
-        key = _kind(name), before.shape, size.shape, lr, before.decay, size.lr, size.decay
-        first = rows.get(key)
-        names = (name,) if first is None else (*first.names, name)
-        note = "the size of its step is not known" if math.isnan(size.relative) else ""
-        if shared and before.shape[-1] != size.shape[-1]:
+        factor, note = size.relative / before.relative, ""
+        if math.isnan(factor):
+            factor, note = 1.0, "the size of its step is not known"
+        if size.shared and before.shape[-1] != size.shape[-1]:
             note = f"also the output layer: multiply the logits by {before.shape[-1] / size.shape[-1]:.4g}"
-        both = (before, size) if first is None else (first.small, first.large)
-        rows[key] = TransferRow(
-            _kind(name), names, *both, lr, before.decay / lr, size.condition / before.condition, note
-        )
+        lr, decay, init = before.lr / factor, before.weight_decay * factor, size.condition / before.condition
+        row = TransferRow(starred(name), (name,), before, size, lr, decay, init, note)
+        key = row.parameter, before.shape, size.shape, lr, decay, size.lr, size.weight_decay
+        rows[key] = replace(rows[key], names=(*rows[key].names, name)) if key in rows else row
     return Transfer(tuple(rows.values()), tuple(new))
 
 
-def _sizes(optimizer: torch.optim.Optimizer) -> dict[str, tuple[Size, bool]]:
-    """Return for each parameter its size, and whether a layer that is not its first holds it too."""
-    found = {}
+def _sizes(where: str, optimizer: torch.optim.Optimizer) -> dict[str, Size]:
+    if not hasattr(optimizer, "_runtime"):
+        write = f"Write transfer(from_model(small, lr=...), from_model({where}, lr=...))"
+        raise TypeError(explain_error(where, f"a {type(optimizer).__name__}", "a muonmesh.Muon", write))
+    found, groups = {}, optimizer.param_groups
+    reasons = {of: why for g in groups for of, why in zip(g["param_names"], g.get("reasons", ()), strict=False)}
     for member in placed_members(optimizer):
-        group = optimizer.param_groups[member.group]
+        name, group, layout = member.name, groups[member.group], member.storage.layout
         lr = float(group.get("initial_lr", group["lr"]))
-        if lr == 0:
-            raise ValueError(explain_error(member.name, "a learning rate of 0", "another", "Write lr=3e-4"))
-        layout = member.storage.layout
-        shape = tuple(member.tensor.shape) if layout is None else tuple(layout.shape)
-        rms, spectral, steps, conditions = lr, math.nan, [lr], [1.0]
+        shape = tuple(member.tensor.shape if layout is None else layout.shape)
+        pairs, sizes = [(1, 1)], [StepSize(1.0, 1.0)]  # at rate 1: of a vector, and a table whose rows are looked up
         if is_matrix_rule(group["algorithm"]):
-            rule, matrices = rule_of({**group, "lr": lr}), split_matrices(member.name, shape, member.spec)
-            sizes = [rule.step_size(matrix.rows, matrix.cols) for matrix in matrices]
-            rms, spectral = (max(of) for of in zip(*sizes, strict=True))
-            pairs = zip(sizes, matrices, strict=True)
-            steps = [size.spectral / math.sqrt(matrix.rows / matrix.cols) for size, matrix in pairs]
-            conditions = [_condition(matrix.rows, matrix.cols) for matrix in matrices]
+            pairs = [(matrix.rows, matrix.cols) for matrix in split_matrices(name, shape, member.spec)]
+            sizes = [rule_of({**group, "lr": 1.0}).step_size(*pair) for pair in pairs]
         elif group["name"].startswith(("adamw.head", "adamw.matrices")) and len(shape) > 1:
-            steps = [lr * math.prod(shape[1:])]
-            conditions = [_condition(shape[0], math.prod(shape[1:]))]
-        reason = dict(zip(group["param_names"], group.get("reasons", ()), strict=False)).get(member.name, "")
-        size = Size(
-            shape, group["algorithm"], rms, spectral, lr, lr * group["weight_decay"], _rms(member.tensor, shape),
-            _mean(steps), _mean(conditions),
+            pairs = [(shape[0], math.prod(shape[1:]))]
+            sizes = [StepSize(1.0, math.sqrt(math.prod(shape)))]
+        asked = [math.sqrt(rows / cols) for rows, cols in pairs]
+        steps = [size.spectral / by for size, by in zip(sizes, asked, strict=True)]
+        condition = geometric_mean(min(1.0, by) / math.sqrt(cols) for by, (_, cols) in zip(asked, pairs, strict=True))
+        rms, spectral = (lr * max(of) for of in zip(*sizes, strict=True))
+        found[name] = Size(
+            shape, group["algorithm"], rms, spectral, lr, group["weight_decay"], lr * group["weight_decay"],
+            _rms(member.tensor, shape), geometric_mean(steps), condition, "; shared with" in reasons.get(name, ""),
         )  # fmt: skip
-        found[member.name] = size, "; shared with" in reason
     return found
-
-
-def _condition(rows: int, cols: int) -> float:
-    return min(1.0, math.sqrt(rows / cols)) / math.sqrt(cols)
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Return the geometric mean."""
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def _rms(tensor: Tensor, shape: tuple[int, ...]) -> float:
@@ -194,10 +184,6 @@ def _rms(tensor: Tensor, shape: tuple[int, ...]) -> float:
         return math.nan
     norm: Any = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
     return float(getattr(norm, "full_tensor", lambda: norm)()) / math.sqrt(max(1, math.prod(shape)))
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _cells(row: TransferRow) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from muonmesh.step.parameter_steps import view_in_storage
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
-from muonmesh.step.update_squares import UpdateSquares
+from muonmesh.step.update_squares import UpdateSquares, squared_singular_values
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
 """Elements of equal matrices that one task orthogonalizes on a device, where each call has the whole device. On a CPU
@@ -60,6 +60,7 @@ class MuonStep:
         ready: The parameters of the step.
         portions: Works on the pieces, as a CPU or as a device does.
         step_elementwise: AdamW's half, which the exchange calls while the first matrices travel.
+        spectra: To which singular values are added, if `Muon.metrics` has asked for them.
 
     Attributes:
         companions: What rules keep by row, column or matrix.
@@ -71,8 +72,9 @@ class MuonStep:
         ready: ReadyParameters,
         portions: Portions,
         step_elementwise: Callable[[], None],
+        spectra: UpdateSquares | None = None,
     ) -> None:
-        self._ready, self._portions = ready, portions
+        self._ready, self._portions, self._spectra = ready, portions, spectra
         self.step_elementwise = step_elementwise
         self.companions = StoredCompanions(ready)
         self.summands = RuleSums(ready, self.companions)
@@ -218,7 +220,10 @@ class MuonStep:
                     parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             times = self._portions.steps_of(assignments)
+            momenta = None if self._spectra is None else squared_singular_values(batch)  # which may be overwritten
             orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times)
+            if self._spectra is not None and momenta is not None:
+                self._spectra.add_spectra(self._ready.group(assignments[0]), momenta, out, times)
         else:
             out.copy_(batch)
         if rule.changes_matrices():
