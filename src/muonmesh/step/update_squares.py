@@ -36,11 +36,11 @@ class UpdateSquares:
             group: Number of the group.
             momenta: `squared_singular_values` of what was orthogonalized.
             results: What became of it, (n, rows, cols).
-            times: By what results are multiplied too, (n,).
+            times: By what results are multiplied too, (n,); 0 for those that do not count.
         """
         values, largest = squared_singular_values(results).sqrt(), momenta[:, -1]
         if times is not None:
-            values = values / times.to(values.dtype)[:, None]
+            values, largest = values / times.abs().to(values.dtype)[:, None], largest.where(times != 0, 0.0)
         effective = torch.special.entr(values / values.sum(-1, keepdim=True)).sum(-1).exp()
         figures = [largest.sqrt(), momenta.sum(-1) / largest, effective, (values - 1).square().mean(-1).sqrt()]
         self._spectra.setdefault(group, []).extend(torch.stack(figures, dim=1).unbind())
