@@ -213,7 +213,7 @@ def test_the_page_about_the_optimizer() -> None:
     backward(next(written)["model"])
     figures = next(written)["figures"]  # of the last step
     text = (ROOT / "docs/optimizer.md").read_text()
-    told = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    told = re.findall(r"^\| `((?:momentum|update|polar)_\w+)` \|", text, re.MULTILINE)
     assert {f"muon/{name}" for name in told} <= figures.keys()
     assert len(told) == 4
     rates = {group["algorithm"]: group["lr"] for group in next(written)["optimizer"].param_groups}

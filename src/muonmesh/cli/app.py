@@ -54,12 +54,9 @@ app.command(
 app.command(
     epilog=examples("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make")
 )(audit)
-app.command(
-    epilog=examples(
-        "muonmesh transfer nano llama-3.1-8b --lr 0.003",
-        "muonmesh transfer model.py:small model.py:large --scale-mode unit_rms_norm",
-    )
-)(transfer)
+app.command(epilog=examples("muonmesh transfer nano medium --lr 0.003", "muonmesh transfer net.py:small net.py:large"))(
+    transfer
+)
 app.command(
     epilog=examples("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json")
 )(doctor)

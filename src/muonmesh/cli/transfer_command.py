@@ -31,10 +31,8 @@ def transfer(
         found = compare(*(_optimizer(target, settings) for target in (small, large)))
     except (ValueError, TypeError) as error:
         raise SystemExit(complain("transfer", str(error), code=2)) from error
-    told = str(found)
-    if as_json:  # which has no word for NaN
-        told = json.dumps(json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None), indent=1)
-    make_console().print(told, soft_wrap=True, markup=False)
+    plain = json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None)  # JSON has no word for NaN
+    make_console().print(json.dumps(plain, indent=1) if as_json else str(found), soft_wrap=True, markup=False)
 
 
 def _optimizer(target: str, settings: dict[str, Any]) -> Any:

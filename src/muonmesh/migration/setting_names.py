@@ -51,11 +51,8 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
     owned = [groups_of(optimizer) for optimizer in (source, *rest)]
     halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
     if not any("adamw" in half for half in halves):
-        what = (
-            "These are settings of matrices alone, and from_model would take their learning rate for AdamW's half too. "
-        )
-        what += "Write convert_settings(muon, adamw) with the optimizer of the other parameters"
-        warn(about(type(source).__name__, what))
+        what = "from_model takes these settings, learning rate included, for AdamW's half too. Write "
+        warn(about(type(source).__name__, f"{what}convert_settings(muon, adamw), with the optimizer of the rest"))
     return _merged(type(source).__name__, halves, owned[0][0])
 
 

@@ -128,10 +128,8 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
         TypeError: something else is given than two `Muon`.
         LayoutError, ValueError: no step could be taken with the groups as they are.
     """
-    known: dict[str, Size] = {}
-    for name, size in _sizes("small", small).items():
-        known[name] = size
-        known.setdefault(starred(name), size)
+    known = _sizes("small", small)
+    known |= {starred(name): size for name, size in known.items()}
     rows: dict[object, TransferRow] = {}
     new = []
     for name, size in _sizes("large", large).items():
@@ -153,7 +151,7 @@ def transfer(small: torch.optim.Optimizer, large: torch.optim.Optimizer) -> Tran
 
 def _sizes(where: str, optimizer: torch.optim.Optimizer) -> dict[str, Size]:
     if not hasattr(optimizer, "_runtime"):
-        write = f"Write transfer(from_model(small, lr=...), from_model({where}, lr=...))"
+        write = "Write transfer(from_model(small, lr=...), from_model(large, lr=...))"
         raise TypeError(explain_error(where, f"a {type(optimizer).__name__}", "a muonmesh.Muon", write))
     found, groups = {}, optimizer.param_groups
     reasons = {of: why for g in groups for of, why in zip(g["param_names"], g.get("reasons", ()), strict=False)}
@@ -169,12 +167,12 @@ def _sizes(where: str, optimizer: torch.optim.Optimizer) -> dict[str, Size]:
             pairs = [(shape[0], math.prod(shape[1:]))]
             sizes = [StepSize(1.0, math.sqrt(math.prod(shape)))]
         asked = [math.sqrt(rows / cols) for rows, cols in pairs]
-        steps = [size.spectral / by for size, by in zip(sizes, asked, strict=True)]
+        relative = geometric_mean(size.spectral / by for size, by in zip(sizes, asked, strict=True))
         condition = geometric_mean(min(1.0, by) / math.sqrt(cols) for by, (_, cols) in zip(asked, pairs, strict=True))
         rms, spectral = (lr * max(of) for of in zip(*sizes, strict=True))
         found[name] = Size(
             shape, group["algorithm"], rms, spectral, lr, group["weight_decay"], lr * group["weight_decay"],
-            _rms(member.tensor, shape), geometric_mean(steps), condition, "; shared with" in reasons.get(name, ""),
+            _rms(member.tensor, shape), relative, condition, "; shared with" in reasons.get(name, ""),
         )  # fmt: skip
     return found
 
@@ -188,13 +186,12 @@ def _rms(tensor: Tensor, shape: tuple[int, ...]) -> float:
 
 def _cells(row: TransferRow) -> tuple[str, ...]:
     count = f" ({len(row.names)})" if len(row.names) > 1 else ""
-    shapes = ["×".join(map(str, size.shape)) for size in (row.small, row.large)]
     init = "" if math.isclose(row.init, 1) else f"× {row.init:.3g}"
     told = [f"{key}={value:.4g}" for key, value in row.settings.items()] or ["carries over"]
     return (
         row.parameter + count,
         row.large.algorithm,
-        " → ".join(dict.fromkeys(shapes)),
+        " → ".join(dict.fromkeys("×".join(map(str, size.shape)) for size in (row.small, row.large))),
         *(_both(getattr(row.small, name), getattr(row.large, name)) for name in ("rms", "spectral", "decay")),
         " ".join(filter(None, (_both(row.small.initial, row.large.initial), init))),
         ", ".join([*told, *([row.note] if row.note else [])]),
