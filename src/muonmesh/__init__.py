@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from muonmesh.numerics.scale import ScaleMode, update_scale
     from muonmesh.optimizer import Muon
     from muonmesh.report.explain import Explanation
+    from muonmesh.report.transfer import Transfer, TransferRow, transfer
 
 __all__ = [
     "Algorithm",
@@ -61,6 +62,8 @@ __all__ = [
     "Rule",
     "ScaleMode",
     "StateError",
+    "Transfer",
+    "TransferRow",
     "audit",
     "convert_settings",
     "execute",
@@ -69,6 +72,7 @@ __all__ = [
     "register_coefficients",
     "register_rule",
     "split_params",
+    "transfer",
     "update_scale",
 ]
 
@@ -92,6 +96,7 @@ _HOMES = {
     "numerics.scale": "ScaleMode update_scale",
     "optimizer": "Muon",
     "report.explain": "Explanation",
+    "report.transfer": "Transfer TransferRow transfer",
 }
 
 

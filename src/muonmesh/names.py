@@ -26,6 +26,11 @@ def canonical_name(name: str) -> str:
     return ".".join([*parts, key])
 
 
+def starred(name: str) -> str:
+    """Return a name with "*" for numbers: that of all layers which differ in their number only."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
 def phase_of(name: str, index: int) -> int:
     """Return a number of a parameter's matrix that depends on nothing else; those of one kind differ by their layers.
 
@@ -49,8 +54,3 @@ def names_matching(where: str, key: str, names: Iterable[str]) -> list[str]:
     except re.error as error:
         found = f"no parameter's name and no regular expression ({error})"
         raise ValueError(explain_error(where, found, "either", "Use re.escape on what is meant literally")) from None
-
-
-def starred(name: str) -> str:
-    """Return a name with a star for each number: layers that are alike have one such name."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

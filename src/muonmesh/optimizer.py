@@ -322,7 +322,9 @@ class Muon(torch.optim.Optimizer):
         runtime.stopped = flags.skip if flags.stop is None else flags.stop
         if flags.skip:
             return
-        squares = runtime.update_squares = None if runtime.update_squares is None else UpdateSquares()
+        squares = runtime.update_squares
+        if squares is not None:
+            squares = runtime.update_squares = UpdateSquares(spectrum=squares.spectrum)
         portions = DevicePortions if runtime.works_together(planned) else HostPortions
         precision, offload = runtime.precision, runtime.offload_of(planned)
         ready = ReadyParameters(planned, collected.muon, settings.rules, flags, precision, offload)
@@ -330,7 +332,8 @@ class Muon(torch.optim.Optimizer):
         for some in collected.adamw:
             rule = settings.rules[some[0].group]
             elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
-        work = MuonStep(ready, portions(ready, squares), elementwise)
+        spectra = squares if squares is not None and squares.spectrum else None
+        work = MuonStep(ready, portions(ready, squares), elementwise, spectra)
         runtime.interrupted = f"step {exchange.wire.steps} of this plan"
         exchange.run(work)
         ready.finish()
@@ -585,12 +588,19 @@ class Muon(torch.optim.Optimizer):
         return explain(self.param_groups, planned, runtime.precision, gradients)
 
     @plain_modes()
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, spectrum: bool = False) -> dict[str, float]:
         """Return figures of the last step for any logger, by group; all ranks call it, since shards are summed.
 
         ``<group>/gradient_rms``, ``<group>/momentum_rms`` (the first moment of AdamW), ``<group>/update_rms`` (without
         decay) and ``<group>/update_to_weight`` (ratio of norms). Call it after ``step`` and before ``zero_grad``. The
         update is recorded from the first call on, so the last two appear after the following step.
+
+        After a call with ``spectrum``, steps also measure the singular values of each matrix, until a call without it.
+        The figures are means over the matrices of a group, in fp64, of what is orthogonalized (the momentum, with
+        Nesterov's part of the gradient) and of what becomes of it, without its scale: ``<group>/momentum_spectral``
+        (the largest singular value), ``momentum_stable_rank`` (the sum of their squares over the largest square),
+        ``update_effective_rank`` (e to the entropy of their shares, O. Roy and M. Vetterli 2007) and ``polar_error``
+        (RMS of singular values less 1). Such a step takes several times as long, and the host waits for the device.
 
         On a CPU the figures are floats. On a device they are 0-d fp64 tensors and the host waits for nothing; reading
         one (``float(x)``, ``format``) waits, so loop first and log later. There a rank tells the figures of which it
@@ -605,5 +615,6 @@ class Muon(torch.optim.Optimizer):
             found = measure(planned, exchange, here, settings.error, waits=runtime.host_waits(planned))
             if found is not None:
                 runtime.update_squares = runtime.update_squares or UpdateSquares()
+                runtime.update_squares.spectrum = spectrum
                 return found
             forget(runtime)

@@ -215,8 +215,13 @@ def backward(model: nn.Module) -> None:
 
 
 def test_the_page_about_the_optimizer() -> None:
-    written = run("docs/optimizer.md", {}, {}, {})
-    next(written)
+    written = run("docs/optimizer.md", {}, {}, {}, {})
+    backward(next(written)["model"])
+    figures = next(written)["figures"]  # of the last step
+    text = (ROOT / "docs/optimizer.md").read_text()
+    told = re.findall(r"^\| `((?:momentum|update|polar)_\w+)` \|", text, re.MULTILINE)
+    assert {f"muon/{name}" for name in told} <= figures.keys()
+    assert len(told) == 4
     rates = {group["algorithm"]: group["lr"] for group in next(written)["optimizer"].param_groups}
     assert rates == {"muon": 6e-4, "adamw": 3e-4}
     names = next(written)
@@ -227,11 +232,12 @@ def test_the_page_about_the_optimizer() -> None:
 
 
 def test_the_page_about_learning_rates() -> None:
-    written = run("docs/learning-rates.md", {}, {}, {}, {}, {}, {})
+    written = run("docs/learning-rates.md", {}, {}, {}, {}, {}, {}, {})
     for expected in (3e-4, 6e-4, 0.02):
         names = next(written)
         assert names["optimizer"].param_groups[0]["lr"] == expected
     assert next(written)["lr"] == pytest.approx(0.02 * 2 / 12.8)
+    assert next(written)["wider"].param_groups[0]["lr"] == pytest.approx(6e-4 / 2)
     for _ in range(2):
         names = next(written)
         for _ in range(3):
@@ -239,6 +245,34 @@ def test_the_page_about_learning_rates() -> None:
             names["scheduler"].step()
         assert len({group["lr"] / group["initial_lr"] for group in names["optimizer"].param_groups}) == 1
         assert names["optimizer"].param_groups[0]["momentum"] == 0.95
+
+
+class Wide(nn.Module):
+    """One of each kind of parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(10, width), nn.ModuleList([nn.Linear(width, width)])
+        self.head = nn.Linear(width, 10, bias=False)
+
+
+def test_what_the_page_multiplies_rates_by_for_a_model_four_times_as_wide() -> None:
+    text = (ROOT / "docs/learning-rates.md").read_text()
+    kinds = {"matrices": ("blocks.0.weight",), "output": ("head.weight",), "embeddings": ("embed.weight",)}
+    factors, seen = {"1/√k": 0.5, "1": 1.0, "1/k": 0.25, "√k": 2.0, "k": 4.0}, set[str]()
+    for kind, modes, rate, decay in re.findall(
+        r"^\| (\w+).* \| (.+) \| (1|1/√k|1/k) \| (1|√k|k) \|$", text, re.MULTILINE
+    ):
+        every = ["match_rms_adamw", "spectral", "unit_rms_norm", "original", "none"]
+        for mode in every if modes == "any" else re.findall(r'"(\w+)"', modes):
+            with torch.device("meta"):
+                optimizers = [mm.from_model(Wide(width), lr=0.1, scale_mode=mode) for width in (16, 64)]
+            rows = {row.parameter.replace("*", "0"): row for row in mm.transfer(*optimizers).rows}
+            for name in kinds[kind]:
+                assert rows[name].lr == pytest.approx(0.1 * factors[rate]), (kind, mode)
+                assert rows[name].weight_decay == pytest.approx(0.1 * factors[decay]), (kind, mode)
+            seen.add(f"{kind} {mode}")
+    assert len(seen) == 15
 
 
 RATES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -377,6 +411,13 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
         rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     for name in ("variants", "variants_small"):
         rows += rows_of_variants(recorded(name)["runs"])
+    changes: dict[tuple[str, bool, str], list[str]] = {}
+    for one in recorded("coordinates")["runs"]:
+        for output in ("hidden 2", "logits"):
+            changes.setdefault((one["case"], one["carried"], output), []).append(f"{one['change'][output]:.3g}")
+    for (case, carried, output), some in changes.items():
+        how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
+        rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {output} | {' | '.join(some)} |")
     page = (ROOT / "docs/how-we-know.md").read_text()
     assert [row for row in rows if row not in page] == []
 

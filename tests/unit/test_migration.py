@@ -7,6 +7,7 @@ The other packages' steps are restated in fp64 in `tests/peers.py`; torch's own 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -197,6 +198,21 @@ def test_torch_s_own_muon_and_adamw_together() -> None:
     apart = [moved_apart(m.detach(), t.detach(), s) for m, t, s in zip(model.parameters(), theirs, start, strict=True)]
     assert [value < 0.03 for value in apart] == [True] * 6
     assert [apart[i] for i in (0, 3, 4, 5)] == [0.0] * 4  # AdamW's half is torch's own, bit for bit
+
+
+def test_settings_of_a_muon_alone_are_warned_of() -> None:
+    """from_model would give AdamW's half the rate of Muon, which is many times as large."""
+    muon = torch.optim.Muon([nn.Parameter(torch.randn(4, 6))], lr=0.02)
+    with pytest.warns(UserWarning, match=r"^Muon: .* Write convert_settings\(muon, adamw\)"):
+        settings = mm.convert_settings(muon)
+    rates = {
+        g["algorithm"]: g["lr"] for g in mm.from_model(nn.Sequential(*[nn.Linear(4, 4)] * 2), **settings).param_groups
+    }
+    assert rates == {"muon": 0.02, "adamw": 0.02}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.convert_settings(muon, torch.optim.AdamW([nn.Parameter(torch.randn(4))], lr=3e-4))
+        mm.convert_settings("torch", lr=0.02)  # a half by its name, as groups of one half are made
 
 
 def test_from_adamw_its_half_is_the_same_and_matrices_step_as_far() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import warnings
 from typing import Any
@@ -509,6 +510,48 @@ def test_explain_and_metrics_tell_the_size_of_a_step() -> None:
     assert figures["muon/momentum_rms"] == pytest.approx(0.05 * figures["muon/gradient_rms"], rel=1e-5)
     ratio = float(change.norm() / weight.detach().norm())
     assert figures["muon/update_to_weight"] == pytest.approx(ratio, rel=1e-3)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_metrics_measure_singular_values_in_the_steps_after_they_are_asked_for(together: bool) -> None:
+    """Against torch.linalg.svdvals of the momentum and of what the weights really moved, in fp64."""
+    torch.manual_seed(0)
+    shapes = {"tall": (40, 24), "wide": (8, 48), "zero": (6, 6)}
+    weights = [nn.Parameter(torch.randn(shape)) for shape in shapes.values()]
+    group = {"params": weights, "param_names": [*shapes], "name": "muon"}
+    optimizer = mm.Muon([group], lr=0.1, weight_decay=0.0, compute_dtype=torch.float32, scale_mode="none")
+    optimizer._runtime.together = together  # the operations of a device, which multiplies results by the rate too
+
+    def step(asked: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what metrics say of a step, and what singular values say."""
+        before = [weight.detach().double() for weight in weights]
+        for weight in weights:
+            given = torch.randn(weight.shape) * torch.logspace(0, -2, weight.shape[1])
+            weight.grad = given if weight.shape != (6, 6) else torch.zeros(6, 6)
+        optimizer.step()
+        rows = []
+        for weight, old in zip(weights[:2], before, strict=False):
+            kept, grad = optimizer.state[weight]["momentum_buffer"].double(), weight.grad.double()
+            momenta = torch.linalg.svdvals(grad + 0.95 * (kept - grad))
+            moved = torch.linalg.svdvals((old - weight.detach().double()) / 0.1)
+            shares = moved / moved.sum()
+            stable, effective = momenta.square().sum() / momenta[0] ** 2, (-shares * shares.log()).sum().exp()
+            rows.append([momenta[0], stable, effective, (moved - 1).square().mean().sqrt()])
+        names = ("momentum_spectral", "momentum_stable_rank", "update_effective_rank", "polar_error")
+        means = torch.tensor(rows).mean(0).tolist()
+        return optimizer.metrics(spectrum=asked), {f"muon/{name}": m for name, m in zip(names, means, strict=True)}
+
+    found, expected = step(True)
+    assert not expected.keys() & found.keys()  # it is the next step that measures
+    for asked in (True, False):
+        found, expected = step(asked)
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-4)
+    found, expected = step(False)
+    assert not expected.keys() & found.keys()
+    optimizer.metrics(spectrum=True)
+    weights[0].grad = torch.full((40, 24), float("nan"))
+    optimizer.step()
+    assert math.isnan(optimizer.metrics()["muon/momentum_spectral"])  # said, and no error of a decomposition
 
 
 # ------------------------------------------------------------------ the state-creating step of torch's checkpoints

@@ -13,6 +13,7 @@ from muonmesh.cli.doctor import doctor
 from muonmesh.cli.plan_command import PlanRequest, plan
 from muonmesh.cli.run_settings import Request, Settings, declared, option
 from muonmesh.cli.terminal import complain, examples
+from muonmesh.cli.transfer_command import transfer
 from muonmesh.cli.version import versions
 
 app = typer.Typer(
@@ -104,6 +105,9 @@ app.command(
 app.command(
     epilog=examples("muonmesh audit train.py:make", "torchrun --nproc-per-node 2 -m muonmesh audit train.py:make")
 )(audit)
+app.command(epilog=examples("muonmesh transfer nano medium --lr 0.003", "muonmesh transfer net.py:small net.py:large"))(
+    transfer
+)
 app.command(
     epilog=examples("muonmesh doctor", "muonmesh doctor runs/night", "muonmesh doctor model.pt --json > found.json")
 )(doctor)

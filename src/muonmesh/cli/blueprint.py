@@ -53,7 +53,12 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def blueprint(model: str, *, vocab: int, seq: int) -> list[ModelParameter]:
-    """Return the parameters of the model that ``--model`` names: a preset, a folder or file, or a model type.
+    """Return the parameters of the model that ``--model`` names; see `meta_model`."""
+    return parameters_of(meta_model(model, vocab=vocab, seq=seq))
+
+
+def meta_model(model: str, *, vocab: int, seq: int) -> nn.Module:
+    """Return the model that is named by a preset, a folder or file, or a model type, on the meta device.
 
     Args:
         model: As for ``muonmesh train``, or one of `KNOWN`.
@@ -66,7 +71,7 @@ def blueprint(model: str, *, vocab: int, seq: int) -> list[ModelParameter]:
     if model in PRESETS:
         fields = {**fields, "vocab_size": vocab, "tie_word_embeddings": False}
     with torch.device("meta"):
-        return parameters_of(build_model(configuration(model, fields)))
+        return build_model(configuration(model, fields))
 
 
 def parameters_of(built: nn.Module) -> list[ModelParameter]:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from torch.optim import Optimizer
 
-from muonmesh.errors import explain_error
+from muonmesh.errors import about, explain_error, warn
 from muonmesh.migration.package import Halves, Settings
 from muonmesh.migration.packages import PACKAGES, PackageName, groups_of
 
@@ -50,6 +50,9 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
         raise ValueError(explain_error("settings", found, "either", "Change what convert_settings returns"))
     owned = [groups_of(optimizer) for optimizer in (source, *rest)]
     halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
+    if not any("adamw" in half for half in halves):
+        what = "from_model takes these settings, learning rate included, for AdamW's half too. Write "
+        warn(about(type(source).__name__, f"{what}convert_settings(muon, adamw), with the optimizer of the rest"))
     return _merged(type(source).__name__, halves, owned[0][0])
 
 

@@ -15,9 +15,10 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Planned
-from muonmesh.step.update_squares import UpdateSquares
+from muonmesh.step.update_squares import SPECTRUM, UpdateSquares
 
-_FIGURES = ("gradient", "momentum", "weight", "update")
+_SQUARED = ("gradient", "momentum", "weight", "update")
+_FIGURES = (*_SQUARED, *SPECTRUM)
 
 
 Here = tuple[Sequence[Mapping[str, Any]], Mapping[Tensor, Mapping[str, Any]], GradientSource, UpdateSquares | None]
@@ -46,7 +47,8 @@ def measure(
     """
     groups = here[0] if here is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
-    # Squares and elements; the last row says whether a rank has changed, and whether one has found an error.
+    # Squares and elements, or sums over matrices and their number; the last row says whether a rank has changed, and
+    # whether one has found an error.
     totals = torch.zeros(len(names) + 1, len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
     for place, told_of in enumerate((here is None, error is not None)):
         totals[-1, place, 0].fill_(told_of)
@@ -65,7 +67,8 @@ def measure(
         agree_on_plan(exchange.group, exchange.plan, error)
     if waits and bool(changed):
         return None
-    rms = (summed[:-1, :, 0] / summed[:-1, :, 1]).sqrt()
+    rms = summed[:-1, :, 0] / summed[:-1, :, 1]
+    rms[:, : len(_SQUARED)].sqrt_()
     if waits:  # also what other ranks alone have
         known = {(place, _FIGURES[figure]) for place, figure in summed[:-1, :, 1].nonzero().tolist()}
         rms = rms.cpu()
@@ -76,9 +79,9 @@ def measure(
         of = dict(zip(_FIGURES, row, strict=True))
         if group_name not in mine:
             continue
-        for name in ("gradient", "momentum", "update"):
+        for name in (*_SQUARED[:2], _SQUARED[3], *SPECTRUM):
             if (place, name) in known:
-                figures[f"{group_name}/{name}_rms"] = of[name]
+                figures[f"{group_name}/{name}{'_rms' * (name in _SQUARED)}"] = of[name]
         if (place, "update") in known and not (waits and of["weight"] == 0):
             figures[f"{group_name}/update_to_weight"] = of["update"] / of["weight"]
     return figures
@@ -129,4 +132,7 @@ def _add(
             known.add((place, "update"))
             totals[place, 3, 0] = update
             totals[place, 3, 1] = totals[place, 2, 1]
+        if sums is not None and (spectra := sums.spectra_of(number)) is not None:
+            known.update((place, name) for name in SPECTRUM)
+            totals[place, len(_SQUARED) :] = spectra
     return known

@@ -22,7 +22,7 @@ from muonmesh.step.blocks import Momentum
 from muonmesh.step.ready import ReadyParameter, ReadyParameters
 from muonmesh.step.stack import SMALL, Stack
 from muonmesh.step.stored_companions import RuleSums, StoredCompanions
-from muonmesh.step.update_squares import UpdateSquares
+from muonmesh.step.update_squares import UpdateSquares, squared_singular_values
 
 _AT_ONCE_ON_A_DEVICE = 1 << 28
 """Elements of equal matrices that one task orthogonalizes on a device, where each call has the whole device. On a CPU
@@ -59,6 +59,7 @@ class MuonStep(Work):
         ready: The parameters of the step.
         portions: Works on the pieces, as a CPU or as a device does.
         elementwise: AdamW's half, group by group, which is stepped while the first matrices travel.
+        spectra: To which singular values are added, if `Muon.metrics` has asked for them.
 
     Attributes:
         companions: What rules keep by row, column or matrix.
@@ -68,8 +69,14 @@ class MuonStep(Work):
     companions: StoredCompanions
     summands: RuleSums
 
-    def __init__(self, ready: ReadyParameters, portions: Portions, elementwise: Sequence[Callable[[], None]]) -> None:
-        self._ready, self._portions, self._elementwise = ready, portions, elementwise
+    def __init__(
+        self,
+        ready: ReadyParameters,
+        portions: Portions,
+        elementwise: Sequence[Callable[[], None]],
+        spectra: UpdateSquares | None = None,
+    ) -> None:
+        self._ready, self._portions, self._elementwise, self._spectra = ready, portions, elementwise, spectra
         self.companions = StoredCompanions(ready)
         self.summands = RuleSums(ready, self.companions)
         self._agreed: Tensor | None = None  # the largest momenta of the blocks that ranks share
@@ -215,7 +222,10 @@ class MuonStep(Work):
                     parts.balance_whole(own, matrix, kept, rows=planned.rows, cols=planned.cols)
         if rule.orthogonalizes:
             times = self._portions.steps_of(assignments)
+            momenta = None if self._spectra is None else squared_singular_values(batch)  # which may be overwritten
             orthogonalizer(batch, out=out, overwrite=not rule.sees_direction, times=times)
+            if self._spectra is not None and momenta is not None:
+                self._spectra.add_spectra(self._ready.group(assignments[0]), momenta, out, times)
         else:
             out.copy_(batch)
         if rule.changes_matrices():

@@ -1,0 +1,50 @@
+"""The command ``muonmesh transfer``: what carries over from a small model to a wider one, and what to set there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+_MODEL = "as for muonmesh plan, or FILE.py:FUNCTION, which returns a model, or (model, optimizer) with a muonmesh.Muon."
+
+
+def transfer(
+    small: Annotated[str, typer.Argument(help=f"The model whose settings are good: {_MODEL}", show_default=False)],
+    large: Annotated[str, typer.Argument(help="The wider model, likewise.", show_default=False)],
+    lr: Annotated[float, typer.Option(help="Learning rate of the models that come without an optimizer.")] = 3e-4,
+    weight_decay: Annotated[float, typer.Option(help="Their weight decay.")] = 0.1,
+    scale_mode: Annotated[str, typer.Option(help="How their updates of matrices are scaled.")] = "match_rms_adamw",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, with every name.")] = False,
+) -> None:
+    """Say which settings carry over from a small model to a wider one, and what to set for the others.
+
+    For each kind of parameters: step RMS, spectral norm, decay a step and initial RMS, small → large.
+    """
+    from muonmesh.cli.terminal import complain, make_console
+    from muonmesh.report.transfer import transfer as compare
+
+    settings = {"lr": lr, "weight_decay": weight_decay, "scale_mode": scale_mode}
+    try:
+        found = compare(*(_optimizer(target, settings) for target in (small, large)))
+    except (ValueError, TypeError) as error:
+        raise SystemExit(complain("transfer", str(error), code=2)) from error
+    plain = json.loads(json.dumps(asdict(found)), parse_constant=lambda _: None)  # JSON has no word for NaN
+    make_console().print(json.dumps(plain, indent=1) if as_json else str(found), soft_wrap=True, markup=False)
+
+
+def _optimizer(target: str, settings: dict[str, Any]) -> Any:
+    """Return the optimizer that a function makes, or one with these settings for the model that it makes or names.
+
+    Raises:
+        ValueError, TypeError: there is no such model or function, or a setting is wrong.
+    """
+    from muonmesh.build import from_model
+    from muonmesh.cli.audit_command import function_at
+    from muonmesh.cli.blueprint import meta_model
+    from muonmesh.cli.run_settings import Settings
+
+    made = function_at(target)() if ":" in target else meta_model(target, vocab=Settings.vocab, seq=Settings.seq)
+    return made[-1] if isinstance(made, tuple) else from_model(made, **settings)
