@@ -5,8 +5,8 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/
 
 from muonmesh.layout.companion import Companion, Side, companion_matrices
 from muonmesh.layout.cost import cost
-from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
-from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout.flat import FlatParameter, FlatShards, Interval, Layout
+from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.parameter import Elementwise, Parameter, listed_by
 from muonmesh.layout.plan import Assignment, Plan, make_plan

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
-from muonmesh.layout.layout import Layout, MeshLayout
+from muonmesh.layout.layout import MeshLayout
 from muonmesh.layout.region import Block, Region, overlap, row_major
 
 
@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FlatShards(Layout):
+class FlatShards:
     """Each rank holds intervals of what it would hold under another layout, flattened row by row.
 
     Borders may lie anywhere, inside rows too; a rank may hold nothing. Its storage is a flat buffer that may hold
@@ -46,7 +46,7 @@ class FlatShards(Layout):
         LayoutError: the numbers do not fit each other.
     """
 
-    within: Layout
+    within: MeshLayout
     intervals: tuple[tuple[Interval, ...], ...]
     sizes: tuple[int, ...]
     replicas: tuple[tuple[int, ...], ...] = ()
@@ -82,12 +82,12 @@ class FlatShards(Layout):
         return FlatShards(within, intervals, tuple(high - low for low, high in pairs))
 
     @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def shape(self) -> tuple[int, ...]:
         """Global shape of the parameter."""
         return self.within.shape
 
     @property
-    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+    def ranks(self) -> tuple[int, ...]:
         """The ranks that may hold some of it."""
         return self.within.ranks
 
@@ -188,9 +188,18 @@ class FlatShards(Layout):
     def describe(self) -> str:
         """Return e.g. ``flat×4`` or ``flat×4 of Replicate×2, Shard(0)×2``, with the intervals' fingerprint."""
         parts = sum(1 for some in self.intervals if any(interval.length for interval in some))
-        whole = isinstance(self.within, MeshLayout) and self.within.copies() == len(self.ranks)
+        whole = self.within.copies() == len(self.ranks)
         of = "" if whole else f" of {self.within.describe()}"
         return f"flat×{parts}{of} ({hash((self.intervals, self.sizes, self.replicas)) & 0xFFFFFFFF:08x})"
+
+
+Layout: TypeAlias = MeshLayout | FlatShards
+"""Where one parameter of global ``shape`` lives.
+
+For each rank of ``ranks`` the blocks say which Regions it stores and at which place of its local storage (read as a
+contiguous row-major array). A replica is the same Region on several ranks. Blocks are computed on demand, so a layout
+stays small at thousands of ranks.
+"""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from muonmesh.layout.cover import prove
-from muonmesh.layout.layout import Layout
+from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
