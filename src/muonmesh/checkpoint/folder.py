@@ -38,7 +38,7 @@ from muonmesh.checkpoint.manifest import (
     write_manifest,
 )
 from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
-from muonmesh.checkpoint.place import FolderLock, found_at, put, writing_at
+from muonmesh.checkpoint.place import found_at, put, writing_alone, writing_at
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
@@ -72,33 +72,25 @@ def write(
     if not place.name or place.name == "..":
         raise FileError(explain_error(str(path), "no name of a folder", "one", "Save under a name"))
     text = json.dumps(settings)
-    locks: list[FolderLock] = []
 
     def lock() -> None:
         with writing(place, again=AGAIN):
-            locks.append(FolderLock(place))
+            stack.enter_context(writing_alone(place))
 
-    on_first_rank(lock)
-    try:
+    def finish() -> None:
+        with writing(place, again=AGAIN):
+            scratch = writing_at(place)
+            _check_shared(scratch, entries)
+            replace_text(scratch / SETTINGS_FILE, text)
+            everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
+            write_manifest(scratch, everything)
+            onto_disk(scratch)
+            put(scratch, place)
+
+    with contextlib.ExitStack() as stack:
+        on_first_rank(lock)
         entries = _write_tensors(place, dict(tensors))
-
-        def finish() -> None:
-            with writing(place, again=AGAIN):
-                scratch = locks[0].scratch
-                _check_shared(scratch, entries)
-                replace_text(scratch / SETTINGS_FILE, text)
-                everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
-                write_manifest(scratch, everything)
-                onto_disk(scratch)
-                put(scratch, place)
-
         on_first_rank(finish)
-    except BaseException:
-        for held in locks:
-            held.drop()
-        raise
-    for held in locks:
-        held.release()
 
 
 class Contents:
@@ -150,9 +142,8 @@ def look(path: str | os.PathLike[str]) -> Contents:
             written, or it holds something else than tensors.
     """
     place = Path(path)
-    found: list[Contents] = []
 
-    def inspect() -> None:
+    def inspect() -> Contents:
         folder = found_at(place)
         if folder.is_symlink() or not folder.is_dir():
             what = "a link" if folder.is_symlink() else kind_of(folder)
@@ -169,10 +160,9 @@ def look(path: str | os.PathLike[str]) -> Contents:
         reader = CheckpointReader(folder, read_metadata(folder))
         if entries is not None:
             reader.check_known(entries)
-        found.append(Contents(folder, settings, reader))
+        return Contents(folder, settings, reader)
 
-    together(inspect)
-    return found[0]
+    return together(inspect)
 
 
 def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
@@ -184,29 +174,21 @@ def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
             torch_save(tensors, storage_writer=FileSystemWriter(scratch))
     except CheckpointException as error:
         failed = cannot_write(place, next(iter(error.failures.values()))[0], again=AGAIN)
-    own: dict[str, Entry] = {}
 
-    def hash_own() -> None:
+    def hash_own() -> dict[str, Entry]:
         if failed is not None:
             raise FileError(failed)
         with writing(place, again=AGAIN):
-            own.update({file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")})
+            return {file.name: entry_of(file) for file in scratch.glob(f"__{this_rank()}_*.distcp")}
 
-    together(hash_own)
-    return {name: entry for each in tell_all(own) for name, entry in each.items()}
+    return {name: entry for each in tell_all(together(hash_own)) for name, entry in each.items()}
 
 
 def _check_shared(scratch: Path, entries: Mapping[str, Entry]) -> None:
     for name in entries:
         if not (scratch / name).is_file():
-            raise FileError(
-                explain_error(
-                    str(scratch.parent),
-                    f"no {name} here, which another rank wrote",
-                    "a folder that all ranks share",
-                    "Save into one",
-                )
-            )
+            found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
+            raise FileError(explain_error(str(scratch.parent), found, needed, "Save into one"))
 
 
 @contextlib.contextmanager

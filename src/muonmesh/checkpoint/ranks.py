@@ -8,24 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import tell_all
-from muonmesh.errors import FileError
+from muonmesh.comm.telling import agreed, tell_all
+from muonmesh.errors import FileError, StateError
+
+T = TypeVar("T")
 
 
-def together(work: Callable[[], None]) -> None:
-    """Do something on this rank and return when all ranks have done theirs. Called on all ranks.
+def settled(work: Callable[[], T]) -> T:
+    """Return what the work gives on this rank, once it has succeeded on all. Called on all ranks.
+
+    Raises:
+        Exception: on a rank whose work failed, what it raised; on the others a StateError that tells of it.
+    """
+    found: list[T] = []
+    agreed(lambda: found.append(work()), kind=StateError)
+    return found[0]
+
+
+def together(work: Callable[[], T]) -> T:
+    """Return what the work gives on this rank, once it has succeeded on all. Called on all ranks.
 
     Raises:
         FileError: on every rank, with the message of the first rank that failed.
         Exception: on a rank that met something else, what it met; the others raise a FileError that tells of it.
     """
+    mine: Any = None
     message: str | None = None
     unexpected: Exception | None = None
     try:
-        work()
+        mine = work()
     except FileError as error:
         message = str(error)
     except Exception as error:
@@ -33,6 +47,8 @@ def together(work: Callable[[], None]) -> None:
     for found in tell_all(message, unexpected, kind=FileError):
         if found is not None:
             raise FileError(found)
+    result: T = mine
+    return result
 
 
 def on_first_rank(work: Callable[[], None]) -> None:
