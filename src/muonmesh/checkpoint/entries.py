@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from muonmesh.checkpoint.archive import change_in
+from muonmesh.checkpoint.archive import read_undamaged
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
 from muonmesh.errors import FileError
 from muonmesh.files import reason
@@ -68,10 +68,7 @@ class CheckpointReader(FileSystemReader):
             path = self.folder / place.relative_path
             try:
                 with path.open("rb") as file:
-                    piece = cast(BinaryIO, _Piece(file, place.offset, place.length))
-                    if changed := change_in(piece):
-                        raise FileError(changed)
-                    tensor = torch.load(piece, map_location="cpu", weights_only=True)
+                    tensor = read_undamaged(cast(BinaryIO, _Piece(file, place.offset, place.length)))
             except Exception as error:  # what damaged bytes make of the reader
                 raise FileError(f"{path}: {name} could not be read: {reason(error)}. {REMEDY}") from error
             expected = _told(chunk.sizes, entry.properties.dtype)

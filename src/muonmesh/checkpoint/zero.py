@@ -48,14 +48,21 @@ _PIECE = Kind(
 
 
 class _Flat(NamedTuple):
-    """One flat tensor on each rank: the settings of its group, and what each rank keeps of it."""
+    """One flat tensor on each rank.
+
+    Attributes:
+        group: The settings of its group.
+        shapes: Of its parameters, by name.
+        kept: What each rank keeps of it.
+        starts: For each rank where its interval of a parameter begins in its flat tensor, and how long it is.
+        momentum_is_whole: Whether momentum is no interval: at stages 1 and 2.
+    """
 
     group: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     kept: Sequence[Mapping[str, Any]]
     starts: Sequence[Mapping[str, tuple[int, int]]]
-    """At stages 1 and 2: for each rank where its interval of a parameter begins in its flat tensor, and how long it is;
-    empty at stage 3."""
+    momentum_is_whole: bool
 
 
 def read_zero(folder: Path) -> dict[str, Any]:
@@ -176,9 +183,15 @@ def _flats(
         _refuse(path, f"{len(owners)} flat tensors for {len(shapes)} lists of parameters")
     for number, (group, key) in enumerate(owners):
         held = [{name: (int(p.start), int(p.numel)) for name, p in rank[number].items()} for rank in pieces]
+        if third:
+            equal, start = dict[str, tuple[int, int]](), 0
+            for name, shape in shapes[number].items():
+                equal[name] = start, -(-prod(shape) // len(states))
+                start += equal[name][1]
+            held = [equal] * len(states)
         if not all(each.keys() <= shapes[number].keys() for each in held):
             _refuse(path, "intervals of parameters that have no shape")
-        yield _Flat(group, shapes[number], [each["state"].get(key) or {} for each in kept], held)
+        yield _Flat(group, shapes[number], [each["state"].get(key) or {} for each in kept], held, not third)
 
 
 def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
@@ -192,12 +205,8 @@ def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
             continue
         if not all(value is None or (isinstance(value, Tensor) and value.ndim == 1) for value in values):
             _refuse(folder, f"{name}'s {key} as something else than flat tensors on some rank")
-        if flat.starts and key == "momentum_buffer":
-            pieces = _whole(folder, name, flat, values)
-        elif flat.starts:
-            pieces = _intervals(name, flat, values)
-        else:
-            pieces = _slices(name, flat, values)
+        find = _whole if flat.momentum_is_whole and key == "momentum_buffer" else _intervals
+        pieces = find(folder, name, flat, values)
         joined = torch.cat(pieces) if pieces else first.new_empty(0)
         if joined.numel() < prod(flat.shapes[name]):
             found = f"{joined.numel()} elements of {name}'s {key} in the files of all ranks"
@@ -220,7 +229,7 @@ def _whole(folder: Path, name: str, flat: _Flat, values: Sequence[Any]) -> list[
     return []
 
 
-def _intervals(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
+def _intervals(_: Path, name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
     """Return the pieces of a parameter that the ranks hold, in order."""
     pieces = []
     for held, value in zip(flat.starts, values, strict=True):
@@ -228,17 +237,6 @@ def _intervals(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
         if value is not None and length:
             pieces.append(value[start : start + length])
     return pieces
-
-
-def _slices(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
-    """Return the slices of a parameter, one a rank, all of one length."""
-    start = 0
-    for other, shape in flat.shapes.items():
-        length = -(-prod(shape) // len(values))
-        if other == name:
-            return [value[start : start + length] for value in values if value is not None]
-        start += length
-    return []
 
 
 def _of_form(path: Path, held: Mapping[str, Any], form: Form) -> Mapping[str, Any]:

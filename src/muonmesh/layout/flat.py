@@ -122,7 +122,7 @@ class FlatShards:
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold one whole copy together with ``rank``."""
-        return next(replica for replica in self.replicas if rank in replica)
+        return self.replicas[self.replica_number(rank)]
 
     def copies(self) -> int:
         """Return how many ranks hold each element."""

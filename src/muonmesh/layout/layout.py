@@ -161,21 +161,21 @@ class MeshLayout:
 
     def replica_number(self, rank: int) -> int:
         """Return this rank's place on the replicated axes, counted over all of them."""
-        number = 0
-        for at, size, placement in zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True):
-            if isinstance(placement, Replicate):
-                number = number * size + at
-        return number
+        return self._number(rank, replicated=True)
 
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Return the number of this rank's shard, counted over the axes that cut; nothing if it holds nothing."""
-        if not math.prod(self.local_shape(rank)):
-            return ()
-        index = 0
+        """Return the number of this rank's shard, counted over the axes that cut; nothing if it holds nothing.
+
+        Ranks that share a number share elements.
+        """
+        return (self._number(rank, replicated=False),) if math.prod(self.local_shape(rank)) else ()
+
+    def _number(self, rank: int, *, replicated: bool) -> int:
+        number = 0
         for at, size, placement in zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True):
-            if not isinstance(placement, Replicate):
-                index = index * size + at
-        return (index,)
+            if isinstance(placement, Replicate) == replicated:
+                number = number * size + at
+        return number
 
     def part_count(self) -> int:
         """Return the number of shards of a copy."""

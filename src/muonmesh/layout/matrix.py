@@ -136,19 +136,17 @@ def _normalised(spec: MatrixSpec) -> tuple[Any, ...]:
 def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[Part]:
     form, *arguments = spec
     if form == "flatten":
-        _arity(arguments, 0, 1)
+        inner = _inner(arguments)
         if len(shape) < 2:
             raise _Misfit("flatten needs at least two dims")
-        inner = _normalised(arguments[0]) if arguments else ("whole",)
         parts = _split(View(shape, (), (0,), tuple(range(1, len(shape)))), inner)
         if any(view.row_dims != (0,) or cols[2] != math.prod(shape[1:]) for view, spans in parts for _, cols in spans):
             raise _Misfit("inside flatten stands what cuts dim 0")
         return parts
     if form == "stack":
-        _arity(arguments, 0, 1)
+        inner = _inner(arguments)
         if len(shape) < 3:
             raise _Misfit("a stack needs at least three dims")
-        inner = _normalised(arguments[0]) if arguments else ("whole",)
         leading = len(shape) - 2
         return [
             part
@@ -169,8 +167,7 @@ def _split(view: View, spec: tuple[Any, ...]) -> list[Part]:
         _arity(arguments, 0, 0)
         return [(view, [whole])]
     if form == "transposed":
-        _arity(arguments, 0, 1)
-        inner = _normalised(arguments[0]) if arguments else ("whole",)
+        inner = _inner(arguments)
         if inner[0] in ("stack", "flatten"):
             raise _Misfit(f"{inner[0]} cannot stand inside transposed; nest them the other way round")
         return _split(View(view.shape, view.fixed, view.col_dims, view.row_dims), inner)
@@ -203,6 +200,11 @@ def _split(view: View, spec: tuple[Any, ...]) -> list[Part]:
             for start, run in zip(starts, runs, strict=False)
         ]
     raise _Misfit("unknown form")
+
+
+def _inner(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    _arity(arguments, 0, 1)
+    return _normalised(arguments[0]) if arguments else ("whole",)
 
 
 def _arity(arguments: Sequence[Any], least: int, most: int) -> None:
