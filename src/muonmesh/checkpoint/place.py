@@ -86,9 +86,8 @@ def check_replaceable(path: Path) -> None:
     if not found and (others := sorted(set(os.listdir(path)) - _own(path))):
         found = f"{others[0]!r} in it, which is not part of a checkpoint"
     if found:
-        raise FileError(
-            explain_error(str(path), found, "nothing there, or a checkpoint to replace", "Save under another name")
-        )
+        needed = "nothing there, or a checkpoint to replace"
+        raise FileError(explain_error(str(path), found, needed, "Save under another name"))
 
 
 def put(scratch: Path, path: Path) -> None:
@@ -154,7 +153,9 @@ def forget_older(path: Path, keep: int) -> None:
         inner = NUMBERED.fullmatch(scratch.name.removeprefix(".").removesuffix(".writing"))
         if inner is not None and inner["family"] == own["family"]:
             with contextlib.suppress(OSError):
-                _remove_unless_held(scratch)
+                if (held := _locked(scratch, make=False)) is not None:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                    os.close(held)
     for going in path.parent.glob(f".{glob.escape(own['family'])}*.going"):
         shutil.rmtree(going, ignore_errors=True)
 
@@ -175,13 +176,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
     path.rename(going)
     shutil.rmtree(going, ignore_errors=True)
-
-
-def _remove_unless_held(scratch: Path) -> None:
-    held = _locked(scratch, make=False)
-    if held is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
-        os.close(held)
 
 
 def _locked(folder: Path, *, make: bool) -> int | None:
@@ -209,10 +203,8 @@ def _locked(folder: Path, *, make: bool) -> int | None:
 
 
 def _empty(folder: Path) -> None:
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    for entry in found:
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    for path in list(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            os.unlink(entry.path)
+            path.unlink()

@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     host = recorded(optimizer)
     _reshard(model)
     contents = look(path)
-    check_saved(contents.path, contents.settings)
+    check_saved(contents.folder, contents.settings)
     with host.whole(model, write=True):
         records, extra = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}

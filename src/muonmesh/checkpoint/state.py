@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -206,7 +206,7 @@ def restore_state(
             # What belongs to the parameters stays, and a checkpoint may have turned tuples into lists.
             own = {key: old[key] for key in _LEFT_OUT if key in old}
             optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
-        for parameter, saved in _pairs(before, given):
+        for _group, _name, parameter, saved in _entries(before, given):
             for key, value in saved.items():
                 optimizer.state[parameter][key] = _restored(
                     key, _tensor(key, value), parameter, expected[parameter], precision
@@ -224,14 +224,14 @@ def restore_state(
             handle.remove()
 
 
-def _pairs(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
-    """Return each parameter with its saved state, if it has any."""
-    pairs = []
+def _entries(
+    groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], str, Tensor, Mapping[str, Any]]]:
+    """Yield the group, the name and the tensor of each parameter that has saved state, with that."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], saved["params"], strict=True):
-            if state_dict["state"].get(key):
-                pairs.append((parameter, state_dict["state"][key]))
-    return pairs
+        for name, parameter, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
+            if entry := state_dict["state"].get(key):
+                yield group, name, parameter, entry
 
 
 def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, precision: Precision) -> Tensor:
@@ -296,27 +296,20 @@ def _check(
             found = "its parameters in another order in the state"
             needed = f"the order of this optimizer, {group['param_names'][:4]} and so on, or each would get the state "
             raise StateError(explain_error(where, found, f"{needed}of another", _AS_SAVED))
-        for parameter, name, key in zip(group["params"], group["param_names"], saved["params"], strict=True):
-            entry = state_dict["state"].get(key)
-            if entry:
-                _check_entry(name, parameter, expected[parameter], group["algorithm"], entry)
-                if "master" in entry and precision.master is None:
-                    found, needed = "a master in its state", "an optimizer that keeps masters"
-                    write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
-                    raise StateError(explain_error(name, found, needed, write))
+    for group, name, parameter, entry in _entries(groups, state_dict):
+        _check_entry(name, parameter, expected[parameter], group["algorithm"], entry)
+        if "master" in entry and precision.master is None:
+            found, needed = "a master in its state", "an optimizer that keeps masters"
+            write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
+            raise StateError(explain_error(name, found, needed, write))
 
 
 def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: str, entry: Mapping[str, Any]) -> None:
     missing = [key for key in expected.needed if key not in entry]
     if missing:
-        raise StateError(
-            explain_error(
-                name,
-                f"state {sorted(map(str, entry))}",
-                f"{missing[0]!r}: the parameter belongs to {algorithm}",
-                "Load the state of an optimizer of the same kind, or start with fresh state",
-            )
-        )
+        found, needed = f"state {sorted(map(str, entry))}", f"{missing[0]!r}: the parameter belongs to {algorithm}"
+        write = "Load the state of an optimizer of the same kind, or start with fresh state"
+        raise StateError(explain_error(name, found, needed, write))
     for key, given in entry.items():
         value = _tensor(str(key), given)
         if key not in expected.known or not isinstance(value, Tensor):

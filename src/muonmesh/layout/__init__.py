@@ -9,13 +9,11 @@ from muonmesh.layout.flat import FlatParameter, FlatShards, Interval, Layout
 from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.parameter import Elementwise, Parameter, listed_by
-from muonmesh.layout.plan import Assignment, Plan, make_plan
-from muonmesh.layout.region import Block, Piece, Region, overlap
+from muonmesh.layout.plan import Plan, make_plan
+from muonmesh.layout.region import Piece, Region, overlap
 from muonmesh.layout.routes import Routes
 
 __all__ = [
-    "Assignment",
-    "Block",
     "Companion",
     "Elementwise",
     "FlatParameter",

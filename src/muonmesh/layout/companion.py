@@ -126,7 +126,7 @@ def companions_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]
     found = {}
     for name, (layout, shape) in pairs.items():
         ranks, own = layout.ranks, intervals[name]
-        some = tuple((own[rank],) if own[rank].length else () for rank in ranks)
+        some = tuple((own[rank],) for rank in ranks)
         sizes = tuple(filled[rank] for rank in ranks)
         within = MeshLayout.replicated(shape, ranks)
         found[name] = FlatShards(within, some, sizes, layout.replicas)

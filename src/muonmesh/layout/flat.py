@@ -101,7 +101,7 @@ class FlatShards:
 
     def holds(self, rank: int) -> bool:
         """Return whether ``rank`` holds any of it."""
-        return any(interval.length for interval in self.held(rank))
+        return bool(self.held(rank))
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores and where in its flat buffer."""
@@ -150,7 +150,7 @@ class FlatShards:
         """Return the runs between the borders of all ranks, for each local tensor that is cut."""
         borders: dict[tuple[Block, ...], set[int]] = {}
         for rank in self.ranks:
-            ends = {end for i in self.held(rank) if i.length for end in (i.first, i.first + i.length)}
+            ends = {end for i in self.held(rank) for end in (i.first, i.first + i.length)}
             borders.setdefault(self.within.blocks(rank), set()).update(ends)
         return [(blocks, *run) for blocks, ends in borders.items() for run in itertools.pairwise(sorted(ends))]
 
@@ -178,7 +178,7 @@ class FlatShards:
                 raise NotCovered(f"ranks {replica}, a replica, that do not hold all of the parameter")
             for ranks in sharing.values():
                 position = 0
-                for first, count, _ in sorted(i for rank in ranks for i in self.held(rank) if i.length):
+                for first, count, _ in sorted(i for rank in ranks for i in self.held(rank)):
                     if first != position:
                         raise NotCovered(f"elements {position} to {first} held twice or by none of {ranks}")
                     position = first + count
@@ -187,7 +187,7 @@ class FlatShards:
 
     def describe(self) -> str:
         """Return e.g. ``flat×4`` or ``flat×4 of Replicate×2, Shard(0)×2``, with the intervals' fingerprint."""
-        parts = sum(1 for some in self.intervals if any(interval.length for interval in some))
+        parts = sum(map(bool, self.intervals))
         whole = self.within.copies() == len(self.ranks)
         of = "" if whole else f" of {self.within.describe()}"
         return f"flat×{parts}{of} ({hash((self.intervals, self.sizes, self.replicas)) & 0xFFFFFFFF:08x})"
@@ -219,8 +219,6 @@ class FlatParameter:
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield the boxes (offset, shape) that elements ``low`` to ``high`` of a row-major array consist of, in order."""
-    if low >= high:
-        return
     if len(shape) == 1:
         yield (low,), (high - low,)
         return
