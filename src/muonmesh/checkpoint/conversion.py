@@ -96,14 +96,14 @@ def convert(
     groups, recipients = _recipients(model)
     sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     opened = [state for given in sources for state in _opened(given)]
-    orders = _orders(params, [len(saved.groups) for saved in opened])
+    orders = iter(_orders(params, [len(saved.groups) for saved in opened]))
     found: dict[str, ParameterState] = {}
     lacking: dict[str, StateError] = {}
-    for saved, order in zip(opened, orders, strict=True):
+    for saved in opened:
         keys = PACKAGES[package or saved.package or package_of(saved.groups)].state_keys
         if momentum is not None:
             keys = replace(keys, sums=momentum == "sum")
-        for name, remembered in _remembered(saved, keys, _names(saved, order, recipients), lacking):
+        for name, remembered in _remembered(saved, keys, _names(saved, orders, recipients), lacking):
             found.setdefault(name, remembered)
     return _state_dict(groups, recipients, found, lacking)
 
@@ -182,34 +182,31 @@ def _parts(given: Any, where: str, package: PackageName | None = None) -> list[S
 
 def _orders(
     params: Sequence[Sequence[str | Tensor]] | None, groups: Sequence[int]
-) -> list[Sequence[Sequence[str | Tensor]] | None]:
-    """Return for each source the parameters of its groups as the caller gave them."""
+) -> Sequence[Sequence[str | Tensor] | None]:
+    """Return for each group of all sources its parameters as the caller gave them."""
     if params is None:
-        return [None for _ in groups]
+        return [None] * sum(groups)
     fault = misfit("params", params, [[PARAMETER]])
     if fault is not None:
         raise ValueError(explain_error(*fault, "Write params=[group, ...], a list for each group"))
     if len(params) == sum(groups):
-        ends = [sum(groups[: number + 1]) for number in range(len(groups))]
-        return [params[end - count : end] for end, count in zip(ends, groups, strict=True)]
+        return params
     if all(count == len(params) for count in groups):
-        return [params for _ in groups]
+        return [*params] * len(groups)
     found, needed = f"parameters for {len(params)} groups", f"those of {' + '.join(map(str, groups))} groups"
     raise ValueError(explain_error("params", found, needed, "Write params=[group, ...], a list for each group"))
 
 
 def _names(
-    saved: SourceState, order: Sequence[Sequence[str | Tensor]] | None, recipients: Mapping[str, Recipient]
+    saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, Recipient]
 ) -> list[Sequence[str]]:
     """Return the names of the parameters of each group."""
     ours = {id(recipient.parameter): recipient.name for recipient in recipients.values()}
     names = []
     for number, group in enumerate(saved.groups):
-        keys = group["params"]
+        keys, order = group["params"], next(orders)
         if order is not None:
-            given = [
-                ours.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order[number]
-            ]
+            given = [ours.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order]
         elif all(id(key) in ours for key in keys):  # an optimizer over this very model
             given = [ours[id(key)] for key in keys]
         elif group.get("param_names"):

@@ -176,10 +176,10 @@ def restore_state(
     expected: Mapping[Tensor, Expected],
     load: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Load a state dict through torch's ``load``, then undo its casts to the parameters' dtypes.
+    """Load a state dict through torch's ``load``, but the state itself without torch's casts.
 
     torch casts every state tensor to its parameter's dtype, which would round the fp32 momentum and masters of a
-    bf16 model; they are taken from the state dict again. Settings that the saved groups lack keep their values.
+    bf16 model. Settings that the saved groups lack keep their values.
 
     Args:
         optimizer: Its groups and state are written.
@@ -194,12 +194,10 @@ def restore_state(
     given: dict[str, Any] = {}
     before = [dict(group) for group in optimizer.param_groups]
 
-    def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any] | None:
+    def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
         given.update(seen)
         _check(before, seen, expected, precision)
-        if not any(precision.leaves(parameter.device) for parameter in expected):
-            return None
-        return {**seen, "state": {key: {} for key in seen["state"]}}  # or torch would bring all of it to the device
+        return {**seen, "state": {key: {} for key in seen["state"]}}  # which torch would cast, on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):

@@ -149,23 +149,24 @@ def load_inert(path: Path) -> Mapping[str, Any]:
     needed = f"tensors, plain values and what DeepSpeed {_READ} writes beside them"
     with torch.serialization.safe_globals(named):
         loaded = read_archive(path, needed=needed, remedy="Save it by that version, or bring an undamaged copy")
-    return _of_form(path, loaded, {})
+    held: Mapping[str, Any] = check_form(str(path), loaded, {}, _WRITE)
+    return held
 
 
-def _rank_state(path: Path) -> Mapping[str, Any]:
+def _rank_state(path: Path) -> Any:
     """Return what the optimizer of one rank has saved."""
-    state = _of_form(path, load_inert(path), {"optimizer_state_dict": {}})["optimizer_state_dict"]
+    state = check_form(str(path), load_inert(path), {"optimizer_state_dict": {}}, _WRITE)["optimizer_state_dict"]
     form: dict[str, Form] = {"base_optimizer_state": STATE_DICT, "param_slice_mappings": [{TEXT: _PIECE}]}
     if "fp32_flat_groups" in state:
         form = {"optimizer_state_dict": STATE_DICT}
-    return _of_form(path, state, {"partition_count": (SIZE, [SIZE]), **form})
+    return check_form(str(path), state, {"partition_count": (SIZE, [SIZE]), **form}, _WRITE)
 
 
 def _shapes(folder: Path) -> Sequence[Mapping[str, tuple[int, ...]]]:
     """Return the shapes of the parameters of each flat tensor, in the order in which they lie in it."""
     for path in sorted(folder.iterdir()):
         if _SHAPES.fullmatch(path.name):
-            held = _of_form(path, load_inert(path), {"param_shapes": [{TEXT: [SIZE]}]})
+            held = check_form(str(path), load_inert(path), {"param_shapes": [{TEXT: [SIZE]}]}, _WRITE)
             return [{name: tuple(shape) for name, shape in group.items()} for group in held["param_shapes"]]
     write = "Name the folder that save_checkpoint was given, with its model files in it"
     raise FileError(explain_error(str(folder), "no mp_rank_00_model_states.pt", "it, for names and shapes", write))
@@ -237,11 +238,6 @@ def _intervals(_: Path, name: str, flat: _Flat, values: Sequence[Any]) -> list[T
         if value is not None and length:
             pieces.append(value[start : start + length])
     return pieces
-
-
-def _of_form(path: Path, held: Mapping[str, Any], form: Form) -> Mapping[str, Any]:
-    check_form(str(path), held, form, _WRITE)
-    return held
 
 
 def _refuse(where: Path, found: str) -> NoReturn:

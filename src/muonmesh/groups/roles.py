@@ -114,11 +114,7 @@ def declared_by(module: nn.Module) -> Mapping[str, Any]:
 
 def declarations(site: Site) -> Iterator[tuple[nn.Module, str]]:
     """The modules around `site` whose `muonmesh_matrices` has an entry for it, and its key there, nearest first."""
-    key = site.key
-    for name, module in site.owners:
-        if key in declared_by(module):
-            yield module, key
-        key = f"{name}.{key}"
+    return ((module, key) for module, key in site.keys if key in declared_by(module))
 
 
 def without_decay(site: Site) -> str | None:
@@ -129,12 +125,10 @@ def without_decay(site: Site) -> str | None:
     """
     if getattr(site.parameter, "_no_weight_decay", False):
         return "_no_weight_decay"
-    key = site.key
-    for name, module in site.owners:
+    for module, key in site.keys:
         exempt, parts = getattr(module, "no_weight_decay", None), getattr(module, "no_weight_decay_keywords", None)
         if (callable(exempt) and key in exempt()) or (callable(parts) and any(part in key for part in parts())):
             return f"no_weight_decay() of {class_of(module)}"
-        key = f"{name}.{key}"
     return "its name" if _NO_DECAY.search(site.name.lower()) else None
 
 

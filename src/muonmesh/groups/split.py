@@ -159,6 +159,11 @@ class _Entry:
         """The canonical name: the first under which the model holds it."""
         return self.names[0]
 
+    @property
+    def guessed(self) -> bool:
+        """Whether it is Muon's by a guess."""
+        return self.role.guess and not self.overridden_by and self.settings.get("algorithm", "muon") == "muon"
+
 
 def split_params(
     model: nn.Module,
@@ -204,7 +209,7 @@ def split_params(
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
-    guesses = _guessed(entries)
+    guesses = [entry for entry in entries if entry.guessed]
     _warn_of_guesses(model, entries, guesses)
     groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES.values()}
     for entry in entries:
@@ -236,15 +241,6 @@ def split_params(
         )
     names = [entry.name for entry in guesses]
     return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, guesses=names, model=model)
-
-
-def _guessed(entries: Sequence[_Entry]) -> list[_Entry]:
-    """Return what is Muon's by a guess."""
-    return [
-        entry
-        for entry in entries
-        if entry.role.guess and not entry.overridden_by and entry.settings.get("algorithm", "muon") == "muon"
-    ]
 
 
 def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry]) -> None:
