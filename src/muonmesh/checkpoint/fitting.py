@@ -154,12 +154,18 @@ def _names(
 ) -> list[str]:
     """Say what is missing and what is too much, each with the nearest name of the other kind."""
     here = list(here)
-    spare = [name for name in there if name not in everyone]
-    lost = [name for name in here if name not in there]
-    said = [f"no {MODEL}.{name}{nearest(name, spare or there)}" for name in lost]
-    said += [f"{MODEL}.{name}, which nothing here has{nearest(name, lost or here)}" for name in spare]
+    spare, lost = [name for name in there if name not in everyone], [name for name in here if name not in there]
     strays = [name for name in states if name not in there and name not in everyone]
+    said = names_apart(f"{MODEL}.", lost, spare, here, there)
     return said + [f"state of {name}, which nothing here has{nearest(name, here)}" for name in strays]
+
+
+def names_apart(
+    what: str, lost: Collection[str], spare: Collection[str], here: Iterable[str], there: Iterable[str]
+) -> list[str]:
+    """Say which names are missing and which are too much, each with the nearest of the others, or of all of them."""
+    said = [f"no {what}{name}{nearest(name, spare or there)}" for name in lost]
+    return said + [f"{what}{name}, which nothing here has{nearest(name, lost or here)}" for name in spare]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

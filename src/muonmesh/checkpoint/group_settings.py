@@ -82,16 +82,13 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     for group in saved["groups"]:
         known = group if isinstance(group, dict) else {}
         check_fields(path, known, {"name": "a string", "algorithm": "a string", "settings": "an object"})
+    groups = len(saved["groups"])
     for name, entry in saved["parameters"].items():
-        if (
-            not isinstance(entry, dict)
-            or type(entry.get("group")) is not int
-            or not 0 <= entry["group"] < len(saved["groups"])
-            or not isinstance(entry.get("fresh"), bool)
-            or "matrices" not in entry
-        ):
-            needed = "the number of a group, the matrices, and whether it is fresh"
-            raise FileError(about(str(path), explain_error(name, f"{entry!r}", needed, REMEDY)))
+        match entry:
+            case {"group": number, "matrices": _, "fresh": bool()} if type(number) is int and 0 <= number < groups:
+                continue
+        needed = "the number of a group, the matrices, and whether it is fresh"
+        raise FileError(about(str(path), explain_error(name, f"{entry!r}", needed, REMEDY)))
 
 
 def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any]) -> dict[str, Any]:
