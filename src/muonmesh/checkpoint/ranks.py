@@ -35,20 +35,19 @@ def together(work: Callable[[], T]) -> T:
         FileError: on every rank, with the message of the first rank that failed.
         Exception: on a rank that met something else, what it met; the others raise a FileError that tells of it.
     """
-    mine: Any = None
-    message: str | None = None
-    unexpected: Exception | None = None
-    try:
-        mine = work()
-    except FileError as error:
-        message = str(error)
-    except Exception as error:
-        unexpected = error
-    for found in tell_all(message, unexpected, kind=FileError):
-        if found is not None:
-            raise FileError(found)
-    result: T = mine
-    return result
+    found: list[T] = []
+
+    def told() -> str | None:
+        try:
+            found.append(work())
+        except FileError as error:
+            return str(error)
+        return None
+
+    for message in agreed(told, kind=FileError):
+        if message is not None:
+            raise FileError(message)
+    return found[0]
 
 
 def on_first_rank(work: Callable[[], None]) -> None:

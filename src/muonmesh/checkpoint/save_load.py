@@ -205,12 +205,11 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
             if digest != expected:
                 what = (
                     f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
-                )
-                what += (
                     "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
+                    'each rank holds all of it, write Muon(..., process_group="world"). If the ranks hold shards, '
+                    "declare them with layouts="
                 )
-                what += 'each rank holds all of it, write Muon(..., process_group="world"). If the ranks hold shards, '
-                raise StateError(about(name, what + "declare them with layouts="))
+                raise StateError(about(name, what))
     for record in records:
         layout = record.storage.layout
         holders = [rank for rank, digests in enumerate(said) if record.name in digests]
@@ -218,7 +217,5 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
         if isinstance(layout, FlatShards):  # of which a rank that holds nothing need not list a tensor
             needs = tuple(rank for rank in layout.ranks if layout.holds(rank))
         if not set(needs) <= set(holders):
-            what = (
-                f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save. "
-            )
-            raise StateError(about(record.name, what + "Call save on all ranks, each with its own optimizer"))
+            what = f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save"
+            raise StateError(about(record.name, f"{what}. Call save on all ranks, each with its own optimizer"))

@@ -82,7 +82,11 @@ def read_zero(folder: Path) -> dict[str, Any]:
     paths = _files(folder)
     shapes = _shapes(folder)
     states = [_rank_state(path) for path in paths]
-    _check_ranks(folder, states)
+    counts = states[0]["partition_count"]
+    needed = max(counts) if isinstance(counts, list | tuple) and counts else counts
+    if needed != len(states):
+        found, write = f"the optimizer files of {len(states)} ranks", "Bring the files of the other ranks there too"
+        raise FileError(explain_error(str(folder), found, f"those of {needed}", write))
     groups: list[Mapping[str, Any]] = []
     state: dict[Any, Mapping[str, Any]] = {}
     for flat in _flats(paths[0], states, shapes):
@@ -127,14 +131,6 @@ def _files(folder: Path) -> list[Path]:
         write = "Name the folder that save_checkpoint was given, with the files of all ranks in it"
         raise FileError(explain_error(str(folder), told, "zero_pp_rank_0_mp_rank_00_optim_states.pt and so on", write))
     return [found[rank] for rank in range(len(found))]
-
-
-def _check_ranks(folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
-    counts = states[0]["partition_count"]
-    needed = max(counts) if isinstance(counts, list | tuple) and counts else counts
-    if needed != len(states):
-        found, write = f"the optimizer files of {len(states)} ranks", "Bring the files of the other ranks there too"
-        raise FileError(explain_error(str(folder), found, f"those of {needed}", write))
 
 
 def load_inert(path: Path) -> Mapping[str, Any]:

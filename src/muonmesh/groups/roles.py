@@ -67,9 +67,8 @@ def _refuse_unknowable(site: Site) -> None:
     parameter, module = site.parameter, site.module
     if isinstance(parameter, UninitializedParameter):
         found = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
-        raise ValueError(
-            explain_error(site.name, found, "its shape", "Run one forward pass before split_params(model)")
-        )
+        write = "Run one forward pass before split_params(model)"
+        raise ValueError(explain_error(site.name, found, "its shape", write))
     if "InterpreterModule" in class_names(module):  # torch.export's, also of torch.distributed.pipelining.pipeline
         what = (
             "The module of this parameter was traced and has lost its class, so nothing says whether the parameter is "
@@ -79,14 +78,10 @@ def _refuse_unknowable(site: Site) -> None:
     flat = getattr(parameter, "_is_flat_param", False)
     weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
     if flat or (weight and len(site.shape) < 2):
-        raise ValueError(
-            explain_error(
-                site.name,
-                f"a weight of {class_of(module)} flattened to shape {site.shape}",
-                "the weight with its own shape, because a flat piece would be trained as a vector",
-                "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard",
-            )
-        )
+        found = f"a weight of {class_of(module)} flattened to shape {site.shape}"
+        needed = "the weight with its own shape, because a flat piece would be trained as a vector"
+        write = "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard"
+        raise ValueError(explain_error(site.name, found, needed, write))
 
 
 def _adamw(kind: Kind, reason: str, matrices: Matrices | None) -> Role:

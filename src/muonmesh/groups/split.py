@@ -25,13 +25,7 @@ from muonmesh.names import canonical_name, names_matching, starred
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
-_NAMES = {
-    ("muon", "matrices"): "muon",
-    ("adamw", "embeddings"): "adamw.embeddings",
-    ("adamw", "head"): "adamw.head",
-    ("adamw", "matrices"): "adamw.matrices",
-    ("adamw", "vectors"): "adamw.vectors",
-}
+_NAMES = ("muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors")
 _FROZEN = "frozen: requires_grad is False"
 # Of the roles of a parameter shared under several names, the first of these counts.
 _PRECEDENCE = ("embeddings", "head", "vectors", "matrices")
@@ -211,13 +205,13 @@ def split_params(
         _check_possible(entry)
     guesses = [entry for entry in entries if entry.guessed]
     _warn_of_guesses(model, entries, guesses)
-    groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES.values()}
+    groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES}
     for entry in entries:
         algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
         matrices = entry.settings.pop("matrices", entry.role.matrices)
         half = "muon" if is_matrix_rule(algorithm) else "adamw"
         kind = "matrices" if half == "muon" else entry.role.kind
-        name = _NAMES[half, kind]
+        name = "muon" if half == "muon" else f"adamw.{kind}"
         settings = {**base[half], **({"weight_decay": 0.0} if kind == "vectors" else {}), **entry.settings}
         apart = [] if algorithm == half else [algorithm]
         apart += [f"{k}={v!r}" for k, v in sorted(entry.settings.items())]
@@ -270,7 +264,7 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
 
 
 def _order(group: dict[str, Any]) -> int:
-    return list(_NAMES.values()).index(group["name"].partition("[")[0])
+    return _NAMES.index(group["name"].partition("[")[0])
 
 
 def _reason(entry: _Entry) -> str:

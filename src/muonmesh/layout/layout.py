@@ -145,14 +145,9 @@ class MeshLayout:
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same coordinates as ``rank`` on the replicated axes."""
-        at = self._grid.coordinates(rank)
-        return _ranks_at(
-            self._grid,
-            tuple(
-                (at[axis],) if isinstance(placement, Replicate) else range(self.mesh[axis])
-                for axis, placement in enumerate(self.placements)
-            ),
-        )
+        axes = zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True)
+        some = tuple((at,) if isinstance(placement, Replicate) else range(size) for at, size, placement in axes)
+        return _ranks_at(self._grid, some)
 
     def copies(self) -> int:
         """Return how many ranks hold each element."""

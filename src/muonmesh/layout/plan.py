@@ -290,12 +290,4 @@ def make_plan(
         buckets.setdefault(filled[assignment.owner] // bucket_elements, []).append(number)
         filled[assignment.owner] += assignment.matrix.numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
-    return Plan(
-        ranks,
-        tuple(parameters),
-        tuple(assignments),
-        in_order,
-        tuple(elementwise),
-        bucket_elements,
-        machine,
-    )
+    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(elementwise), bucket_elements, machine)
