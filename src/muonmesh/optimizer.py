@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from muonmesh.checkpoint.state import Expected, SavedGroup, refuse_torn, restore_state, saved_state
+from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, saved_state
 from muonmesh.clip import (
     ClipPolicy,
     GradNorms,
@@ -490,12 +490,11 @@ class Muon(torch.optim.Optimizer):
                 nothing has been loaded.
         """
         self.finish()
-        runtime, expected = self._runtime, dict[Tensor, Expected]()
-        if state_dict.get("state"):  # hosts load an empty state before they replace the parameters
-            planned = plan(self.param_groups, runtime)
-            expected = {m.tensor: Expected.of(m, planned) for m in planned.members}
-        restore_state(self, state_dict, runtime.precision, expected, super().load_state_dict)
-        runtime.interrupted, runtime.loaded = None, bool(expected)
+        runtime = self._runtime
+        # Hosts load an empty state before they replace the parameters.
+        planned = plan(self.param_groups, runtime) if state_dict.get("state") else None
+        restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
+        runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does; of the lists by parameter in a group only the names are saved.

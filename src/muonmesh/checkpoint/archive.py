@@ -37,24 +37,22 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
         raise FileError(explain_error(str(file), kind_of(file), needed, "Correct the path"))
     try:
         with file.open("rb") as stream:
-            changed = change_in(stream)
-            if changed is not None:
-                raise FileError(explain_error(str(file), changed, NEEDED, REMEDY))
-            return torch.load(stream, map_location="cpu", weights_only=True)
-    except FileError:
-        raise
+            return read_undamaged(stream)
+    except FileError as error:
+        raise FileError(explain_error(str(file), str(error), NEEDED, REMEDY)) from None
     except pickle.UnpicklingError as error:
         raise FileError(explain_error(str(file), f"more than data: {reason(error)}", needed, remedy)) from error
     except Exception as error:  # what damaged bytes make of the reader
         raise FileError(explain_error(str(file), f"something else: {reason(error)}", needed, remedy)) from error
 
 
-def change_in(stream: IO[bytes]) -> str | None:
-    """Return what of an archive torch did not write so, before anything is unpacked; None where all is well.
+def read_undamaged(stream: IO[bytes]) -> Any:
+    """Load an archive, once it is known that torch has written all of it so.
 
-    Torch would unpack compressed records, whatever their size. The stream is left at its beginning.
+    Torch would unpack compressed records, whatever their size.
 
     Raises:
+        FileError: torch did not; the message is what was found.
         Exception: what damaged bytes make of the reader.
     """
     size = stream.seek(0, os.SEEK_END)
@@ -62,9 +60,10 @@ def change_in(stream: IO[bytes]) -> str | None:
         records = archive.infolist()
         names = [record.filename for record in records]
         if len(set(names)) < len(names) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
-            return "records that torch.save does not write"
+            raise FileError("records that torch.save does not write")
         if sum(record.file_size for record in records) > size:
-            return "records that lie in each other"
-        changed = archive.testzip()
+            raise FileError("records that lie in each other")
+        if changed := archive.testzip():
+            raise FileError(f"another checksum of {changed}")
     stream.seek(0)
-    return None if changed is None else f"another checksum of {changed}"
+    return torch.load(stream, map_location="cpu", weights_only=True)

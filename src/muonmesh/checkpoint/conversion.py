@@ -96,21 +96,19 @@ def convert(
     groups, recipients = _recipients(model)
     sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     opened = [state for given in sources for state in _opened(given)]
-    orders = _orders(params, [len(saved.groups) for saved in opened])
+    orders = iter(_orders(params, [len(saved.groups) for saved in opened]))
     found: dict[str, ParameterState] = {}
     lacking: dict[str, StateError] = {}
-    for saved, order in zip(opened, orders, strict=True):
+    for saved in opened:
         keys = PACKAGES[package or saved.package or package_of(saved.groups)].state_keys
         if momentum is not None:
             keys = replace(keys, sums=momentum == "sum")
-        for name, remembered in _remembered(saved, keys, _names(saved, order, recipients), lacking):
+        for name, remembered in _remembered(saved, keys, _names(saved, orders, recipients), lacking):
             found.setdefault(name, remembered)
     return _state_dict(groups, recipients, found, lacking)
 
 
 # ---------------------------------------------------------------- ours
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any]], dict[str, Recipient]]:
@@ -119,11 +117,10 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
     if isinstance(model, nn.Module):
         split = split_params(model)
         for group in split:
+            keys = ("momentum_buffer",) if is_matrix_rule(group["algorithm"]) else ("exp_avg", "exp_avg_sq")
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                storage = storage_of(name, parameter, None, needed=False)
-                kept = ("momentum_buffer",) if is_matrix_rule(group["algorithm"]) else _MOMENTS
-                state_layouts = dict.fromkeys(kept, storage)
-                recipients[name] = _recipient(name, parameter, group["algorithm"], state_layouts)
+                keeps = dict.fromkeys(keys, storage_of(name, parameter, None, needed=False))
+                recipients[name] = Recipient(name, parameter, group["algorithm"], keeps)
         return split, recipients
     if not isinstance(getattr(model, "_runtime", None), Runtime):
         found, write = f"a {type(model).__name__}", "Write convert(source, muonmesh.from_model(model))"
@@ -131,27 +128,21 @@ def _recipients(model: nn.Module | Optimizer) -> tuple[Sequence[Mapping[str, Any
     groups = model.param_groups
     for member in placed_members(model):
         algorithm = groups[member.group]["algorithm"]
-        state_layouts = {key: state_layout.storage for key, state_layout in member.state_layouts.items()}
+        keeps = {key: state_layout.storage for key, state_layout in member.state_layouts.items()}
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
             found = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
             needed = "a whole parameter or a DTensor"
             write = "Convert for the whole model, and load that with set_optimizer_state_dict"
             raise StateError(explain_error(member.name, found, needed, write))
-        recipients[member.name] = _recipient(member.name, member.tensor, algorithm, state_layouts)
+        if algorithm != "adamw":
+            if [*keeps] != ["momentum_buffer"]:
+                found = f"rule {algorithm!r}, which keeps {', '.join(keeps)}"
+                needed = "momentum alone, which all packages keep"
+                write = 'Write rule="muon", or train on with new state'
+                raise StateError(explain_error(member.name, found, needed, write))
+            algorithm = "muon"
+        recipients[member.name] = Recipient(member.name, member.tensor, algorithm, keeps)
     return groups, recipients
-
-
-def _recipient(name: str, parameter: Tensor, algorithm: str, state_layouts: Mapping[str, Storage]) -> Recipient:
-    if algorithm == "adamw":
-        return Recipient(name, parameter, algorithm, state_layouts)
-    if [*state_layouts] != ["momentum_buffer"]:
-        found, needed = (
-            f"rule {algorithm!r}, which keeps {', '.join(state_layouts)}",
-            "momentum alone, which all packages keep",
-        )
-        write = 'Write rule="muon", or train on with new state'
-        raise StateError(explain_error(name, found, needed, write))
-    return Recipient(name, parameter, "muon", state_layouts)
 
 
 # ---------------------------------------------------------------- theirs
@@ -160,73 +151,62 @@ def _recipient(name: str, parameter: Tensor, algorithm: str, state_layouts: Mapp
 def _opened(source: Source) -> list[SourceState]:
     """Return the state that a source holds, read from its file if it is one."""
     if isinstance(source, Optimizer):
-        package = groups_of(source)[0]
-        return _source_state(package, {"param_groups": source.param_groups, "state": source.state}, "source")
-    if isinstance(source, str | os.PathLike):
-        path = Path(source)
-        return (
-            _source_state("deepspeed", read_zero(path), str(path))
-            if path.is_dir()
-            else _parts(_loaded(path), str(path))
-        )
-    return _parts(source, "source")
+        return _parts({"param_groups": source.param_groups, "state": source.state}, "source", groups_of(source)[0])
+    if not isinstance(source, str | os.PathLike):
+        return _parts(source, "source")
+    path = Path(source)
+    if path.is_dir():
+        return _parts(read_zero(path), str(path), "deepspeed")
+    write = "Load it yourself if you trust whoever wrote it, and hand over the state dict"
+    needed = "tensors and plain values alone, in a file by torch.save"
+    return _parts(read_archive(path, needed=needed, remedy=write), str(path))
 
 
-def _parts(given: Any, where: str) -> list[SourceState]:
-    """Return what is in that which an optimizer's ``state_dict`` returned; Megatron's chain and wrap each other."""
+def _parts(given: Any, where: str, package: PackageName | None = None) -> list[SourceState]:
+    """Return what is in that which an optimizer's ``state_dict`` returned; Megatron's chain and wrap each other.
+
+    Here it is looked at, and of what it holds nothing was used so far.
+    """
     if isinstance(given, list | tuple):
         return [part for each in given for part in _parts(each, where)]
     if isinstance(given, Mapping) and "optimizer" in given and "param_groups" not in given:
         return _parts(given["optimizer"], where)
     if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
-        return _source_state(None, given, where)
+        check_form(where, given, STATE_DICT, "Hand over what state_dict() returned, as it is")
+        return [SourceState(package, given["param_groups"], given["state"])]
     found = f"{', '.join(map(str, list(given)[:8]))}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
     write = "Write convert(torch.load(path, weights_only=True)[...], optimizer) with the key under which it lies"
     raise StateError(explain_error(where, found, needed, write))
 
 
-def _source_state(package: PackageName | None, given: Mapping[str, Any], where: str) -> list[SourceState]:
-    """Return what an optimizer has or saved: here it is looked at, and of what it holds nothing was used so far."""
-    check_form(where, given, STATE_DICT, "Hand over what state_dict() returned, as it is")
-    return [SourceState(package, given["param_groups"], given["state"])]
-
-
-def _loaded(path: Path) -> Any:
-    write = "Load it yourself if you trust whoever wrote it, and hand over the state dict"
-    return read_archive(path, needed="tensors and plain values alone, in a file by torch.save", remedy=write)
-
-
 def _orders(
     params: Sequence[Sequence[str | Tensor]] | None, groups: Sequence[int]
-) -> list[Sequence[Sequence[str | Tensor]] | None]:
-    """Return for each source the parameters of its groups as the caller gave them."""
+) -> Sequence[Sequence[str | Tensor] | None]:
+    """Return for each group of all sources its parameters as the caller gave them."""
     if params is None:
-        return [None for _ in groups]
+        return [None] * sum(groups)
     fault = misfit("params", params, [[PARAMETER]])
     if fault is not None:
         raise ValueError(explain_error(*fault, "Write params=[group, ...], a list for each group"))
     if len(params) == sum(groups):
-        ends = [sum(groups[: number + 1]) for number in range(len(groups))]
-        return [params[end - count : end] for end, count in zip(ends, groups, strict=True)]
+        return params
     if all(count == len(params) for count in groups):
-        return [params for _ in groups]
+        return [*params] * len(groups)
     found, needed = f"parameters for {len(params)} groups", f"those of {' + '.join(map(str, groups))} groups"
     raise ValueError(explain_error("params", found, needed, "Write params=[group, ...], a list for each group"))
 
 
 def _names(
-    saved: SourceState, order: Sequence[Sequence[str | Tensor]] | None, recipients: Mapping[str, Recipient]
+    saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, Recipient]
 ) -> list[Sequence[str]]:
     """Return the names of the parameters of each group."""
     ours = {id(recipient.parameter): recipient.name for recipient in recipients.values()}
     names = []
     for number, group in enumerate(saved.groups):
-        keys = group["params"]
+        keys, order = group["params"], next(orders)
         if order is not None:
-            given = [
-                ours.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order[number]
-            ]
+            given = [ours.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order]
         elif all(id(key) in ours for key in keys):  # an optimizer over this very model
             given = [ours[id(key)] for key in keys]
         elif group.get("param_names"):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
-from muonmesh.checkpoint.archive import change_in
+from muonmesh.checkpoint.archive import read_undamaged
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY
+from muonmesh.checkpoint.ranks import together
+from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError
 from muonmesh.files import reason
 from muonmesh.numerics.rules import never_negative
@@ -27,15 +33,46 @@ class CheckpointReader(FileSystemReader):
 
     Torch's own reader would unpickle the metadata. It reads tensors with ``torch.load(weights_only=True)``, and entries
     of other kinds without that; but metadata with such entries are not accepted.
+
+    Attributes:
+        folder: Where the checkpoint is.
+        metadata: Which tensors it holds, and where.
+        settings: What was saved beside the tensors, with the types of JSON.
     """
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, folder: Path, metadata: Metadata, settings: dict[str, Any] | None = None) -> None:
         super().__init__(folder)
-        self.folder, self.metadata = folder, metadata
+        self.folder, self.metadata, self.settings = folder, metadata, settings or {}
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """What is held, by name: torch's records, with a ``size`` and ``properties.dtype`` each."""
+        return dict(self.metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata that this reader was made with: torch asks for it, and must not unpickle the file."""
         return self.metadata
+
+    def read(self, tensors: dict[str, Any], *, wrong: Callable[[str, Tensor], str]) -> None:
+        """Load into tensors, in place. Called on all ranks. The checkpoint may hold others besides.
+
+        The pieces in the files are read twice. First each is read by one rank, which looks at it. Only when all of them
+        are right does every rank read what it needs into its tensors.
+
+        Args:
+            tensors: By name, as `folder.write` takes them; not mappings.
+            wrong: Returns what is wrong with a piece of a tensor, in words; empty if nothing is.
+
+        Raises:
+            FileError: on every rank: one is missing, has another shape, or could not be read.
+        """
+        together(lambda: self.check_tensors(share=this_rank(), of=world_size(), wrong=wrong))
+        try:
+            with quietly():
+                torch_load(tensors, storage_reader=self)
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise FileError(f"{self.folder}: could not be loaded: {reason(first)}. {REMEDY}") from error
 
     def check_known(self, names: Collection[str]) -> None:
         """Make sure that every file with tensors is one of ``names``, those of the manifest.
@@ -59,19 +96,14 @@ class CheckpointReader(FileSystemReader):
         Raises:
             FileError: naming the file and the tensor: not one, of another shape or dtype, or wrong.
         """
-        held: dict[str, Any] = self.metadata.state_dict_metadata
-        pieces = [
-            (name, entry, chunk) for name, entry in held.items() for chunk in entry.chunks if math.prod(chunk.sizes)
-        ]
+        pieces = [(name, entry, chunk) for name, entry in self.held.items() for chunk in entry.chunks]
+        pieces = [piece for piece in pieces if math.prod(piece[2].sizes)]
         for name, entry, chunk in pieces[share::of]:
             place = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             path = self.folder / place.relative_path
             try:
                 with path.open("rb") as file:
-                    piece = cast(BinaryIO, _Piece(file, place.offset, place.length))
-                    if changed := change_in(piece):
-                        raise FileError(changed)
-                    tensor = torch.load(piece, map_location="cpu", weights_only=True)
+                    tensor = read_undamaged(cast(BinaryIO, _Piece(file, place.offset, place.length)))
             except Exception as error:  # what damaged bytes make of the reader
                 raise FileError(f"{path}: {name} could not be read: {reason(error)}. {REMEDY}") from error
             expected = _told(chunk.sizes, entry.properties.dtype)
@@ -134,3 +166,11 @@ def wrong_numbers(name: str, tensor: Tensor) -> str:
 
 def _told(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without torch's warning that there is one process, which whoever has one knows."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,11 @@ KEY = "_extra_state"
 """What torch calls it in a state dict."""
 
 
-def extra_of(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
+Extra: TypeAlias = dict[str, tuple[nn.Module, Tensor]]
+"""A copy of the extra state of each module that has some, by name, with the module."""
+
+
+def extra_of(model: nn.Module) -> Extra:
     """Return a copy of the extra state of each module that has some, by name, with the module.
 
     None and an empty tensor are none: so a module of Transformer Engine says that it does not compute in FP8.
@@ -39,7 +44,7 @@ def extra_of(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
     return found
 
 
-def give_back(extra: Mapping[str, tuple[nn.Module, Tensor]], loaded: Collection[str]) -> None:
+def give_back(extra: Extra, loaded: Collection[str]) -> None:
     """Hand the modules the copies into which was loaded."""
     for name, (module, tensor) in extra.items():
         if name in loaded:

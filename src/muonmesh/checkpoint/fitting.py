@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.checkpoint.group_settings import fitting_settings, set_group
-from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, fill, wanted
+from muonmesh.checkpoint.record import MODEL, STATE, Part, Record, wanted
 from muonmesh.checkpoint.share import Share
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import StateError, explain_error, warn
@@ -29,10 +29,9 @@ class Fit:
 
     Attributes:
         shares: Fresh memory by the name of what is read into it.
-        weights: Parameters whose weights are written.
+        weights: Parameters and other tensors that are written.
         state: Parts of the state that are written, with the name of what was read; None: as before the first step.
         settings: Groups with their new settings.
-        untrained: What nobody trains in the model, with its name and where it lives.
         measured: Parameters that split into other matrices than when they were saved. Each with the name of the saved
             tensor that says how many gradients the running norms of these matrices had seen.
         told: A warning for whoever loads, empty for none.
@@ -42,7 +41,6 @@ class Fit:
     weights: list[Record] = field(default_factory=list)
     state: list[tuple[Record, Part, str | None]] = field(default_factory=list)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    untrained: list[tuple[str, Tensor, Storage]] = field(default_factory=list)
     measured: list[tuple[Record, str]] = field(default_factory=list)
     told: str = ""
 
@@ -71,8 +69,6 @@ class Fit:
 
     def write(self) -> None:
         """Write everything that was read."""
-        for name, tensor, storage in self.untrained:
-            fill(local_of(tensor).detach(), storage.layout, self.shares.pop(f"{MODEL}.{name}"))
         for record in self.weights:
             record.take_weights(self.shares.pop(f"{MODEL}.{record.name}"))
         for record, part, key in self.state:
@@ -88,7 +84,6 @@ def fit(
     held: Mapping[str, Any],
     saved: Mapping[str, Any],
     records: Sequence[Record],
-    untrained: Mapping[str, tuple[Tensor, Storage]],
     everyone: Collection[str],
     *,
     strict: bool,
@@ -99,9 +94,8 @@ def fit(
         path: Of the checkpoint, for messages.
         held: Torch's record of each tensor in it.
         saved: Its settings, see `settings_of`.
-        records: The parameters of this rank.
-        untrained: What nobody trains on this rank, by name, with where it lives.
-        everyone: The names of both on all ranks.
+        records: The parameters of this rank, and what no optimizer steps.
+        everyone: The names of those on all ranks.
         strict: Whether missing and additional names are an error.
 
     Raises:
@@ -114,30 +108,24 @@ def fit(
         if name.startswith(f"{STATE}."):
             owner, key = name.removeprefix(f"{STATE}.").rsplit(".", 1)
             states.setdefault(owner, {})[key] = entry
-    wrong = _names([*(record.name for record in records), *untrained], there, states, everyone) if strict else []
-    for name, (tensor, storage) in untrained.items():
-        if name in there:
-            wrong += _entry(f"{MODEL}.{name}", there[name], storage.shape, tensor.dtype)
-            found.untrained.append((name, tensor, storage))
+    wrong = _names([record.name for record in records], there, states, everyone) if strict else []
     for record in records:
         if record.name in there:
             wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.storage.shape, record.dtype)
             found.weights.append(record)
-            wrong += _state(found, record, saved["parameters"].get(record.name), saved, states, strict=strict)
+            if record.group:
+                wrong += _state(found, record, saved["parameters"].get(record.name), saved, states, strict=strict)
     other = ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
     refuse(str(path), wrong, other)
-    weights = [(record.name, record.tensor, record.storage) for record in found.weights]
-    for owner, tensor, storage in [*found.untrained, *weights]:
-        dtype, device = there[owner].properties.dtype, local_of(tensor).device
-        found.shares[f"{MODEL}.{owner}"] = wanted(storage.layout, storage.shape, dtype, device)
-    for _, part, source in found.state:
-        if source is not None:
-            found.shares[source] = wanted(part.layout, part.shape, held[source].properties.dtype, part.device)
-    for _, name in found.measured:
-        found.shares[name] = wanted(None, tuple(held[name].size), held[name].properties.dtype, torch.device("cpu"))
+    sources = [(f"{MODEL}.{one.name}", one.storage, local_of(one.tensor).device) for one in found.weights]
+    sources += [(name, part.storage, part.device) for _, part, name in found.state if name is not None]
+    sources += [(name, Storage(None, tuple(held[name].size)), torch.device("cpu")) for _, name in found.measured]
+    for name, storage, device in sources:
+        found.shares[name] = wanted(storage, held[name].properties.dtype, device)
     groups: dict[int, list[Record]] = {}
     for record in records:
-        groups.setdefault(id(record.group), []).append(record)
+        if record.group:
+            groups.setdefault(id(record.group), []).append(record)
     here, there_products = set[str](), saved.get("products")
     for some in groups.values():
         settings = fitting_settings(some[0].group, some, saved)
@@ -166,12 +154,18 @@ def _names(
 ) -> list[str]:
     """Say what is missing and what is too much, each with the nearest name of the other kind."""
     here = list(here)
-    spare = [name for name in there if name not in everyone]
-    lost = [name for name in here if name not in there]
-    said = [f"no {MODEL}.{name}{nearest(name, spare or there)}" for name in lost]
-    said += [f"{MODEL}.{name}, which nothing here has{nearest(name, lost or here)}" for name in spare]
+    spare, lost = [name for name in there if name not in everyone], [name for name in here if name not in there]
     strays = [name for name in states if name not in there and name not in everyone]
+    said = names_apart(f"{MODEL}.", lost, spare, here, there)
     return said + [f"state of {name}, which nothing here has{nearest(name, here)}" for name in strays]
+
+
+def names_apart(
+    what: str, lost: Collection[str], spare: Collection[str], here: Iterable[str], there: Iterable[str]
+) -> list[str]:
+    """Say which names are missing and which are too much, each with the nearest of the others, or of all of them."""
+    said = [f"no {what}{name}{nearest(name, spare or there)}" for name in lost]
+    return said + [f"{what}{name}, which nothing here has{nearest(name, lost or here)}" for name in spare]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -225,8 +219,8 @@ def _state(
         elif part.key not in held:
             found.state.append((record, part, None))
             wrong += [f"no {name}"] if part.needed and strict else []
-        elif tuple(held[part.key].size) != part.shape:
-            wrong.append(f"{name} of shape {tuple(held[part.key].size)}, where {part.shape} is needed")
+        elif tuple(held[part.key].size) != part.storage.shape:
+            wrong.append(f"{name} of shape {tuple(held[part.key].size)}, where {part.storage.shape} is needed")
         else:
             found.state.append((record, part, name))
     strangers = sorted(held.keys() - {part.key for part in record.parts})

@@ -16,19 +16,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from muonmesh.checkpoint.entries import CheckpointReader
+from muonmesh.checkpoint.entries import CheckpointReader, quietly
 from muonmesh.checkpoint.manifest import (
     REMEDY,
     SETTINGS_FILE,
@@ -39,12 +35,12 @@ from muonmesh.checkpoint.manifest import (
     write_manifest,
 )
 from muonmesh.checkpoint.metadata import METADATA_FILE, read_metadata
-from muonmesh.checkpoint.place import FolderLock, found_at, put, writing_at
+from muonmesh.checkpoint.place import found_at, put, writing_alone, writing_at
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, reason, replace_text, writing
+from muonmesh.files import cannot_write, kind_of, onto_disk, read_json, replace_text, writing
 
 AGAIN = "save again"
 
@@ -74,74 +70,27 @@ def write(
         raise FileError(explain_error(str(path), "no name of a folder", "one", "Save under a name"))
     text = json.dumps(settings)
 
-    def lock() -> FolderLock:
+    def lock() -> None:
         with writing(place, again=AGAIN):
-            return FolderLock(place)
+            stack.enter_context(writing_alone(place))
 
-    held = on_first_rank(lock)
-    try:
+    def finish() -> None:
+        with writing(place, again=AGAIN):
+            scratch = writing_at(place)
+            _check_shared(scratch, entries)
+            replace_text(scratch / SETTINGS_FILE, text)
+            everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
+            write_manifest(scratch, everything)
+            onto_disk(scratch)
+            put(scratch, place)
+
+    with contextlib.ExitStack() as stack:
+        on_first_rank(lock)
         entries = _write_tensors(place, dict(tensors))
-
-        def finish() -> None:
-            with writing(place, again=AGAIN):
-                scratch = writing_at(place)
-                _check_shared(scratch, entries)
-                replace_text(scratch / SETTINGS_FILE, text)
-                everything = {**entries, **{name: entry_of(scratch / name) for name in (METADATA_FILE, SETTINGS_FILE)}}
-                write_manifest(scratch, everything)
-                onto_disk(scratch)
-                put(scratch, place)
-
         on_first_rank(finish)
-    except BaseException:
-        if held is not None:
-            held.drop()
-        raise
-    if held is not None:
-        held.release()
 
 
-@dataclass(frozen=True)
-class Contents:
-    """A checkpoint whose files `look` has compared with the manifest. None of its tensors is loaded yet.
-
-    Attributes:
-        path: Where it is.
-        settings: What was saved beside the tensors, with the types of JSON.
-    """
-
-    path: Path
-    settings: dict[str, Any]
-    _reader: CheckpointReader
-
-    @property
-    def held(self) -> dict[str, Any]:
-        """What is held, by name: torch's records, with a ``size`` and ``properties.dtype`` each."""
-        return dict(self._reader.metadata.state_dict_metadata)
-
-    def read(self, tensors: dict[str, Any], *, wrong: Callable[[str, Tensor], str]) -> None:
-        """Load into tensors, in place. Called on all ranks. The checkpoint may hold others besides.
-
-        The pieces in the files are read twice. First each is read by one rank, which looks at it. Only when all of them
-        are right does every rank read what it needs into its tensors.
-
-        Args:
-            tensors: By name, as `write` takes them; not mappings.
-            wrong: Returns what is wrong with a piece of a tensor, in words; empty if nothing is.
-
-        Raises:
-            FileError: on every rank: one is missing, has another shape, or could not be read.
-        """
-        together(lambda: self._reader.check_tensors(share=this_rank(), of=world_size(), wrong=wrong))
-        try:
-            with _quietly():
-                torch_load(tensors, storage_reader=self._reader)
-        except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise FileError(f"{self.path}: could not be loaded: {reason(first)}. {REMEDY}") from error
-
-
-def look(path: str | os.PathLike[str]) -> Contents:
+def look(path: str | os.PathLike[str]) -> CheckpointReader:
     """Look at a checkpoint without loading it. Called on all ranks, which share the work.
 
     Args:
@@ -153,7 +102,7 @@ def look(path: str | os.PathLike[str]) -> Contents:
     """
     place = Path(path)
 
-    def inspect() -> Contents:
+    def inspect() -> CheckpointReader:
         folder = found_at(place)
         if folder.is_symlink() or not folder.is_dir():
             what = "a link" if folder.is_symlink() else kind_of(folder)
@@ -167,10 +116,10 @@ def look(path: str | os.PathLike[str]) -> Contents:
                 folder, entries, [METADATA_FILE, SETTINGS_FILE, *sorted(entries)[this_rank() :: world_size()]]
             )
         settings = read_json(folder / SETTINGS_FILE, needed="what was written there")
-        reader = CheckpointReader(folder, read_metadata(folder))
+        reader = CheckpointReader(folder, read_metadata(folder), settings)
         if entries is not None:
             reader.check_known(entries)
-        return Contents(folder, settings, reader)
+        return reader
 
     return together(inspect)
 
@@ -180,7 +129,7 @@ def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
     scratch = writing_at(place)
     failed: str | None = None
     try:
-        with _quietly():
+        with quietly():
             torch_save(tensors, storage_writer=FileSystemWriter(scratch))
     except CheckpointException as error:
         failed = cannot_write(place, next(iter(error.failures.values()))[0], again=AGAIN)
@@ -197,19 +146,5 @@ def _write_tensors(place: Path, tensors: dict[str, Any]) -> dict[str, Entry]:
 def _check_shared(scratch: Path, entries: Mapping[str, Entry]) -> None:
     for name in entries:
         if not (scratch / name).is_file():
-            raise FileError(
-                explain_error(
-                    str(scratch.parent),
-                    f"no {name} here, which another rank wrote",
-                    "a folder that all ranks share",
-                    "Save into one",
-                )
-            )
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without torch's warning that there is one process, which whoever has one knows."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+            found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
+            raise FileError(explain_error(str(scratch.parent), found, needed, "Save into one"))

@@ -74,8 +74,8 @@ def misfit(where: str, value: Any, form: Form) -> tuple[str, str, str] | None:
     return next((fault for fault in faults if fault is not None), None)
 
 
-def check_form(where: str, value: Any, form: Form, write: str) -> None:
-    """Make sure that a value is of a form.
+def check_form(where: str, value: Any, form: Form, write: str) -> Any:
+    """Return a value if it is of a form.
 
     Raises:
         StateError: it is not; ``write`` says what to do then.
@@ -83,6 +83,7 @@ def check_form(where: str, value: Any, form: Form, write: str) -> None:
     fault = misfit(where, value, form)
     if fault is not None:
         raise StateError(explain_error(*fault, write))
+    return value
 
 
 def _told(value: object) -> str:

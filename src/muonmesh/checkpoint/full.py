@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from muonmesh.checkpoint.entries import flat
-from muonmesh.checkpoint.fitting import nearest, refuse
+from muonmesh.checkpoint.fitting import names_apart, refuse
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import StateError, explain_error
@@ -80,9 +80,8 @@ def _members(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _differences(what: str, needed: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each tensor that is missing, that nothing asks for, or that has another shape."""
-    lost, spare = needed.keys() - given.keys(), given.keys() - needed.keys()
-    said = [f"no {what} {name}{nearest(name, spare or given)}" for name in sorted(lost)]
-    said += [f"{what} {name}, which nothing here has{nearest(name, lost or needed)}" for name in sorted(spare)]
+    lost, spare = sorted(needed.keys() - given.keys()), sorted(given.keys() - needed.keys())
+    said = names_apart(f"{what} ", lost, spare, needed, given)
     shapes = {name: (_shape(given[name]), _shape(needed[name])) for name in sorted(needed.keys() & given.keys())}
     misshapen = {name: shape for name, shape in shapes.items() if shape[0] != shape[1]}
     return said + [f"{what} {name} of shape {a}, where {b} is needed" for name, (a, b) in misshapen.items()]

@@ -24,53 +24,51 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
     """Return what a checkpoint says of the parameters on this rank, as JSON can say it.
 
     Returns:
-        ``{"groups": [{"name", "algorithm", "settings"}], "parameters": {name: {"group", "matrices", "fresh"}},
-        "products": [...]}``, where ``group`` counts the groups, ``fresh`` says that no step has made state for the
-        parameter, and ``products`` says what has multiplied matrices.
+        ``{"parameters": {name: {"group", "matrices", "fresh"}}, "products": [...]}``, where ``group`` is the JSON of
+        the group's name, algorithm and settings, ``fresh`` says that no step has made state for the parameter, and
+        ``products`` says what has multiplied matrices.
 
     Raises:
         StateError: a setting is not plain data.
     """
-    groups: list[dict[str, Any]] = []
-    numbers: dict[int, int] = {}
+    texts: dict[int, str] = {}
     parameters = {}
     products = set()
     for record in records:
         group = record.group
-        if id(group) not in numbers:
-            numbers[id(group)] = len(groups)
+        if id(group) not in texts:
             where = f"group {group['name']!r}"
             settings = {key: _plain(where, key, value) for key, value in group.items() if key not in OWN_KEYS}
-            groups.append({"name": group["name"], "algorithm": record.algorithm, "settings": settings})
+            said = {"name": group["name"], "algorithm": record.algorithm, "settings": settings}
+            texts[id(group)] = json.dumps(said, sort_keys=True)
         matrices = _plain(record.name, "matrices", record.spec)
-        parameters[record.name] = {
-            "group": numbers[id(group)],
-            "matrices": matrices,
-            "fresh": not record.created,
-        }
+        parameters[record.name] = {"group": texts[id(group)], "matrices": matrices, "fresh": not record.created}
         if record.is_matrix and record.created:
             products.add(record.products)
-    return {"groups": groups, "parameters": parameters, "products": sorted(products)}
+    return {"parameters": parameters, "products": sorted(products)}
 
 
 def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what all ranks say, each group, each parameter and each kind of products once.
 
+    Returns:
+        As `settings_of`, with ``"groups": [{"name", "algorithm", "settings"}]``; ``group`` is a number among these.
+
     Raises:
         StateError: they say different things of a parameter.
     """
-    numbers: dict[str, int] = {}
     parameters: dict[str, dict[str, Any]] = {}
     for rank, said in enumerate(some):
-        texts = [json.dumps(group, sort_keys=True) for group in said["groups"]]
         for name, entry in said["parameters"].items():
-            text = texts[entry["group"]]
-            mine = {**entry, "group": numbers.setdefault(text, len(numbers))}
-            if parameters.setdefault(name, mine) != mine:
+            if parameters.setdefault(name, entry) != entry:
                 found = f"other settings on rank {rank} than on the ranks before"
                 raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
+    numbers: dict[str, int] = {}
+    numbered = {
+        name: {**entry, "group": numbers.setdefault(entry["group"], len(numbers))} for name, entry in parameters.items()
+    }
     products = sorted({kind for said in some for kind in said["products"]})
-    return {"groups": [json.loads(text) for text in numbers], "parameters": parameters, "products": products}
+    return {"groups": list(map(json.loads, numbers)), "parameters": numbered, "products": products}
 
 
 def check_saved(path: Path, saved: dict[str, Any]) -> None:
@@ -84,16 +82,13 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     for group in saved["groups"]:
         known = group if isinstance(group, dict) else {}
         check_fields(path, known, {"name": "a string", "algorithm": "a string", "settings": "an object"})
+    groups = len(saved["groups"])
     for name, entry in saved["parameters"].items():
-        if (
-            not isinstance(entry, dict)
-            or type(entry.get("group")) is not int
-            or not 0 <= entry["group"] < len(saved["groups"])
-            or not isinstance(entry.get("fresh"), bool)
-            or "matrices" not in entry
-        ):
-            needed = "the number of a group, the matrices, and whether it is fresh"
-            raise FileError(about(str(path), explain_error(name, f"{entry!r}", needed, REMEDY)))
+        match entry:
+            case {"group": number, "matrices": _, "fresh": bool()} if type(number) is int and 0 <= number < groups:
+                continue
+        needed = "the number of a group, the matrices, and whether it is fresh"
+        raise FileError(about(str(path), explain_error(name, f"{entry!r}", needed, REMEDY)))
 
 
 def fitting_settings(group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import math
 import pickle
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,8 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from muonmesh.errors import FileError
+from muonmesh.checkpoint.manifest import REMEDY
+from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, reason
+
+T = TypeVar("T")
 
 METADATA_FILE = ".metadata"
 DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # in the folder itself: no path leads out of it
@@ -132,31 +135,26 @@ def survey(folder: Path) -> tuple[Metadata, tuple[str, ...]]:
 
 
 def _not_ours(path: Path, why: str) -> FileError:
-    return FileError(
-        f"{path}: not what a training writes: {why}; needed the file as it was written. Remove the folder, or bring an "
-        "undamaged copy"
-    )
+    return FileError(f"{path}: not what a training writes: {why}; needed the file as it was written. {REMEDY}")
 
 
 def _metadata(top: Any) -> tuple[Metadata, tuple[str, ...]]:
     tensors: dict[str, Any] = {}
     others: dict[str, None] = {}
-    for name, entry in _mapping(_expect(top, "Metadata").field("state_dict_metadata")).items():
+    for name, entry in _typed(_expect(top, "Metadata").field("state_dict_metadata"), dict).items():
         if isinstance(entry, _PickledObject) and type(entry).__name__ == "BytesStorageMetadata":
-            others[_text(name)] = None
+            others[_typed(name, str)] = None
         else:
-            tensors[_text(name)] = _tensor(name, entry)
+            tensors[_typed(name, str)] = _tensor(name, entry)
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for key, value in _mapping(top.field("storage_data")).items():
+    for key, value in _typed(top.field("storage_data"), dict).items():
         index, info = _expect(key, "MetadataIndex"), _expect(value, "_StorageInfo")
         if info.__dict__["state"].get("transform_descriptors"):
             raise ValueError("an entry is compressed or encrypted, which a training's is not")
-        place = _StorageInfo(
-            _text(info.field("relative_path")), _count(info.field("offset")), _count(info.field("length"))
-        )
-        if _text(index.field("fqn")) in others:
-            continue
-        places[MetadataIndex(_text(index.field("fqn")), _size(index.field("offset")))] = place
+        path, name = _typed(info.field("relative_path"), str), _typed(index.field("fqn"), str)
+        place = _StorageInfo(path, _count(info.field("offset")), _count(info.field("length")))
+        if name not in others:
+            places[MetadataIndex(name, _size(index.field("offset")))] = place
     for name, tensor in tensors.items():
         _check_cover(name, tensor)
         for chunk in tensor.chunks:
@@ -224,15 +222,10 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
     for name, end in sorted(ends.items()):
         path = folder / name
         if path.is_symlink() or not path.is_file():
-            raise FileError(
-                f"{path}: found {'a link' if path.is_symlink() else kind_of(path)}; needed the {end} bytes that "
-                f"{METADATA_FILE} tells of. Remove the folder, or bring an undamaged copy"
-            )
-        if path.stat().st_size < end:
-            raise FileError(
-                f"{path}: found {path.stat().st_size} bytes; needed {end}. Remove the folder, or bring an undamaged "
-                "copy"
-            )
+            found, needed = "a link" if path.is_symlink() else kind_of(path), f"the {end} bytes that {METADATA_FILE} "
+            raise FileError(explain_error(str(path), found, f"{needed}tells of", REMEDY))
+        if (size := path.stat().st_size) < end:
+            raise FileError(explain_error(str(path), f"{size} bytes", f"{end}", REMEDY))
 
 
 def _expect(value: Any, name: str) -> _PickledObject:
@@ -241,15 +234,9 @@ def _expect(value: Any, name: str) -> _PickledObject:
     return value
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"found {type(value).__name__}; needed dict")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"found {type(value).__name__}; needed str")
+def _typed(value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"found {type(value).__name__}; needed {kind.__name__}")
     return value
 
 
@@ -260,10 +247,5 @@ def _count(value: Any) -> int:
 
 
 def _size(value: Any) -> torch.Size:
-    return torch.Size(_numbers(_expect(value, "Size")))
-
-
-def _numbers(size: _PickledObject) -> Iterator[int]:
-    (numbers,) = size.args
-    for number in numbers:
-        yield _count(number)
+    (numbers,) = _expect(value, "Size").args
+    return torch.Size(map(_count, numbers))

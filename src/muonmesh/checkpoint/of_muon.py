@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,17 +15,12 @@ from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.runtime import Clip, Runtime
 
 
-@dataclass(frozen=True)
 class OfMuon:
     """A `Muon` as what can be saved (`Recorded`)."""
 
-    optimizer: Any
-
-    @property
-    def runtime(self) -> Runtime:
-        """What the optimizer keeps between two steps."""
-        runtime: Runtime = self.optimizer._runtime
-        return runtime
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.runtime: Runtime = optimizer._runtime
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step was interrupted while it wrote, and no state has been loaded since."""

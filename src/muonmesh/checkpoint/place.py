@@ -16,6 +16,7 @@ import glob
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, SETTINGS_FILE, is_whole, read_manifest
@@ -44,49 +45,33 @@ def found_at(path: Path) -> Path:
     return before if not os.path.lexists(path) and before.is_dir() else path
 
 
-class FolderLock:
-    """A lock on the empty folder into which this process writes a checkpoint; held until `release`.
+@contextlib.contextmanager
+def writing_alone(path: Path) -> Iterator[Path]:
+    """Lock the empty folder into which this process writes a checkpoint; remove what is written if that fails.
 
-    The operating system frees the lock when the process ends, so nobody has to remove a file by hand.
+    The operating system frees the lock when the process ends, so nobody has to remove a file by hand. What cannot be
+    removed stays for the next save.
 
     Raises:
         FileError: another process holds it, or something is at the place that is no checkpoint.
         OSError: it could not be made.
     """
-
-    def __init__(self, path: Path) -> None:
-        check_replaceable(path)
-        self.scratch = writing_at(path)
-        made = make_folders(path.parent)
-        for folder in made:
-            onto_disk(folder.parent)
-        held = _locked(self.scratch, make=True)
-        if held is None:
-            raise FileError(
-                explain_error(
-                    str(path),
-                    "another process that is writing it",
-                    "one writer at a time",
-                    "Wait for its end, or save under another name",
-                )
-            )
-        self._held: int | None = held
-        try:
-            _empty(self.scratch)
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Let others write."""
-        if self._held is not None:
-            os.close(self._held)
-        self._held = None
-
-    def drop(self) -> None:
-        """Remove what has been written. What cannot be removed stays for the next save."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        self.release()
+    check_replaceable(path)
+    for folder in make_folders(path.parent):
+        onto_disk(folder.parent)
+    scratch = writing_at(path)
+    held = _locked(scratch, make=True)
+    if held is None:
+        needed, write = "one writer at a time", "Wait for its end, or save under another name"
+        raise FileError(explain_error(str(path), "another process that is writing it", needed, write))
+    try:
+        _empty(scratch)
+        yield scratch
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    finally:
+        os.close(held)
 
 
 def check_replaceable(path: Path) -> None:
@@ -101,9 +86,8 @@ def check_replaceable(path: Path) -> None:
     if not found and (others := sorted(set(os.listdir(path)) - _own(path))):
         found = f"{others[0]!r} in it, which is not part of a checkpoint"
     if found:
-        raise FileError(
-            explain_error(str(path), found, "nothing there, or a checkpoint to replace", "Save under another name")
-        )
+        needed = "nothing there, or a checkpoint to replace"
+        raise FileError(explain_error(str(path), found, needed, "Save under another name"))
 
 
 def put(scratch: Path, path: Path) -> None:
@@ -169,7 +153,9 @@ def forget_older(path: Path, keep: int) -> None:
         inner = NUMBERED.fullmatch(scratch.name.removeprefix(".").removesuffix(".writing"))
         if inner is not None and inner["family"] == own["family"]:
             with contextlib.suppress(OSError):
-                _remove_unless_held(scratch)
+                if (held := _locked(scratch, make=False)) is not None:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                    os.close(held)
     for going in path.parent.glob(f".{glob.escape(own['family'])}*.going"):
         shutil.rmtree(going, ignore_errors=True)
 
@@ -190,13 +176,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
     path.rename(going)
     shutil.rmtree(going, ignore_errors=True)
-
-
-def _remove_unless_held(scratch: Path) -> None:
-    held = _locked(scratch, make=False)
-    if held is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
-        os.close(held)
 
 
 def _locked(folder: Path, *, make: bool) -> int | None:
@@ -224,10 +203,8 @@ def _locked(folder: Path, *, make: bool) -> int | None:
 
 
 def _empty(folder: Path) -> None:
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    for entry in found:
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    for path in list(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            os.unlink(entry.path)
+            path.unlink()

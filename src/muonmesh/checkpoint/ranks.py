@@ -12,36 +12,47 @@ from typing import Any, TypeVar
 
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
-from muonmesh.errors import FileError
+from muonmesh.errors import FileError, StateError
 
 T = TypeVar("T")
 
 
+def settled(work: Callable[[], T]) -> T:
+    """Return what the work gives on this rank, once it has succeeded on all. Called on all ranks.
+
+    Raises:
+        Exception: on a rank whose work failed, what it raised; on the others a StateError that tells of it.
+    """
+    found: list[T] = []
+    agreed(lambda: found.append(work()), kind=StateError)
+    return found[0]
+
+
 def together(work: Callable[[], T]) -> T:
-    """Do something on this rank, and return what it gives when all ranks have done theirs. Called on all ranks.
+    """Return what the work gives on this rank, once it has succeeded on all. Called on all ranks.
 
     Raises:
         FileError: on every rank, with the message of the first rank that failed.
         Exception: on a rank that met something else, what it met; the others raise a FileError that tells of it.
     """
-    done: list[T] = []
+    found: list[T] = []
 
-    def failure() -> str | None:
+    def told() -> str | None:
         try:
-            done.append(work())
+            found.append(work())
         except FileError as error:
             return str(error)
         return None
 
-    for found in agreed(failure, kind=FileError):
-        if found is not None:
-            raise FileError(found)
-    return done[0]
+    for message in agreed(told, kind=FileError):
+        if message is not None:
+            raise FileError(message)
+    return found[0]
 
 
-def on_first_rank(work: Callable[[], T]) -> T | None:
-    """Do something on rank 0 only, and return or fail together; None on the other ranks."""
-    return together(work if this_rank() == 0 else lambda: None)
+def on_first_rank(work: Callable[[], None]) -> None:
+    """Do something on rank 0 only, and return or fail together."""
+    together(work if this_rank() == 0 else lambda: None)
 
 
 def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:

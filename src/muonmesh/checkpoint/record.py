@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.share import Share, boxes_of, first_copy
-from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.comm.storage import Storage, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
-from muonmesh.layout import Layout, split_matrices
+from muonmesh.layout import split_matrices
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.rules import is_matrix_rule
@@ -38,9 +38,7 @@ class Part:
     Attributes:
         key: Its name in a checkpoint.
         stored: Its name in the optimizer's state.
-        shape: Of the whole.
-        layout: Which rank stores what; None: every rank all of it.
-        storage: How a local tensor is wrapped; None: it is not.
+        storage: Where it lives; without a layout every rank stores all of it.
         local: Shape of the local tensor.
         dtype: In which it is saved.
         device: Where it is kept.
@@ -53,9 +51,7 @@ class Part:
 
     key: str
     stored: str
-    shape: tuple[int, ...]
-    layout: Layout | None
-    storage: Storage | None
+    storage: Storage
     local: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -70,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """One parameter with its state, as a checkpoint saves and loads them.
+    """One parameter with its state, as a checkpoint saves and loads them; or a tensor that no optimizer steps.
 
     Attributes:
         name: Canonical name.
@@ -78,7 +74,7 @@ class Record:
         storage: Where it lives.
         states: The optimizer's state by tensor; an entry is made when a checkpoint is loaded.
         parts: The tensors that the state of this parameter may have, besides the master.
-        group: The param group, whose settings are written too.
+        group: The param group, whose settings are written too; empty for what no optimizer steps.
         spec: How it splits into matrices.
         master: Dtype of the master that the optimizer keeps beside weights of a lower precision; None without.
         precision: Says where what has a number for each element is kept, and what multiplies.
@@ -87,9 +83,9 @@ class Record:
     name: str
     tensor: Tensor
     storage: Storage
-    states: MutableMapping[Tensor, dict[str, Any]]
-    parts: tuple[Part, ...]
-    group: dict[str, Any]
+    states: MutableMapping[Tensor, dict[str, Any]] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    group: dict[str, Any] = field(default_factory=dict)
     spec: Any = None
     master: torch.dtype | None = None
     precision: Precision = IN_PLACE
@@ -139,21 +135,21 @@ class Record:
 
     def shares(self) -> Iterator[tuple[str, Share]]:
         """Yield what this rank writes of weights and state, by name."""
-        yield f"{MODEL}.{self.name}", _written(self.weights, self.storage.layout, self.storage.shape)
+        yield f"{MODEL}.{self.name}", _written(self.weights, self.storage)
         for part in self.parts:
             if part.stored in self.state:
                 local = part.view(local_of(self.state[part.stored]).detach().contiguous())
-                yield f"{STATE}.{self.name}.{part.key}", _written(local, part.layout, part.shape)
+                yield f"{STATE}.{self.name}.{part.key}", _written(local, part.storage)
 
     def take_weights(self, share: Share) -> None:
         """Write weights that were read for it."""
-        fill(local_of(self.tensor).detach(), self.storage.layout, share)
+        fill(local_of(self.tensor).detach(), self.storage, share)
         if self.master is not None and self.master != self.tensor.dtype:
             state = self.states[self.tensor]
             if "master" not in state:
                 copy = fresh_copy(local_of(self.tensor), self.master, self.precision, wait=True)  # the host writes it
                 state["master"] = self.storage.wrap(copy)
-            fill(local_of(state["master"]), self.storage.layout, share)
+            fill(local_of(state["master"]), self.storage, share)
 
     def take_state(self, part: Part, share: Share | None) -> None:
         """Write a part of the state that was read for it; None: as before the first step."""
@@ -165,34 +161,33 @@ class Record:
                 fresh = fresh_zeros(part.local, part.dtype, local_of(self.tensor).device, self.precision)
             else:
                 fresh = torch.zeros(part.local, dtype=part.dtype, device=part.device)
-            held = fresh if part.storage is None else part.storage.wrap(fresh)
+            held = part.storage.wrap(fresh)
             self.states[self.tensor][part.stored] = held
         local = local_of(held)
         if share is None:
-            for box in boxes_of(part.view(local), part.layout, part.shape).values():
+            for box in boxes_of(part.view(local), part.storage.layout, part.storage.shape).values():
                 box.zero_()
         else:
-            fill(part.view(local), part.layout, share)
+            fill(part.view(local), part.storage, share)
 
 
-def _written(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Share:
-    return Share(shape, local.dtype, boxes_of(local.contiguous(), layout, shape) if first_copy(layout) else {})
+def _written(local: Tensor, storage: Storage) -> Share:
+    boxes = boxes_of(local.contiguous(), storage.layout, storage.shape) if first_copy(storage.layout) else {}
+    return Share(storage.shape, local.dtype, boxes)
 
 
-def wanted(layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Share:
+def wanted(storage: Storage, dtype: torch.dtype, device: torch.device) -> Share:
     """Return fresh memory for what this rank stores of a whole tensor: nothing is loaded into what is in use."""
-    where = boxes_of(torch.empty(_span(layout, shape), dtype=dtype, device="meta"), layout, shape)
-    return Share(shape, dtype, {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in where.items()})
+    span = storage.shape if storage.layout is None else (math.prod(local_shape(storage)),)
+    where = boxes_of(torch.empty(span, dtype=dtype, device="meta"), storage.layout, storage.shape)
+    boxes = {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in where.items()}
+    return Share(storage.shape, dtype, boxes)
 
 
-def _span(layout: Layout | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape if layout is None else (math.prod(layout.local_shape(this_rank())),)
-
-
-def fill(local: Tensor, layout: Layout | None, share: Share) -> None:
+def fill(local: Tensor, storage: Storage, share: Share) -> None:
     """Copy what was read into what this rank stores, rounding to its dtype."""
     memory = local.contiguous()
-    for at, box in boxes_of(memory, layout, tuple(share.shape)).items():
+    for at, box in boxes_of(memory, storage.layout, storage.shape).items():
         box.copy_(share.boxes[at])
     if memory is not local:
         local.copy_(memory)
@@ -253,8 +248,6 @@ def records_of(
                 Part(
                     key,
                     key,
-                    tuple(state_layout.storage.shape),
-                    state_layout.storage.layout,
                     state_layout.storage,
                     tuple(local.shape) if same else local_shape(state_layout.storage),
                     state_layout.saved_dtype(precision),
@@ -285,10 +278,10 @@ def records_of(
 
 def running_parts(count: int, every: int, positions: slice, device: torch.device) -> list[Part]:
     """Return the running norms of ``count`` matrices, at these positions among those of all ``every`` of a tensor."""
-    shape, alone = running_shape(count), count == every
-    local, where = running_shape(every), None if alone else positions
+    storage, local = Storage(None, running_shape(count)), running_shape(every)
+    where = None if count == every else positions
     return [
-        Part(key, key, shape, None, None, local, torch.float32, device, "matrix", needed=False, positions=where)
+        Part(key, key, storage, local, torch.float32, device, "matrix", needed=False, positions=where)
         for key in RUNNING
     ]
 
@@ -296,4 +289,4 @@ def running_parts(count: int, every: int, positions: slice, device: torch.device
 def count_part(device: torch.device) -> Part:
     """Return the count of steps, which torch keeps on the host, except for its fused kernels."""
     host = torch.device("cpu") if device.type != "cuda" else device
-    return Part(COUNT, COUNT, (), None, None, (), torch.float32, host, "parameter")
+    return Part(COUNT, COUNT, Storage(None, ()), (), torch.float32, host, "parameter")

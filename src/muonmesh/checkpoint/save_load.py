@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from muonmesh.checkpoint.entries import wrong_numbers
-from muonmesh.checkpoint.extra import extra_of, give_back
-from muonmesh.checkpoint.fitting import Fit, fit
+from muonmesh.checkpoint.extra import Extra, extra_of, give_back
+from muonmesh.checkpoint.fitting import fit
 from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.group_settings import check_saved, merged, settings_of
 from muonmesh.checkpoint.of_muon import OfMuon
-from muonmesh.checkpoint.record import MODEL, STATE, Record, Recorded
-from muonmesh.checkpoint.share import Share, boxes_of
-from muonmesh.comm.storage import Storage, local_of, refuse_flattened, storage_of
-from muonmesh.comm.telling import agreed
+from muonmesh.checkpoint.ranks import settled
+from muonmesh.checkpoint.record import STATE, Record, Recorded
+from muonmesh.comm.storage import refuse_flattened, storage_of
+from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.errors import StateError, about, explain_error
 from muonmesh.layout import FlatShards
 from muonmesh.names import canonical_name
@@ -55,26 +55,17 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     """
     host = recorded(optimizer)
     _reshard(model)
-    records: list[Record] = []
-    untrained: dict[str, tuple[Tensor, Storage]] = {}
 
-    def collect() -> tuple[dict[str, str], dict[str, Any]]:
+    def collect() -> tuple[list[Record], Extra]:
         host.refuse_if_interrupted()
-        records.extend(host.checkpoint_records())
-        untrained.update(_untrained(model, records, host.renamed(model)))
-        untrained.update(_placed(extra_of(model)))
-        digests = {record.name: _digest(record.tensor, record.storage, trained=True) for record in records}
-        digests |= {name: _digest(*held, trained=False) for name, held in untrained.items()}
-        return digests, settings_of(records)
+        return _records(host, model)
 
     with host.whole(model, write=False):
-        said = agreed(collect, kind=StateError)
-        agreed(lambda: _check_alike([digests for digests, _ in said], records), kind=StateError)
+        records, _ = settled(collect)
+        trained = [record for record in records if record.group]
+        said = agreed(lambda: ({each.name: _digest(each) for each in records}, settings_of(trained)), kind=StateError)
+        settled(lambda: _check_alike([digests for digests, _ in said], trained))
         tensors = {name: share for record in records for name, share in record.shares()}
-        for name, (tensor, storage) in untrained.items():
-            local = local_of(tensor).detach().contiguous()
-            boxes = boxes_of(local, storage.layout, tuple(storage.shape))
-            tensors[f"{MODEL}.{name}"] = Share(tuple(storage.shape), local.dtype, boxes)
         write(path, tensors, merged([settings for _, settings in said]))
 
 
@@ -106,31 +97,15 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     host = recorded(optimizer)
     _reshard(model)
     contents = look(path)
-    check_saved(contents.path, contents.settings)
-    records: list[Record] = []
-    untrained: dict[str, tuple[Tensor, Storage]] = {}
-    extra: dict[str, tuple[nn.Module, Tensor]] = {}
-
-    def collect() -> list[str]:
-        records.extend(host.checkpoint_records())
-        untrained.update(_untrained(model, records, host.renamed(model)))
-        extra.update(extra_of(model))
-        untrained.update(_placed(extra))
-        return [*(record.name for record in records), *untrained]
-
+    check_saved(contents.folder, contents.settings)
     with host.whole(model, write=True):
-        names = {name for some in agreed(collect, kind=StateError) for name in some}
-        found: list[Fit] = []  # not returned by the work below, since what is returned is sent to all ranks
-
-        def work_out() -> None:
-            found.append(fit(path, contents.held, contents.settings, records, untrained, names, strict=strict))
-
-        agreed(work_out, kind=StateError)
-        fitting = found[0]
-        contents.read(dict(fitting.shares), wrong=_wrong)
-        agreed(fitting.check_counts, kind=StateError)
-        fitting.write()
-        give_back(extra, {name for name, *_ in fitting.untrained})
+        records, extra = settled(lambda: _records(host, model))
+        names = {name for some in tell_all([record.name for record in records]) for name in some}
+        found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
+        contents.read(dict(found.shares), wrong=_wrong)
+        settled(found.check_counts)
+        found.write()
+        give_back(extra, {record.name for record in found.weights})
     host.checkpoint_restored()
 
 
@@ -163,20 +138,20 @@ _INNER = ("basic_optimizer", "optimizer", "_optimizer", "init_optimizer")
 """By which names engines and wrappers hold the optimizer that they were given."""
 
 
-def _untrained(
-    model: nn.Module, records: Iterable[Record], renamed: Mapping[str, str]
-) -> dict[str, tuple[Tensor, Storage]]:
-    """Return what no optimizer steps, by name: frozen parameters, and the buffers that a state dict keeps.
+def _records(host: Recorded, model: nn.Module) -> tuple[list[Record], Extra]:
+    """Return what the optimizer steps, and then what no optimizer does; and the extra state that is among it.
+
+    No optimizer steps frozen parameters, the buffers that a state dict keeps, and the extra state of modules.
 
     Raises:
         LayoutError: FSDP1 has flattened one.
     """
+    records, renamed, extra = host.checkpoint_records(), host.renamed(model), extra_of(model)
 
     def saved_as(name: str) -> str:
         name = canonical_name(name)
         return renamed.get(name, name)
 
-    records = list(records)
     names = {record.name for record in records}
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     # A tied parameter has several names, and an optimizer may step a copy in another precision.
@@ -195,12 +170,10 @@ def _untrained(
         if id(tensor) not in known and name not in names:
             known.add(id(tensor))
             refuse_flattened(name, tensor)
-            untrained[name] = tensor, storage_of(name, tensor, None, needed=False)
-    return untrained
-
-
-def _placed(extra: Mapping[str, tuple[nn.Module, Tensor]]) -> dict[str, tuple[Tensor, Storage]]:
-    return {name: (tensor, storage_of(name, tensor, None, needed=False)) for name, (_, tensor) in extra.items()}
+            untrained[name] = tensor
+    untrained |= {name: tensor for name, (_, tensor) in extra.items()}
+    records += [Record(name, held, storage_of(name, held, None, needed=False)) for name, held in untrained.items()]
+    return records, extra
 
 
 def _reshard(model: nn.Module) -> None:
@@ -210,11 +183,12 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _digest(tensor: Tensor, storage: Storage, *, trained: bool) -> str:
+def _digest(record: Record) -> str:
     """Return in short what all ranks that have a tensor must say alike."""
-    told = f"{tuple(storage.shape)} {tensor.dtype}"
-    if storage.layout is not None:
-        told += f" {storage.layout.describe()}" + (f" {storage.layout.ranks}" if trained else "")
+    layout = record.storage.layout
+    told = f"{tuple(record.storage.shape)} {record.tensor.dtype}"
+    if layout is not None:
+        told += f" {layout.describe()}" + (f" {layout.ranks}" if record.group else "")
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
@@ -231,12 +205,11 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
             if digest != expected:
                 what = (
                     f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
-                )
-                what += (
                     "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
+                    'each rank holds all of it, write Muon(..., process_group="world"). If the ranks hold shards, '
+                    "declare them with layouts="
                 )
-                what += 'each rank holds all of it, write Muon(..., process_group="world"). If the ranks hold shards, '
-                raise StateError(about(name, what + "declare them with layouts="))
+                raise StateError(about(name, what))
     for record in records:
         layout = record.storage.layout
         holders = [rank for rank, digests in enumerate(said) if record.name in digests]
@@ -244,7 +217,5 @@ def _check_alike(said: list[dict[str, str]], records: Iterable[Record]) -> None:
         if isinstance(layout, FlatShards):  # of which a rank that holds nothing need not list a tensor
             needs = tuple(rank for rank in layout.ranks if layout.holds(rank))
         if not set(needs) <= set(holders):
-            what = (
-                f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save. "
-            )
-            raise StateError(about(record.name, what + "Call save on all ranks, each with its own optimizer"))
+            what = f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save"
+            raise StateError(about(record.name, f"{what}. Call save on all ranks, each with its own optimizer"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from muonmesh.step.offload import fresh_zeros
 from muonmesh.step.parameter_steps import COUNT, RUNNING, running_shape
 from muonmesh.step.planning import Planned
 from muonmesh.step.precision import Precision
-from muonmesh.step.state_layout import StateLayout
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
@@ -33,35 +32,6 @@ _WORKED_OUT = ("matrices", "reasons")
 
 _LEFT_OUT = (*_WORKED_OUT, "param_names")
 """What may be None in a saved group."""
-
-
-class Expected(NamedTuple):
-    """What the state of a parameter must look like: its layout, and how many matrices its tensor holds.
-
-    Attributes:
-        storage: Where the parameter lives.
-        state_layouts: Where each thing lives that its rule keeps, by key.
-        matrices: How many matrices its tensor holds; 0 for AdamW's.
-    """
-
-    storage: Storage
-    state_layouts: Mapping[str, StateLayout]
-    matrices: int
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """The keys that its state must have."""
-        return (*self.state_layouts,) if self.matrices else (COUNT, *self.state_layouts)
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """The keys that its state may have."""
-        return (*self.needed, *(RUNNING if self.matrices else ()), "master")
-
-    @staticmethod
-    def of(member: Member, planned: Planned) -> Expected:
-        """Read it off a plan."""
-        return Expected(member.storage, member.state_layouts, len(planned.matrices_of.get(member.tensor, ())))
 
 
 class SavedGroup(OrderedDict[str, Any]):
@@ -169,19 +139,19 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     precision: Precision,
-    expected: Mapping[Tensor, Expected],
+    planned: Planned | None,
     load: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Load a state dict through torch's ``load``, then undo its casts to the parameters' dtypes.
+    """Load a state dict through torch's ``load``, but the state itself without torch's casts.
 
     torch casts every state tensor to its parameter's dtype, which would round the fp32 momentum and masters of a
-    bf16 model; they are taken from the state dict again. Settings that the saved groups lack keep their values.
+    bf16 model. Settings that the saved groups lack keep their values.
 
     Args:
         optimizer: Its groups and state are written.
         state_dict: As from ``state_dict()``.
         precision: The dtypes to keep.
-        expected: What the state of each parameter has to look like.
+        planned: Where the parameters live; None for an empty state.
         load: Torch's ``load_state_dict``.
 
     Raises:
@@ -189,24 +159,25 @@ def restore_state(
     """
     given: dict[str, Any] = {}
     before = [dict(group) for group in optimizer.param_groups]
+    members = {} if planned is None else {member.tensor: member for member in planned.members}
 
-    def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any] | None:
+    def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
         given.update(seen)
-        _check(before, seen, expected, precision)
-        if not any(precision.leaves(parameter.device) for parameter in expected):
-            return None
-        return {**seen, "state": {key: {} for key in seen["state"]}}  # or torch would bring all of it to the device
+        _check_groups(before, seen)
+        for group, name, parameter, entry in _entries(before, seen):
+            assert planned is not None
+            matrices = len(planned.matrices_of.get(parameter, ()))
+            _check_entry(name, members[parameter], matrices, group["algorithm"], entry, precision)
+        return {**seen, "state": {key: {} for key in seen["state"]}}  # which torch would cast, on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):
             # What belongs to the parameters stays, and a checkpoint may have turned tuples into lists.
             own = {key: old[key] for key in _LEFT_OUT if key in old}
             optimizer.param_groups[number] = {**old, **optimizer.param_groups[number], **own}
-        for parameter, saved in _pairs(before, given):
+        for _group, _name, parameter, saved in _entries(before, given):
             for key, value in saved.items():
-                optimizer.state[parameter][key] = _restored(
-                    key, _tensor(key, value), parameter, expected[parameter], precision
-                )
+                optimizer.state[parameter][key] = _restored(key, _tensor(key, value), members[parameter], precision)
 
     # Ours is the last hook before torch loads and the first after it, so users' hooks see what they expect.
     handles = [
@@ -220,25 +191,25 @@ def restore_state(
             handle.remove()
 
 
-def _pairs(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
-    """Return each parameter with its saved state, if it has any."""
-    pairs = []
+def _entries(
+    groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], str, Tensor, Mapping[str, Any]]]:
+    """Yield the group, the name and the tensor of each parameter that has saved state, with that."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], saved["params"], strict=True):
-            if state_dict["state"].get(key):
-                pairs.append((parameter, state_dict["state"][key]))
-    return pairs
+        for name, parameter, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
+            if entry := state_dict["state"].get(key):
+                yield group, name, parameter, entry
 
 
-def _restored(key: str, value: Tensor, parameter: Tensor, expected: Expected, precision: Precision) -> Tensor:
-    device, state_layout = parameter.device, expected.state_layouts.get(key)
+def _restored(key: str, value: Tensor, member: Member, precision: Precision) -> Tensor:
+    device, state_layout = member.tensor.device, member.state_layouts.get(key)
     if key == COUNT:
         return value.detach().clone().to("cpu" if device.type == "cpu" else device, torch.float32)
     if key in RUNNING:
         dtype = torch.float32
     else:
         dtype = (precision.master or value.dtype) if state_layout is None else state_layout.saved_dtype(precision)
-    storage = expected.storage if state_layout is None else state_layout.storage
+    storage = member.storage if state_layout is None else state_layout.storage
     if precision.leaves(device) and key not in RUNNING and (state_layout is None or state_layout.companion is None):
         local = local_of(value.detach())
         return storage.wrap(fresh_zeros(local.shape, dtype, device, precision).copy_(local))
@@ -255,12 +226,7 @@ def _tensor(key: str, value: Any) -> Any:
 _AS_SAVED = "Build the groups as when the state was saved"
 
 
-def _check(
-    groups: list[dict[str, Any]],
-    state_dict: Mapping[str, Any],
-    expected: Mapping[Tensor, Expected],
-    precision: Precision,
-) -> None:
+def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
     saved_groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         found, needed = (
@@ -292,49 +258,45 @@ def _check(
             found = "its parameters in another order in the state"
             needed = f"the order of this optimizer, {group['param_names'][:4]} and so on, or each would get the state "
             raise StateError(explain_error(where, found, f"{needed}of another", _AS_SAVED))
-        for parameter, name, key in zip(group["params"], group["param_names"], saved["params"], strict=True):
-            entry = state_dict["state"].get(key)
-            if entry:
-                _check_entry(name, parameter, expected[parameter], group["algorithm"], entry)
-                if "master" in entry and precision.master is None:
-                    found, needed = "a master in its state", "an optimizer that keeps masters"
-                    write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
-                    raise StateError(explain_error(name, found, needed, write))
 
 
-def _check_entry(name: str, parameter: Tensor, expected: Expected, algorithm: str, entry: Mapping[str, Any]) -> None:
-    missing = [key for key in expected.needed if key not in entry]
+def _check_entry(
+    name: str, member: Member, matrices: int, algorithm: str, entry: Mapping[str, Any], precision: Precision
+) -> None:
+    """Make sure that saved state is that of a parameter whose tensor holds so many matrices; 0: it is AdamW's."""
+    needed_keys = (*member.state_layouts,) if matrices else (COUNT, *member.state_layouts)
+    known = (*needed_keys, *(RUNNING if matrices else ()), "master")
+    missing = [key for key in needed_keys if key not in entry]
     if missing:
-        raise StateError(
-            explain_error(
-                name,
-                f"state {sorted(map(str, entry))}",
-                f"{missing[0]!r}: the parameter belongs to {algorithm}",
-                "Load the state of an optimizer of the same kind, or start with fresh state",
-            )
-        )
+        found, needed = f"state {sorted(map(str, entry))}", f"{missing[0]!r}: the parameter belongs to {algorithm}"
+        write = "Load the state of an optimizer of the same kind, or start with fresh state"
+        raise StateError(explain_error(name, found, needed, write))
     for key, given in entry.items():
         value = _tensor(str(key), given)
-        if key not in expected.known or not isinstance(value, Tensor):
+        if key not in known or not isinstance(value, Tensor):
             found = f"{key!r} = {given!r}" if not isinstance(given, Tensor) else repr(key)
-            needed = f"tensors by the names {', '.join(expected.known)}: nobody would read it"
+            needed = f"tensors by the names {', '.join(known)}: nobody would read it"
             raise StateError(explain_error(name, f"{found} in its state", needed, "Remove it from the state"))
-        if key in RUNNING and tuple(value.shape) != running_shape(expected.matrices):
-            found, shape = f"{key} of shape {tuple(value.shape)}", running_shape(expected.matrices)
+        if key in RUNNING and tuple(value.shape) != running_shape(matrices):
+            found, shape = f"{key} of shape {tuple(value.shape)}", running_shape(matrices)
             raise StateError(explain_error(name, found, f"{shape}, one a matrix", "Split it as when it was saved"))
         if key == COUNT and value.numel() != 1:
             found = f"step of shape {tuple(value.shape)}"
             raise StateError(explain_error(name, found, "one number", "Save state_dict() as it is"))
         if key not in (COUNT, *RUNNING):
-            state_layout = expected.state_layouts.get(key)
-            storage = expected.storage if state_layout is None else state_layout.storage
+            state_layout = member.state_layouts.get(key)
+            storage = member.storage if state_layout is None else state_layout.storage
             # Who owns what is known with the ranks, so what owners keep is looked at in the first step.
             companion = None if state_layout is None else state_layout.companion
-            found, needed = _told(value), _needed(storage, parameter)
+            found, needed = _told(value), _needed(storage, member.tensor)
             if found != needed and not (companion is not None and companion.at_owner):
                 needed = f"{needed}, as this optimizer stores it"
                 raise StateError(explain_error(name, f"{key} {found}", needed, _RESHARD))
         check_values(name, str(key), local_of(value.detach()))
+    if "master" in entry and precision.master is None:
+        found, needed = "a master in its state", "an optimizer that keeps masters"
+        write = "Write Muon(..., master_dtype=torch.float32), or remove it from the state"
+        raise StateError(explain_error(name, found, needed, write))
 
 
 def check_values(name: str, key: str, local: Tensor) -> None:

@@ -48,14 +48,21 @@ _PIECE = Kind(
 
 
 class _Flat(NamedTuple):
-    """One flat tensor on each rank: the settings of its group, and what each rank keeps of it."""
+    """One flat tensor on each rank.
+
+    Attributes:
+        group: The settings of its group.
+        shapes: Of its parameters, by name.
+        kept: What each rank keeps of it.
+        starts: For each rank where its interval of a parameter begins in its flat tensor, and how long it is.
+        momentum_is_whole: Whether momentum is no interval: at stages 1 and 2.
+    """
 
     group: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     kept: Sequence[Mapping[str, Any]]
     starts: Sequence[Mapping[str, tuple[int, int]]]
-    """At stages 1 and 2: for each rank where its interval of a parameter begins in its flat tensor, and how long it is;
-    empty at stage 3."""
+    momentum_is_whole: bool
 
 
 def read_zero(folder: Path) -> dict[str, Any]:
@@ -75,7 +82,11 @@ def read_zero(folder: Path) -> dict[str, Any]:
     paths = _files(folder)
     shapes = _shapes(folder)
     states = [_rank_state(path) for path in paths]
-    _check_ranks(folder, states)
+    counts = states[0]["partition_count"]
+    needed = max(counts) if isinstance(counts, list | tuple) and counts else counts
+    if needed != len(states):
+        found, write = f"the optimizer files of {len(states)} ranks", "Bring the files of the other ranks there too"
+        raise FileError(explain_error(str(folder), found, f"those of {needed}", write))
     groups: list[Mapping[str, Any]] = []
     state: dict[Any, Mapping[str, Any]] = {}
     for flat in _flats(paths[0], states, shapes):
@@ -122,14 +133,6 @@ def _files(folder: Path) -> list[Path]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _check_ranks(folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
-    counts = states[0]["partition_count"]
-    needed = max(counts) if isinstance(counts, list | tuple) and counts else counts
-    if needed != len(states):
-        found, write = f"the optimizer files of {len(states)} ranks", "Bring the files of the other ranks there too"
-        raise FileError(explain_error(str(folder), found, f"those of {needed}", write))
-
-
 def load_inert(path: Path) -> Mapping[str, Any]:
     """Read a file of DeepSpeed's with ``weights_only=True``; of objects of its classes nothing runs.
 
@@ -142,23 +145,24 @@ def load_inert(path: Path) -> Mapping[str, Any]:
     needed = f"tensors, plain values and what DeepSpeed {_READ} writes beside them"
     with torch.serialization.safe_globals(named):
         loaded = read_archive(path, needed=needed, remedy="Save it by that version, or bring an undamaged copy")
-    return _of_form(path, loaded, {})
+    held: Mapping[str, Any] = check_form(str(path), loaded, {}, _WRITE)
+    return held
 
 
-def _rank_state(path: Path) -> Mapping[str, Any]:
+def _rank_state(path: Path) -> Any:
     """Return what the optimizer of one rank has saved."""
-    state = _of_form(path, load_inert(path), {"optimizer_state_dict": {}})["optimizer_state_dict"]
+    state = check_form(str(path), load_inert(path), {"optimizer_state_dict": {}}, _WRITE)["optimizer_state_dict"]
     form: dict[str, Form] = {"base_optimizer_state": STATE_DICT, "param_slice_mappings": [{TEXT: _PIECE}]}
     if "fp32_flat_groups" in state:
         form = {"optimizer_state_dict": STATE_DICT}
-    return _of_form(path, state, {"partition_count": (SIZE, [SIZE]), **form})
+    return check_form(str(path), state, {"partition_count": (SIZE, [SIZE]), **form}, _WRITE)
 
 
 def _shapes(folder: Path) -> Sequence[Mapping[str, tuple[int, ...]]]:
     """Return the shapes of the parameters of each flat tensor, in the order in which they lie in it."""
     for path in sorted(folder.iterdir()):
         if _SHAPES.fullmatch(path.name):
-            held = _of_form(path, load_inert(path), {"param_shapes": [{TEXT: [SIZE]}]})
+            held = check_form(str(path), load_inert(path), {"param_shapes": [{TEXT: [SIZE]}]}, _WRITE)
             return [{name: tuple(shape) for name, shape in group.items()} for group in held["param_shapes"]]
     write = "Name the folder that save_checkpoint was given, with its model files in it"
     raise FileError(explain_error(str(folder), "no mp_rank_00_model_states.pt", "it, for names and shapes", write))
@@ -176,9 +180,15 @@ def _flats(
         _refuse(path, f"{len(owners)} flat tensors for {len(shapes)} lists of parameters")
     for number, (group, key) in enumerate(owners):
         held = [{name: (int(p.start), int(p.numel)) for name, p in rank[number].items()} for rank in pieces]
+        if third:
+            equal, start = dict[str, tuple[int, int]](), 0
+            for name, shape in shapes[number].items():
+                equal[name] = start, -(-prod(shape) // len(states))
+                start += equal[name][1]
+            held = [equal] * len(states)
         if not all(each.keys() <= shapes[number].keys() for each in held):
             _refuse(path, "intervals of parameters that have no shape")
-        yield _Flat(group, shapes[number], [each["state"].get(key) or {} for each in kept], held)
+        yield _Flat(group, shapes[number], [each["state"].get(key) or {} for each in kept], held, not third)
 
 
 def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
@@ -192,12 +202,8 @@ def _entry(folder: Path, name: str, flat: _Flat) -> dict[str, Any]:
             continue
         if not all(value is None or (isinstance(value, Tensor) and value.ndim == 1) for value in values):
             _refuse(folder, f"{name}'s {key} as something else than flat tensors on some rank")
-        if flat.starts and key == "momentum_buffer":
-            pieces = _whole(folder, name, flat, values)
-        elif flat.starts:
-            pieces = _intervals(name, flat, values)
-        else:
-            pieces = _slices(name, flat, values)
+        find = _whole if flat.momentum_is_whole and key == "momentum_buffer" else _intervals
+        pieces = find(folder, name, flat, values)
         joined = torch.cat(pieces) if pieces else first.new_empty(0)
         if joined.numel() < prod(flat.shapes[name]):
             found = f"{joined.numel()} elements of {name}'s {key} in the files of all ranks"
@@ -220,7 +226,7 @@ def _whole(folder: Path, name: str, flat: _Flat, values: Sequence[Any]) -> list[
     return []
 
 
-def _intervals(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
+def _intervals(_: Path, name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
     """Return the pieces of a parameter that the ranks hold, in order."""
     pieces = []
     for held, value in zip(flat.starts, values, strict=True):
@@ -228,22 +234,6 @@ def _intervals(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
         if value is not None and length:
             pieces.append(value[start : start + length])
     return pieces
-
-
-def _slices(name: str, flat: _Flat, values: Sequence[Any]) -> list[Tensor]:
-    """Return the slices of a parameter, one a rank, all of one length."""
-    start = 0
-    for other, shape in flat.shapes.items():
-        length = -(-prod(shape) // len(values))
-        if other == name:
-            return [value[start : start + length] for value in values if value is not None]
-        start += length
-    return []
-
-
-def _of_form(path: Path, held: Mapping[str, Any], form: Form) -> Mapping[str, Any]:
-    check_form(str(path), held, form, _WRITE)
-    return held
 
 
 def _refuse(where: Path, found: str) -> NoReturn:

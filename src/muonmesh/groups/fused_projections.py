@@ -67,6 +67,14 @@ def _bigcode(owner: Any, out: int) -> tuple[Any, ...]:
     return ("interleaved", 3, 0, owner.head_dim)
 
 
+def _levit(keyed: int) -> Callable[[Any, int], tuple[Any, ...]]:
+    return lambda owner, out: _heads(*[owner.key_dim] * keyed, owner.attention_ratio * owner.key_dim)
+
+
+def _delta(owner: Any, out: int) -> tuple[Any, ...]:
+    return ("rows", owner.key_dim, owner.key_dim, owner.value_dim)
+
+
 def _mamba2(owner: Any, out: int) -> tuple[Any, ...]:
     state = owner.n_groups * owner.ssm_state_size
     return ("rows", owner.intermediate_size, owner.intermediate_size, state, state, owner.num_heads)
@@ -93,18 +101,8 @@ FUSED = (
     Fused("(?!Exaone4_5_Vision).*Attention", "qkv", _equal(3), "q, k, v"),
     Fused(".*Attention", "kv_b_proj", lambda o, out: _heads(o.qk_nope_head_dim, o.v_head_dim), "k, v head by head"),
     Fused("AXK2Attention", "q_gate_proj", lambda o, out: _heads(o.qk_head_dim, o.v_head_dim), "q, gate head by head"),
-    Fused(
-        "LevitAttention",
-        "queries_keys_values",
-        lambda o, out: _heads(o.key_dim, o.key_dim, o.attention_ratio * o.key_dim),
-        "q, k, v head by head",
-    ),
-    Fused(
-        "LevitAttentionSubsample",
-        "keys_values",
-        lambda o, out: _heads(o.key_dim, o.attention_ratio * o.key_dim),
-        "k, v head by head",
-    ),
+    Fused("LevitAttention", "queries_keys_values", _levit(2), "q, k, v head by head"),
+    Fused("LevitAttentionSubsample", "keys_values", _levit(1), "k, v head by head"),
     Fused(
         "(Mamba2|FalconH1|Bamba|NemotronHMamba2|Zamba2Mamba)Mixer|GraniteMoeHybridMambaLayer",
         "in_proj",
@@ -113,12 +111,7 @@ FUSED = (
     ),
     Fused("(Mamba|FalconMamba|JambaMamba)Mixer", "in_proj", _equal(2), "x, z"),
     Fused("Lfm.*ShortConv", "in_proj", _equal(3), "B, C, x"),
-    Fused(
-        "Qwen3_5.*GatedDeltaNet",
-        "in_proj_qkv",
-        lambda o, out: ("rows", o.key_dim, o.key_dim, o.value_dim),
-        "q, k, v",
-    ),
+    Fused("Qwen3_5.*GatedDeltaNet", "in_proj_qkv", _delta, "q, k, v"),
 )
 
 # What a fused projection is often called; where no class is known, only the reason mentions it.

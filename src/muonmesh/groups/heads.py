@@ -182,16 +182,9 @@ def heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
     grouped = said_by(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
     count = queries if part in ("q", "o") else grouped or queries
     value = said_by(owner, "v_head_dim")
-    names: tuple[str, ...] = (
-        "qk_head_dim",
-        "head_dim",
-        "attention_head_size",
-        "head_size",
-        "hidden_size_per_attention_head",
-    )
-    if part == "q":
-        names = ("q_head_dim", *names)  # Megatron's latent attention, whose qk_head_dim is without the rotary part
-    size = value if part in ("v", "o") and value is not None else said_by(owner, *names)
+    names = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "hidden_size_per_attention_head")
+    own = ("q_head_dim",) if part == "q" else ()  # Megatron's latent attention, whose qk_head_dim lacks the rotary part
+    size = value if part in ("v", "o") and value is not None else said_by(owner, *own, *names)
     if size is None and queries is not None and (width := said_by(owner, "embed_dim", "hidden_size")) is not None:
         size = width // queries if width % queries == 0 else None
     return count, size

@@ -67,9 +67,8 @@ def _refuse_unknowable(site: Site) -> None:
     parameter, module = site.parameter, site.module
     if isinstance(parameter, UninitializedParameter):
         found = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
-        raise ValueError(
-            explain_error(site.name, found, "its shape", "Run one forward pass before split_params(model)")
-        )
+        write = "Run one forward pass before split_params(model)"
+        raise ValueError(explain_error(site.name, found, "its shape", write))
     if "InterpreterModule" in class_names(module):  # torch.export's, also of torch.distributed.pipelining.pipeline
         what = (
             "The module of this parameter was traced and has lost its class, so nothing says whether the parameter is "
@@ -79,14 +78,10 @@ def _refuse_unknowable(site: Site) -> None:
     flat = getattr(parameter, "_is_flat_param", False)
     weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
     if flat or (weight and len(site.shape) < 2):
-        raise ValueError(
-            explain_error(
-                site.name,
-                f"a weight of {class_of(module)} flattened to shape {site.shape}",
-                "the weight with its own shape, because a flat piece would be trained as a vector",
-                "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard",
-            )
-        )
+        found = f"a weight of {class_of(module)} flattened to shape {site.shape}"
+        needed = "the weight with its own shape, because a flat piece would be trained as a vector"
+        write = "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard"
+        raise ValueError(explain_error(site.name, found, needed, write))
 
 
 def _adamw(kind: Kind, reason: str, matrices: Matrices | None) -> Role:
@@ -114,11 +109,7 @@ def declared_by(module: nn.Module) -> Mapping[str, Any]:
 
 def declarations(site: Site) -> Iterator[tuple[nn.Module, str]]:
     """The modules around `site` whose `muonmesh_matrices` has an entry for it, and its key there, nearest first."""
-    key = site.key
-    for name, module in site.owners:
-        if key in declared_by(module):
-            yield module, key
-        key = f"{name}.{key}"
+    return ((module, key) for module, key in site.keys if key in declared_by(module))
 
 
 def without_decay(site: Site) -> str | None:
@@ -129,12 +120,10 @@ def without_decay(site: Site) -> str | None:
     """
     if getattr(site.parameter, "_no_weight_decay", False):
         return "_no_weight_decay"
-    key = site.key
-    for name, module in site.owners:
+    for module, key in site.keys:
         exempt, parts = getattr(module, "no_weight_decay", None), getattr(module, "no_weight_decay_keywords", None)
         if (callable(exempt) and key in exempt()) or (callable(parts) and any(part in key for part in parts())):
             return f"no_weight_decay() of {class_of(module)}"
-        key = f"{name}.{key}"
     return "its name" if _NO_DECAY.search(site.name.lower()) else None
 
 

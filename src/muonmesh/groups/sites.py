@@ -42,6 +42,14 @@ class Site:
         """Its shape before sharding."""
         return global_shape(self.parameter)
 
+    @property
+    def keys(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules that it is in, the innermost first, each with the parameter's name there."""
+        key = self.key
+        for name, module in self.owners:
+            yield module, key
+            key = f"{name}.{key}"
+
 
 @dataclass(frozen=True)
 class Role:
@@ -58,14 +66,18 @@ class Role:
     guess: bool = False
 
 
-def sites(model: nn.Module) -> Iterator[Site]:
-    """Every place where `model` holds a parameter, in registration order; a shared parameter comes several times."""
-    yield from _sites(model, (), ())
+def sites(
+    module: nn.Module, path: tuple[str, ...] = (), owners: tuple[tuple[str, nn.Module], ...] = ()
+) -> Iterator[Site]:
+    """Every place where a model holds a parameter, in registration order; a shared parameter comes several times.
 
-
-def _sites(module: nn.Module, path: tuple[str, ...], owners: tuple[tuple[str, nn.Module], ...]) -> Iterator[Site]:
+    Args:
+        module: The model, or a module in it.
+        path: The names that lead to it.
+        owners: The modules that it is in, see `Site`.
+    """
     if (inner := _wrapped(module)) is not None:
-        yield from _sites(inner, path, owners)
+        yield from sites(inner, path, owners)
         return
     owners = ((path[-1] if path else "", module), *owners)
     for key, parameter in module._parameters.items():
@@ -73,7 +85,7 @@ def _sites(module: nn.Module, path: tuple[str, ...], owners: tuple[tuple[str, nn
             yield Site(".".join((*path, key)), key, parameter, owners)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _sites(child, (*path, name), owners)
+            yield from sites(child, (*path, name), owners)
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:

@@ -26,13 +26,7 @@ from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 from muonmesh.table import aligned
 
 _RESERVED = {"params", "param_names", "name", "reasons"}
-_NAMES = {
-    ("muon", "matrices"): "muon",
-    ("adamw", "embeddings"): "adamw.embeddings",
-    ("adamw", "head"): "adamw.head",
-    ("adamw", "matrices"): "adamw.matrices",
-    ("adamw", "vectors"): "adamw.vectors",
-}
+_NAMES = ("muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors")
 _FROZEN = "frozen: requires_grad is False"
 # Of the roles of a parameter shared under several names, the first of these counts.
 _PRECEDENCE = ("embeddings", "head", "vectors", "matrices")
@@ -159,6 +153,11 @@ class _Entry:
         """The canonical name: the first under which the model holds it."""
         return self.names[0]
 
+    @property
+    def guessed(self) -> bool:
+        """Whether it is Muon's by a guess."""
+        return self.role.guess and not self.overridden_by and self.settings.get("algorithm", "muon") == "muon"
+
 
 def split_params(
     model: nn.Module,
@@ -204,15 +203,15 @@ def split_params(
     _override(entries, frozen, overrides)
     for entry in entries:
         _check_possible(entry)
-    guesses = _guessed(entries)
+    guesses = [entry for entry in entries if entry.guessed]
     _warn_of_guesses(model, entries, guesses)
-    groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES.values()}
+    groups: dict[str, dict[str, Any]] = {name: {} for name in _NAMES}
     for entry in entries:
         algorithm = entry.settings.pop("algorithm", entry.role.algorithm)
         matrices = entry.settings.pop("matrices", entry.role.matrices)
         half = "muon" if is_matrix_rule(algorithm) else "adamw"
         kind = "matrices" if half == "muon" else entry.role.kind
-        name = _NAMES[half, kind]
+        name = "muon" if half == "muon" else f"adamw.{kind}"
         settings = {**base[half], **({"weight_decay": 0.0} if kind == "vectors" else {}), **entry.settings}
         apart = [] if algorithm == half else [algorithm]
         apart += [f"{k}={v!r}" for k, v in sorted(entry.settings.items())]
@@ -236,15 +235,6 @@ def split_params(
         )
     names = [entry.name for entry in guesses]
     return ParamGroups(sorted(filled, key=_order), frozen=frozen, shared=further, guesses=names, model=model)
-
-
-def _guessed(entries: Sequence[_Entry]) -> list[_Entry]:
-    """Return what is Muon's by a guess."""
-    return [
-        entry
-        for entry in entries
-        if entry.role.guess and not entry.overridden_by and entry.settings.get("algorithm", "muon") == "muon"
-    ]
 
 
 def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Sequence[_Entry]) -> None:
@@ -274,7 +264,7 @@ def _warn_of_guesses(model: nn.Module, entries: Sequence[_Entry], guesses: Seque
 
 
 def _order(group: dict[str, Any]) -> int:
-    return list(_NAMES.values()).index(group["name"].partition("[")[0])
+    return _NAMES.index(group["name"].partition("[")[0])
 
 
 def _reason(entry: _Entry) -> str:

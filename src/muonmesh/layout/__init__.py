@@ -4,8 +4,8 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/
 """
 
 from muonmesh.layout.cost import cost
-from muonmesh.layout.flat import FlatParameter, FlatShards, Interval
-from muonmesh.layout.layout import Layout, MeshLayout, Placement, Replicate, Shard, StridedShard
+from muonmesh.layout.flat import FlatParameter, FlatShards, Interval, Layout
+from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard, StridedShard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.parameter import Elementwise, Parameter
 from muonmesh.layout.plan import Plan, make_plan

@@ -57,8 +57,5 @@ def too_small(capacity: int, jobs: Counter[int], ranks: int) -> bool:
 
 def at_home(plan: Plan) -> float:
     """Return the share of matrices whose owner holds them whole, so that they need no gathering; 1 without any."""
-    found = 0
-    for assignment in plan.assignments:
-        place = plan.parameters[assignment.parameter].momentum_storage
-        found += all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
-    return found / len(plan.assignments) if plan.assignments else 1.0
+    found = [not plan.travels(number, gather=True) for number in range(len(plan.assignments))]
+    return sum(found) / len(found) if found else 1.0

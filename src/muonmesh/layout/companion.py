@@ -16,9 +16,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from muonmesh.layout.flat import FlatShards, Interval
-from muonmesh.layout.layout import Layout, MeshLayout
-from muonmesh.layout.matrix import Matrix, MatrixSpec, normalised_spec, split_matrices
+from muonmesh.layout.flat import FlatShards, Interval, Layout
+from muonmesh.layout.layout import MeshLayout
+from muonmesh.layout.matrix import Matrix, MatrixSpec, assemble, parts_of, split_matrices
 
 Side = str
 """What a companion has one number for: each of the "rows" or "cols", or each "matrix"; or two sizes: "rows×rows"."""
@@ -73,59 +73,28 @@ def companion_matrices(
     Raises:
         ValueError: the spec is unknown or does not fit the shape.
     """
-    matrices = split_matrices(name, shape, spec)  # which refuses what does not fit
+    parts = parts_of(name, shape, spec)
     if "×" in side:
-        sizes = [size_of(side, matrix.rows, matrix.cols) for matrix in matrices]
+        sizes = [size_of(side, matrix.rows, matrix.cols) for matrix in assemble(name, parts)]
         if len({width for _, width in sizes}) > 1:
             sizes = [(height * width, 1) for height, width in sizes]
         stacked = sum(height for height, _ in sizes), sizes[0][1]
         return stacked, split_matrices(name, stacked, ("rows", *(height for height, _ in sizes)))
-    if spec is None:
-        spec = "whole" if len(shape) == 2 else "stack"
-    shrunk, own = _companion(tuple(shape), normalised_spec(spec), side)
-    return shrunk, split_matrices(name, shrunk, own)
-
-
-def _companion(
-    shape: tuple[int, ...], spec: tuple[object, ...], side: Side
-) -> tuple[tuple[int, ...], tuple[object, ...]]:
-    """Return the shape of a companion and how it splits."""
-    form, *arguments = spec
-    if form == "stack":
-        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
-        last, own = _companion(shape[-2:], inner, side)
-        return (*shape[:-2], *last), ("stack", own)
-    if form == "transposed":
-        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
-        (rows, cols), own = _companion((shape[1], shape[0]), inner, side)
-        return (cols, rows), ("transposed", own)
-    if form == "flatten":
-        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
-        (rows, _), own = _companion((shape[0], math.prod(shape[1:])), inner, side)
-        return (rows, *(shape[1:] if side == "cols" else (1,) * (len(shape) - 1))), ("flatten", own)
-    if form == "whole":
-        return (shape[0] if side == "rows" else 1, shape[1] if side == "cols" else 1), ("whole",)
-    # The other forms cut one dim into matrices. Along it the companion keeps every index, or one for each matrix.
-    dim, count = _cut(form, arguments)
-    kept = {"rows": 0, "cols": 1}.get(side)
-    ones = ("cols" if dim else "rows", *(1,) * count)
-    sizes = [shape[d] if d == kept else 1 for d in (0, 1)]
-    if dim == kept:
-        return (sizes[0], sizes[1]), spec
-    sizes[dim] = count
-    return (sizes[0], sizes[1]), ones
-
-
-def _cut(form: object, arguments: Sequence[object]) -> tuple[int, int]:
-    """Return the dim that a form cuts, and into how many matrices."""
-    if form in ("rows", "cols"):
-        return int(form == "cols"), len(arguments)
-    count, dim = arguments[0], arguments[1]
-    assert isinstance(dim, int)
-    if isinstance(count, (tuple, list)):
-        return dim, len(count)
-    assert isinstance(count, int)
-    return dim, count
+    # Along a side that is not kept there is one index for each set of spans that any of the matrices has there.
+    shrunk, sides = list(shape), []
+    for kept, dims in (("rows", parts[0][0].row_dims), ("cols", parts[0][0].col_dims)):
+        spans = [tuple(dict.fromkeys(pair[kept == "cols"] for pair in pairs)) for _, pairs in parts]
+        if side != kept:
+            places = {some: ((place, 1, 1),) for place, some in enumerate(dict.fromkeys(spans))}
+            spans = [places[some] for some in spans]
+            for dim in dims:
+                shrunk[dim] = len(places)  # of several dims none is cut
+        sides.append(spans)
+    own = [
+        (replace(view, shape=tuple(shrunk)), list(itertools.product(rows, cols)))
+        for (view, _), rows, cols in zip(parts, *sides, strict=True)
+    ]
+    return tuple(shrunk), assemble(name, own)
 
 
 def companion_on_mesh(layout: MeshLayout, shape: tuple[int, ...]) -> MeshLayout:
@@ -157,7 +126,7 @@ def companions_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]
     found = {}
     for name, (layout, shape) in pairs.items():
         ranks, own = layout.ranks, intervals[name]
-        some = tuple((own[rank],) if own[rank].length else () for rank in ranks)
+        some = tuple((own[rank],) for rank in ranks)
         sizes = tuple(filled[rank] for rank in ranks)
         within = MeshLayout.replicated(shape, ranks)
         found[name] = FlatShards(within, some, sizes, layout.replicas)

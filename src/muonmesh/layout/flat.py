@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from muonmesh.errors import LayoutError, NotCovered, explain_error
-from muonmesh.layout.layout import Layout, MeshLayout
+from muonmesh.layout.layout import MeshLayout
 from muonmesh.layout.region import Block, Region, overlap, row_major
 
 
@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FlatShards(Layout):
+class FlatShards:
     """Each rank holds intervals of what it would hold under another layout, flattened row by row.
 
     Borders may lie anywhere, inside rows too; a rank may hold nothing. Its storage is a flat buffer that may hold
@@ -46,7 +46,7 @@ class FlatShards(Layout):
         LayoutError: the numbers do not fit each other.
     """
 
-    within: Layout
+    within: MeshLayout
     intervals: tuple[tuple[Interval, ...], ...]
     sizes: tuple[int, ...]
     replicas: tuple[tuple[int, ...], ...] = ()
@@ -82,12 +82,12 @@ class FlatShards(Layout):
         return FlatShards(within, intervals, tuple(high - low for low, high in pairs))
 
     @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def shape(self) -> tuple[int, ...]:
         """Global shape of the parameter."""
         return self.within.shape
 
     @property
-    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+    def ranks(self) -> tuple[int, ...]:
         """The ranks that may hold some of it."""
         return self.within.ranks
 
@@ -101,7 +101,7 @@ class FlatShards(Layout):
 
     def holds(self, rank: int) -> bool:
         """Return whether ``rank`` holds any of it."""
-        return any(interval.length for interval in self.held(rank))
+        return bool(self.held(rank))
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return what ``rank`` stores and where in its flat buffer."""
@@ -122,7 +122,7 @@ class FlatShards(Layout):
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold one whole copy together with ``rank``."""
-        return next(replica for replica in self.replicas if rank in replica)
+        return self.replicas[self.replica_number(rank)]
 
     def copies(self) -> int:
         """Return how many ranks hold each element."""
@@ -150,7 +150,7 @@ class FlatShards(Layout):
         """Return the runs between the borders of all ranks, for each local tensor that is cut."""
         borders: dict[tuple[Block, ...], set[int]] = {}
         for rank in self.ranks:
-            ends = {end for i in self.held(rank) if i.length for end in (i.first, i.first + i.length)}
+            ends = {end for i in self.held(rank) for end in (i.first, i.first + i.length)}
             borders.setdefault(self.within.blocks(rank), set()).update(ends)
         return [(blocks, *run) for blocks, ends in borders.items() for run in itertools.pairwise(sorted(ends))]
 
@@ -178,7 +178,7 @@ class FlatShards(Layout):
                 raise NotCovered(f"ranks {replica}, a replica, that do not hold all of the parameter")
             for ranks in sharing.values():
                 position = 0
-                for first, count, _ in sorted(i for rank in ranks for i in self.held(rank) if i.length):
+                for first, count, _ in sorted(i for rank in ranks for i in self.held(rank)):
                     if first != position:
                         raise NotCovered(f"elements {position} to {first} held twice or by none of {ranks}")
                     position = first + count
@@ -187,10 +187,19 @@ class FlatShards(Layout):
 
     def describe(self) -> str:
         """Return e.g. ``flat×4`` or ``flat×4 of Replicate×2, Shard(0)×2``, with the intervals' fingerprint."""
-        parts = sum(1 for some in self.intervals if any(interval.length for interval in some))
-        whole = isinstance(self.within, MeshLayout) and self.within.copies() == len(self.ranks)
+        parts = sum(map(bool, self.intervals))
+        whole = self.within.copies() == len(self.ranks)
         of = "" if whole else f" of {self.within.describe()}"
         return f"flat×{parts}{of} ({hash((self.intervals, self.sizes, self.replicas)) & 0xFFFFFFFF:08x})"
+
+
+Layout: TypeAlias = MeshLayout | FlatShards
+"""Where one parameter of global ``shape`` lives.
+
+For each rank of ``ranks`` the blocks say which Regions it stores and at which place of its local storage (read as a
+contiguous row-major array). A replica is the same Region on several ranks. Blocks are computed on demand, so a layout
+stays small at thousands of ranks.
+"""
 
 
 @dataclass(frozen=True)
@@ -210,8 +219,6 @@ class FlatParameter:
 
 def _boxes(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield the boxes (offset, shape) that elements ``low`` to ``high`` of a row-major array consist of, in order."""
-    if low >= high:
-        return
     if len(shape) == 1:
         yield (low,), (high - low,)
         return

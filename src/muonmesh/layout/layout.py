@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -48,58 +47,6 @@ class StridedShard:
 Placement = Replicate | Shard | StridedShard
 
 
-class Layout(ABC):
-    """Where one parameter of global ``shape`` lives.
-
-    For each rank of ``ranks`` the blocks say which Regions it stores and at which place of its local
-    storage (read as a contiguous row-major array). A replica is the same Region on several ranks. Blocks
-    are computed on demand, so a layout stays small at thousands of ranks.
-    """
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    @abstractmethod
-    def blocks(self, rank: int) -> tuple[Block, ...]:
-        """Return what ``rank`` stores; empty for a rank that holds nothing."""
-
-    @abstractmethod
-    def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of the local tensor on ``rank``."""
-
-    @abstractmethod
-    def replica(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold one whole copy together with ``rank`` (``rank`` among them)."""
-
-    @abstractmethod
-    def copies(self) -> int:
-        """Return how many ranks hold each element."""
-
-    @abstractmethod
-    def replica_number(self, rank: int) -> int:
-        """Return the number of the copy that ``rank`` holds some of, counted from 0."""
-
-    @abstractmethod
-    def parts(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers of the parts of a copy that ``rank`` holds; ranks that share a number share elements."""
-
-    @abstractmethod
-    def part_count(self) -> int:
-        """Return how many parts a copy has."""
-
-    @abstractmethod
-    def holders(self, region: Region) -> tuple[int, ...]:
-        """Return the ranks that hold all of ``region``."""
-
-    @abstractmethod
-    def prove_cover(self) -> None:
-        """Raise LayoutError unless every replica covers every element exactly once."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return a short text for tables and for comparing plans between ranks."""
-
-
 @lru_cache(maxsize=65536)
 def _chunk(spans: Spans, chunks: int, index: int) -> Spans:
     """Return chunk ``index`` of an ordered index set, by the rule of ``torch.chunk``."""
@@ -141,7 +88,7 @@ def _joined(spans: Iterable[Span]) -> Spans:
 
 
 @dataclass(frozen=True)
-class MeshLayout(Layout):
+class MeshLayout:
     """A parameter placed on a mesh of ranks of any dimension, in DTensor's vocabulary.
 
     Args:
@@ -198,14 +145,9 @@ class MeshLayout(Layout):
 
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same coordinates as ``rank`` on the replicated axes."""
-        at = self._grid.coordinates(rank)
-        return _ranks_at(
-            self._grid,
-            tuple(
-                (at[axis],) if isinstance(placement, Replicate) else range(self.mesh[axis])
-                for axis, placement in enumerate(self.placements)
-            ),
-        )
+        axes = zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True)
+        some = tuple((at,) if isinstance(placement, Replicate) else range(size) for at, size, placement in axes)
+        return _ranks_at(self._grid, some)
 
     def copies(self) -> int:
         """Return how many ranks hold each element."""
@@ -214,21 +156,21 @@ class MeshLayout(Layout):
 
     def replica_number(self, rank: int) -> int:
         """Return this rank's place on the replicated axes, counted over all of them."""
-        number = 0
-        for at, size, placement in zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True):
-            if isinstance(placement, Replicate):
-                number = number * size + at
-        return number
+        return self._number(rank, replicated=True)
 
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Return the number of this rank's shard, counted over the axes that cut; nothing if it holds nothing."""
-        if not math.prod(self.local_shape(rank)):
-            return ()
-        index = 0
+        """Return the number of this rank's shard, counted over the axes that cut; nothing if it holds nothing.
+
+        Ranks that share a number share elements.
+        """
+        return (self._number(rank, replicated=False),) if math.prod(self.local_shape(rank)) else ()
+
+    def _number(self, rank: int, *, replicated: bool) -> int:
+        number = 0
         for at, size, placement in zip(self._grid.coordinates(rank), self.mesh, self.placements, strict=True):
-            if not isinstance(placement, Replicate):
-                index = index * size + at
-        return (index,)
+            if isinstance(placement, Replicate) == replicated:
+                number = number * size + at
+        return number
 
     def part_count(self) -> int:
         """Return the number of shards of a copy."""

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from muonmesh.layout.flat import FlatShards
-from muonmesh.layout.layout import Layout, MeshLayout, Replicate
+from muonmesh.layout.flat import FlatShards, Layout
+from muonmesh.layout.layout import MeshLayout, Replicate
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.region import Piece, row_major
 from muonmesh.layout.routes import pieces

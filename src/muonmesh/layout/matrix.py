@@ -58,7 +58,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class View:
     """A parameter, or one slice of a stack, read as rows × cols: the tensor dims that form each side."""
 
     shape: tuple[int, ...]
@@ -66,12 +66,13 @@ class _View:
     row_dims: tuple[int, ...]
     col_dims: tuple[int, ...]
 
-    def size(self, dims: tuple[int, ...]) -> int:
-        return math.prod(self.shape[d] for d in dims)
 
-
-_Span = tuple[int, int, int]
+Span = tuple[int, int, int]
 """Indices along one side of a view: (first, step, count)."""
+
+
+Part = tuple[View, list[tuple[Span, Span]]]
+"""A view and the (row span, column span) pairs that one matrix consists of, in order."""
 
 
 class _Misfit(Exception):
@@ -96,6 +97,16 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
     Raises:
         ValueError: the spec is unknown or does not fit the shape.
     """
+    return assemble(name, parts_of(name, shape, spec))
+
+
+def assemble(name: str, parts: Sequence[Part]) -> tuple[Matrix, ...]:
+    """Return the matrices of a parameter, each a part of it."""
+    return tuple(Matrix(name, index, *_assembled(view, tuple(spans))) for index, (view, spans) in enumerate(parts))
+
+
+def parts_of(name: str, shape: Sequence[int], spec: MatrixSpec) -> list[Part]:
+    """Return the parts of a parameter that `split_matrices` makes its matrices of; it raises what that raises."""
     shape = tuple(int(size) for size in shape)
     if spec is None:
         if len(shape) not in (2, 3):
@@ -107,14 +118,13 @@ def split_matrices(name: str, shape: Sequence[int], spec: MatrixSpec = None) -> 
         needed, write = "sizes of at least 1", "Leave empty parameters out"
         raise ValueError(explain_error(name, f"shape {shape}", needed, write))
     try:
-        parts = list(_parse(shape, normalised_spec(spec)))
+        return _parse(shape, _normalised(spec))
     except (_Misfit, ValueError, TypeError) as error:
         found, needed = f"matrices {spec!r} for shape {shape}: {error}", "a form that fits the shape"
         raise ValueError(explain_error(name, found, needed, f"Write one of {_FORMS}")) from None
-    return tuple(_matrix(name, index, view, spans) for index, (view, spans) in enumerate(parts))
 
 
-def normalised_spec(spec: MatrixSpec) -> tuple[Any, ...]:
+def _normalised(spec: MatrixSpec) -> tuple[Any, ...]:
     """Return a spec as a tuple; checkpoints and configuration files turn tuples into lists."""
     if isinstance(spec, str):
         return (spec,)
@@ -123,51 +133,44 @@ def normalised_spec(spec: MatrixSpec) -> tuple[Any, ...]:
     raise _Misfit("unknown form")
 
 
-_Part = tuple[_View, list[tuple[_Span, _Span]]]
-"""A view and the (row span, column span) pairs that one matrix consists of, in order."""
-
-
-def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[_Part]:
+def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[Part]:
     form, *arguments = spec
     if form == "flatten":
-        _arity(arguments, 0, 1)
+        inner = _inner(arguments)
         if len(shape) < 2:
             raise _Misfit("flatten needs at least two dims")
-        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
-        parts = _split(_View(shape, (), (0,), tuple(range(1, len(shape)))), inner)
+        parts = _split(View(shape, (), (0,), tuple(range(1, len(shape)))), inner)
         if any(view.row_dims != (0,) or cols[2] != math.prod(shape[1:]) for view, spans in parts for _, cols in spans):
             raise _Misfit("inside flatten stands what cuts dim 0")
         return parts
     if form == "stack":
-        _arity(arguments, 0, 1)
+        inner = _inner(arguments)
         if len(shape) < 3:
             raise _Misfit("a stack needs at least three dims")
-        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
         leading = len(shape) - 2
         return [
             part
             for index in itertools.product(*(range(size) for size in shape[:leading]))
-            for part in _split(_View(shape, tuple(enumerate(index)), (leading,), (leading + 1,)), inner)
+            for part in _split(View(shape, tuple(enumerate(index)), (leading,), (leading + 1,)), inner)
         ]
     if len(shape) != 2:
         raise _Misfit(f"{form} needs two dims; for a stack of such matrices nest it: ('stack', …)")
-    return _split(_View(shape, (), (0,), (1,)), spec)
+    return _split(View(shape, (), (0,), (1,)), spec)
 
 
-def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
+def _split(view: View, spec: tuple[Any, ...]) -> list[Part]:
     """Split one rows × cols view by a spec."""
     form, *arguments = spec
-    rows, cols = view.size(view.row_dims), view.size(view.col_dims)
+    rows, cols = (math.prod(view.shape[dim] for dim in dims) for dims in (view.row_dims, view.col_dims))
     whole = (0, 1, rows), (0, 1, cols)
     if form == "whole":
         _arity(arguments, 0, 0)
         return [(view, [whole])]
     if form == "transposed":
-        _arity(arguments, 0, 1)
-        inner = normalised_spec(arguments[0]) if arguments else ("whole",)
+        inner = _inner(arguments)
         if inner[0] in ("stack", "flatten"):
             raise _Misfit(f"{inner[0]} cannot stand inside transposed; nest them the other way round")
-        return _split(_View(view.shape, view.fixed, view.col_dims, view.row_dims), inner)
+        return _split(View(view.shape, view.fixed, view.col_dims, view.row_dims), inner)
     if form in ("rows", "cols"):
         spans = _blocks(_positive(arguments), (rows, cols)[form == "cols"])
         return [(view, [_along(form == "cols", span, whole)]) for span in spans]
@@ -199,6 +202,11 @@ def _split(view: _View, spec: tuple[Any, ...]) -> list[_Part]:
     raise _Misfit("unknown form")
 
 
+def _inner(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    _arity(arguments, 0, 1)
+    return _normalised(arguments[0]) if arguments else ("whole",)
+
+
 def _arity(arguments: Sequence[Any], least: int, most: int) -> None:
     if not least <= len(arguments) <= most:
         raise _Misfit("wrong number of values")
@@ -216,23 +224,19 @@ def _dim(value: Any) -> int:
     return int(value)
 
 
-def _blocks(sizes: list[int], total: int) -> list[_Span]:
+def _blocks(sizes: list[int], total: int) -> list[Span]:
     if sum(sizes) != total:
         raise _Misfit(f"the sizes add up to {sum(sizes)}, not {total}")
     starts = itertools.accumulate(sizes, initial=0)
     return [(start, 1, size) for start, size in zip(starts, sizes, strict=False)]
 
 
-def _along(dim: int, span: _Span, whole: tuple[_Span, _Span]) -> tuple[_Span, _Span]:
+def _along(dim: int, span: Span, whole: tuple[Span, Span]) -> tuple[Span, Span]:
     return (whole[0], span) if dim else (span, whole[1])
 
 
-def _matrix(name: str, index: int, view: _View, spans: list[tuple[_Span, _Span]]) -> Matrix:
-    return Matrix(name, index, *_assembled(view, tuple(spans)))
-
-
 @lru_cache(maxsize=65536)
-def _assembled(view: _View, spans: tuple[tuple[_Span, _Span], ...]) -> tuple[int, int, tuple[Block, ...]]:
+def _assembled(view: View, spans: tuple[tuple[Span, Span], ...]) -> tuple[int, int, tuple[Block, ...]]:
     """Return rows, cols and blocks of a matrix; equal parameters, as those of all layers, share them."""
     # More than one span along a side means runs that follow each other in the matrix.
     along_cols = len({s[1] for s in spans}) > 1

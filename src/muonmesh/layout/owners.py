@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from muonmesh.layout.layout import Layout
+from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.parameter import Parameter, listed_by
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muonmesh.layout.companion import Companion
-from muonmesh.layout.layout import Layout
+from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from muonmesh.layout.cover import prove
-from muonmesh.layout.layout import Layout
+from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
@@ -95,11 +95,11 @@ class Plan:
 
     def gathers(self, bucket: int) -> bool:
         """Whether any owner of the bucket needs what another rank holds."""
-        return any(self._moves(number, gather=True) for number in self.buckets[bucket])
+        return any(self.travels(number, gather=True) for number in self.buckets[bucket])
 
     def scatters(self, bucket: int) -> bool:
         """Whether any rank of the bucket needs what another rank owns."""
-        return any(self._moves(number, gather=False) for number in self.buckets[bucket])
+        return any(self.travels(number, gather=False) for number in self.buckets[bucket])
 
     def rounds(self, bucket: int) -> Rounds:
         """Return in which rounds the results of a bucket travel, the same on every rank.
@@ -169,9 +169,10 @@ class Plan:
 
     def moves(self, number: int) -> bool:
         """Whether anything of an assignment travels; if not, its owner is the only rank that holds any of it."""
-        return self._moves(number, gather=True) or self._moves(number, gather=False)
+        return self.travels(number, gather=True) or self.travels(number, gather=False)
 
-    def _moves(self, number: int, *, gather: bool) -> bool:
+    def travels(self, number: int, *, gather: bool) -> bool:
+        """Whether anything of an assignment travels to its owner, or on the way back from it."""
         assignment = self.assignments[number]
         place = self._layout(assignment, gather=gather)
         if not gather and place.copies() > 1:
@@ -289,12 +290,4 @@ def make_plan(
         buckets.setdefault(filled[assignment.owner] // bucket_elements, []).append(number)
         filled[assignment.owner] += assignment.matrix.numel
     in_order = tuple(tuple(buckets[key]) for key in sorted(buckets))
-    return Plan(
-        ranks,
-        tuple(parameters),
-        tuple(assignments),
-        in_order,
-        tuple(elementwise),
-        bucket_elements,
-        machine,
-    )
+    return Plan(ranks, tuple(parameters), tuple(assignments), in_order, tuple(elementwise), bucket_elements, machine)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from muonmesh.layout.layout import Layout
+from muonmesh.layout.flat import Layout
 from muonmesh.layout.region import Block
 
 Way = tuple[int, int, int]
@@ -56,15 +56,11 @@ class Relay:
     def _part_of(self) -> dict[int, tuple[int, ...]]:
         return {rank: part for part in self.parts for rank in part}
 
-    @property
-    def near(self) -> bool:
-        """Whether a copy has several parts, so that the owner sends some to its own replica."""
-        return len(self.layout.ranks) > self.layout.copies()
-
     def exchanges(self, *, chain: bool) -> int:
         """Return after how many exchanges all ranks have all parts."""
         copies = self.layout.copies()
-        return self.near + (copies - 1 if chain else 1 + (1 < self.together < copies))
+        near = len(self.layout.ranks) > copies  # of the parts of a copy the owner sends some to its own replica
+        return near + (copies - 1 if chain else 1 + (1 < self.together < copies))
 
     def incoming(self, owner: int, rank: int, *, chain: bool) -> Way:
         """Return how a part of a result comes to a rank that holds it; the owner has its own from itself.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from muonmesh.layout.layout import Layout
+from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.region import Block, Piece, overlap
 

@@ -53,7 +53,7 @@ def engine_records(
             for name, layout in call.layouts.items():
                 storage, tensor = Storage(layout, layout.shape), call.tensor
                 moments = [
-                    Part(key, key, layout.shape, layout, storage, tuple(tensor.shape), tensor.dtype, tensor.device)
+                    Part(key, key, storage, tuple(tensor.shape), tensor.dtype, tensor.device)
                     for key in rule_of(call.muon.param_groups[0]).keeps()
                 ]
                 counted = (count_part(tensor.device), *moments)
