@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from muonmesh.numerics.kernels import toolchain
 from muonmesh.testing.device import Clocks, Event, Operation, Stream, Timeline, merge, pretended_cuda
-from muonmesh.testing.launches import WAITS, masks
+from muonmesh.testing.launches import waits
 
 _HOST = "the host"
 _ROOM = 512  # bytes: what torch's allocator rounds sizes up to
@@ -323,7 +323,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._read(given[0]).item()
         if name == "is_pinned":
             return False
-        if name in WAITS or (name == "index" and masks(args[1])):  # its shape is a number of the device's
+        if waits(func, args):  # its shape is a number of the device's
             real = func(*tree_map(lambda x: self._read(x) if isinstance(x, FakeTensor) else x, args), **kwargs)
             with self._again():
                 return tree_map(lambda x: x.to(there[0].device) if isinstance(x, Tensor) else x, real)
