@@ -23,11 +23,11 @@ ClipPolicy = Literal["adamw_only", "all", "separate", "per_matrix"]
 class Limits:
     """The arguments of one call of `Muon.clip_grad_norm_`, which documents them."""
 
-    max_norm: float
-    policy: ClipPolicy
-    skip_above: float
-    norms: bool
-    norm_type: float
+    max_norm: float = math.inf
+    policy: ClipPolicy = "adamw_only"
+    skip_above: float = math.inf
+    norms: bool = True
+    norm_type: float = 2.0
 
     def check(self) -> None:
         """Raise ValueError unless the arguments can be met."""

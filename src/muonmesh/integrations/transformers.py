@@ -123,7 +123,7 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     @property
     def _limits(self) -> Limits:
-        return Limits(math.inf if self.clip is None else self.clip, self.policy, self.skip_above, True, 2.0)
+        return Limits(math.inf if self.clip is None else self.clip, self.policy, self.skip_above)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,9 +37,7 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     if config.get("gradient_clipping"):
         found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
         raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
-    limits = Limits(
-        given.get("max_norm", math.inf), given.get("policy", "adamw_only"), given.get("skip_above", math.inf), True, 2.0
-    )
+    limits = Limits(**given)
     limits.check()
     return limits
 
