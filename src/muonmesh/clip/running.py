@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.clip.factors import is_one
+from muonmesh.clip.limits import is_one
 from muonmesh.comm.gradients import GradientSource, multiply, own_gradient
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.step.parameter_steps import RUNNING, view_in_storage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 from weakref import ref
 
@@ -18,8 +19,7 @@ from muonmesh.comm.storage import Storage, local_of, storage_of, this_rank
 from muonmesh.errors import explain_error
 from muonmesh.groups.logits import Attention, LogitRows, attentions, without_softmax
 from muonmesh.integrations.qk_clip.attention import watch
-from muonmesh.integrations.qk_clip.kernels import KernelBounds
-from muonmesh.integrations.qk_clip.max_logits import largest_logits
+from muonmesh.integrations.qk_clip.logits import KernelBounds, largest_logits
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
@@ -72,11 +72,8 @@ class QKClip:
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: they keep this by their hooks
         self._attentions, self._without = attentions(model), without_softmax(model)
         self._sources: dict[int, str] = {}
-        self._starts: dict[int, int] = {}
-        total = 0
-        for attention in self._attentions:
-            self._starts[id(attention.module)] = total
-            total += attention.heads
+        *starts, total = accumulate((attention.heads for attention in self._attentions), initial=0)
+        self._starts = {id(a.module): start for a, start in zip(self._attentions, starts, strict=True)}
         self._of = {id(attention.module): attention for attention in self._attentions}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device=device)
