@@ -199,17 +199,10 @@ def _ranks(world: int, rank: int) -> Iterator[None]:
 
 def _on_device(model: nn.Module, fake: FakeTensorMode, mesh: DeviceMesh | None, placements: Placer | None) -> nn.Module:
     """Return a copy of a model whose parameters are fake tensors on the device, each with a gradient."""
-    copied = copy.deepcopy(model)
-    made: dict[int, nn.Parameter] = {}
-    names = {id(p): name for name, p in copied.named_parameters()}
-    for module in copied.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = _fake(names[id(parameter)], parameter, fake, mesh, placements)
-            module._parameters[name] = made[id(parameter)]
-    return copied
+    made = {
+        id(parameter): _fake(name, parameter, fake, mesh, placements) for name, parameter in model.named_parameters()
+    }
+    return copy.deepcopy(model, made)  # which takes them for copies that it has made
 
 
 def _fake(

@@ -240,14 +240,18 @@ def _size(tensor: Tensor) -> int:
     return own * tensor.element_size()
 
 
-def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Iterator[int]:
-    """Yield what is read and what is written of each tensor on the device."""
-    written = set()
+def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield each argument of an operation in its schema, its value, and whether it is written."""
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
+        yield argument, value, argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Iterator[int]:
+    """Yield what is read and what is written of each tensor on the device."""
+    name, written = func._schema.name.split("::")[1], set()
+    for argument, value, writes in arguments(func, args, kwargs):
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        name = func._schema.name.split("::")[1]
         known = argument.name in _OURS or _OVERWRITES.fullmatch(name) is not None
         overwrites = writes and (argument.is_out or known)
         for tensor in tensors:

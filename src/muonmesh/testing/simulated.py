@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from muonmesh.numerics.kernels import toolchain
 from muonmesh.testing.device import Clocks, Event, Operation, Stream, Timeline, merge, pretended_cuda
-from muonmesh.testing.launches import waits
+from muonmesh.testing.launches import arguments, waits
 
 _HOST = "the host"
 _ROOM = 512  # bytes: what torch's allocator rounds sizes up to
@@ -379,7 +379,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _uses(self, func: Any, args: Any, kwargs: Any) -> tuple[list[_Part], list[_Part]]:
         reads, writes = list[_Part](), list[_Part]()
-        for value, written in _arguments(func, args, kwargs):
+        for _, value, written in arguments(func, args, kwargs):
             parts = [self._part(t) for t in tree_leaves(value) if isinstance(t, FakeTensor)]
             (writes if written else reads).extend(parts)  # a write races with all that a read does
         return reads, writes
@@ -422,7 +422,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         pin = kwargs.pop("pin_memory", None)
         if name == "is_pinned":
             return self._is_pinned(args[0])
-        for value, written in _arguments(func, args, kwargs):
+        for _, value, written in arguments(func, args, kwargs):
             for t in tree_leaves(value):
                 if isinstance(t, Tensor) and t.device.type == "cpu" and self._is_pinned(t):
                     self._touch(_HOST, self._part(t), written, _where(name))
@@ -463,13 +463,6 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         work = dist.Work.boxed(PythonCallbackWork(wait))
         return work if len(func._schema.returns) == 1 else (args[0], work)
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield each argument of an operation, and whether it is written."""
-    for number, argument in enumerate(func._schema.arguments):
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        yield value, argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _like(tensor: Tensor) -> Tensor:

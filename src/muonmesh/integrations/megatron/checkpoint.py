@@ -43,7 +43,8 @@ def sharded(
             # A dict, since dist_checkpointing takes an empty list for a list of another length.
             entry[key] = dict(enumerate(_parts(member, key, value, *saved[member.name])))
     groups = {}
-    for group in filter(_has_parameters, optimizer.param_groups):
+    # The only group of a stage with nothing to train has no parameters, and no other run knows it.
+    for group in (group for group in optimizer.param_groups if group["params"]):
         settings = {key: value for key, value in group.items() if key not in EACH}
         first = holders.get(group["name"], 0)
         number = (this_rank() - first) if this_rank() >= first else this_rank() + 1
@@ -53,11 +54,6 @@ def sharded(
                 key = f"optimizer.param_groups.{name}"
                 groups[name] = ShardedObject(key, saved_as, (1,), (0,), replica_id=number)
     return {"state": state, "param_groups": groups}
-
-
-def _has_parameters(group: Mapping[str, Any]) -> bool:
-    """Whether a group has any; the only one of a stage with nothing to train has none, and no other run knows it."""
-    return bool(group["params"])
 
 
 def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +122,7 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
     Raises:
         StateError: something is missing; nothing has been written then.
     """
-    groups = {group["name"]: group for group in optimizer.param_groups if _has_parameters(group)}
+    groups = {group["name"]: group for group in optimizer.param_groups if group["params"]}
     missing = sorted(groups.keys() - loaded["param_groups"].keys())
     if missing:
         write = "Load into an optimizer of the same model and settings"

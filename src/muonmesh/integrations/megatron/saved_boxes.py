@@ -7,7 +7,7 @@ parts as if they were one. ``model.sharded_state_dict()`` is what checkpoints ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -16,6 +16,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves
 
 from muonmesh.comm.storage import placements_of
 from muonmesh.errors import LayoutError, explain_error
@@ -70,21 +71,9 @@ def saved_boxes_of(model: nn.Module) -> dict[int, list[SavedBox]]:
     metadata = ensure_metadata_has_dp_cp_group(None)
     for entry in nested_values(model_state.sharded_state_dict(metadata=metadata)):
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, nn.Parameter):
-            parts = [entry] if isinstance(entry, ShardedTensor) else list(_tensors(entry.build()))
+            parts = [entry] if isinstance(entry, ShardedTensor) else tree_leaves(entry.build())
             found[id(entry.data)] = [_saved_box(part, entry.data) for part in parts]
     return found
-
-
-def _tensors(built: Any) -> Iterator[Any]:
-    """Yield the tensors that a factory builds, however it nests them."""
-    if isinstance(built, ShardedTensor):
-        yield built
-    elif isinstance(built, dict):
-        for value in built.values():
-            yield from _tensors(value)
-    else:
-        for value in built:
-            yield from _tensors(value)
 
 
 def _saved_box(part: Any, parameter: Tensor) -> SavedBox:
