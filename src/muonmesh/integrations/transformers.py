@@ -110,20 +110,10 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         skip_above: float = math.inf,
         metrics: bool = False,
     ) -> None:
-        self.clip = clip
-        self.policy = policy
-        self.skip_above = skip_above
+        self.clips = clip is not None or skip_above < math.inf
         self.metrics = metrics
+        self._limits = Limits(math.inf if clip is None else clip, policy, skip_above)
         self._figures: dict[str, float] = {}
-
-    @property
-    def clips(self) -> bool:
-        """Whether gradients are measured here."""
-        return self.clip is not None or self.skip_above < math.inf
-
-    @property
-    def _limits(self) -> Limits:
-        return Limits(math.inf if self.clip is None else self.clip, self.policy, self.skip_above)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -100,7 +100,8 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.by_place[self._place()] += count
         self.kernels += count * (space == "muonmesh")
         if space == "muonmesh" and name == "multiply":
-            self._multiplied(_flops_of_multiply(args), args[9], by_triton=True)
+            one_triangle = 2 if args[8] else 1  # of a symmetric product
+            self._multiplied(2 * args[0].numel() * args[1].shape[-1] // one_triangle, args[9], by_triton=True)
         elif name in _PRODUCTS:
             left, right = [value for value in args if isinstance(value, Tensor)][-2:]
             self._multiplied(2 * left.numel() * right.shape[-1], made[0], by_triton=False)
@@ -183,13 +184,6 @@ def _usually(name: str, args: Sequence[Any]) -> int | None:
         looks = (math.ceil(g.numel() / LOOKED) * min(g.numel(), FIRST) * g.element_size() for g in args[0])
         return int(sum(looks))
     return None
-
-
-def _flops_of_multiply(args: Sequence[Any]) -> int:
-    """Return the FLOPs of our own product, of which a symmetric one computes one triangle."""
-    a, b, symmetric = args[0], args[1], args[8]
-    full: int = 2 * math.prod(a.shape) * b.shape[-1]
-    return full // 2 if symmetric else full
 
 
 def waits(func: Any, args: Sequence[Any]) -> bool:

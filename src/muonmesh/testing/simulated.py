@@ -140,25 +140,19 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> SimulatedDevice:
         """Let torch have these devices."""
         installed = toolchain.is_installed()
+        replaced = (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "is_initialized", lambda: True),
+            (torch.cuda, "_lazy_init", lambda: None),
+            (torch.cuda, "device_count", lambda: self._timeline.devices),
+            (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+            (Tensor, "tolist", self._reading(Tensor.tolist)),
+            (Tensor, "numpy", self._reading(Tensor.numpy)),
+            (Tensor, "record_stream", lambda tensor, stream: self._part(tensor).block.recorded.add(stream)),
+            (toolchain, "is_installed", lambda: installed and toolchain.is_interpreted()),
+        )
         with ExitStack() as stack:
-            stack.enter_context(
-                pretended_cuda(
-                    self._timeline,
-                    is_available=lambda: True,
-                    is_initialized=lambda: True,
-                    _lazy_init=lambda: None,
-                    device_count=lambda: self._timeline.devices,
-                    get_device_capability=lambda device=None: (9, 0),
-                )
-            )
-            for owner, name, other in (
-                (Tensor, "tolist", self._reading(Tensor.tolist)),
-                (Tensor, "numpy", self._reading(Tensor.numpy)),
-                (Tensor, "record_stream", lambda tensor, stream: self._part(tensor).block.recorded.add(stream)),
-                (toolchain, "is_installed", lambda: installed and toolchain.is_interpreted()),
-            ):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, other)
+            stack.enter_context(pretended_cuda(self._timeline, *replaced))
             toolchain.is_usable.cache_clear()
             stack.callback(toolchain.is_usable.cache_clear)
             if dist.is_available() and dist.is_initialized():  # a host that waits for another must not hold up both
@@ -314,10 +308,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if crossed is not None:
                 return crossed
         elif wanted == "cpu":  # empty_like(a tensor there, device="cpu")
-            like = tree_map(
-                lambda x: _like(x) if isinstance(x, FakeTensor) else x,
-                args,
-            )
+            like = tree_map(lambda x: _like(x) if isinstance(x, FakeTensor) else x, args)
             return self._on_host(func, name, like, kwargs)
         if name == "_local_scalar_dense":
             return self._read(given[0]).item()

@@ -67,7 +67,7 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
     ) -> Any:
         function = base
         if function is None:  # the one in the file of the module's class
-            function = sys.modules[_defined(module)].eager_attention_forward
+            function = sys.modules[file_of_transformers(module) or ""].eager_attention_forward
         watcher = _watchers.get(module)
         told = None if watcher is None else watcher()
         inputs = (module, query, key, value, attention_mask, *args)
@@ -111,6 +111,6 @@ def _compiled(
     return result, None if result[1] is None else bound_of(result[1])
 
 
-def _defined(module: nn.Module) -> str:
-    """Return the file that defines a module's class; `fully_shard` puts a class of its own in front."""
-    return next(c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers."))
+def file_of_transformers(module: nn.Module) -> str | None:
+    """Return the file of `transformers` that defines a module's class, if any; `fully_shard` puts a class in front."""
+    return next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers.")), None)
