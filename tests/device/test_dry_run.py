@@ -264,8 +264,10 @@ def test_the_host_does_not_wait_with_settings(layout: str, dtype: torch.dtype, s
         lambda p: torch.ones(3).to(p.device),
         lambda p: p[p > 0],
         lambda p: p.nonzero(),
+        lambda p: torch.equal(p, p),
+        lambda p: p.flatten().long().bincount(),
     ],
-    ids=["item", "bool", "to the host", "to the device", "mask", "nonzero"],
+    ids=["item", "bool", "to the host", "to the device", "mask", "nonzero", "equal", "bincount"],
 )
 def test_a_wait_is_an_error(wait: Callable[[Tensor], object]) -> None:
     """The dry run sees each kind of wait: it could fail above."""
