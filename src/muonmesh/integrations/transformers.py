@@ -183,11 +183,11 @@ def _logs_next(args: TrainingArguments, state: TrainerState) -> bool:
 def _optimizer_in(optimizer: Any) -> Muon | EngineMuon:
     """Return the optimizer that the wrappers of Accelerate and DeepSpeed hold."""
     inner = optimizer
-    while not isinstance(inner, Muon) and not hasattr(inner, "clip_by") and hasattr(inner, "optimizer"):
+    while not (isinstance(inner, Muon) or hasattr(inner, "clip_by")):
+        if not hasattr(inner, "optimizer"):
+            found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
+            raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
         inner = inner.optimizer
-    if not isinstance(inner, Muon) and not hasattr(inner, "clip_by"):
-        found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
-        raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
     held: Muon | EngineMuon = inner
     return held
 

@@ -84,8 +84,7 @@ def prove_rule(
     if isinstance(rule, str):
         is_known(rule)  # which imports it from a package that names it
     names = [name for name, known in RULES.items() if rule in (name, known)]
-    found = RULES[names[0]] if names else None
-    if found is None:
+    if not names:
         write = 'Write @muonmesh.register_rule("a name") in front of it'
         raise ValueError(explain_error("prove_rule", repr(rule), "a rule that groups can name", write))
     group = {"algorithm": names[0], **(settings or {})}

@@ -105,7 +105,8 @@ def get_megatron_optimizer(
         )
         ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
         holdings, layouts, intervals = _held(groups, experts, axes, boxes, ranges)
-        limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, _threshold(config))
+        skip_above = getattr(config, "grad_norm_skip_threshold", None) or math.inf  # megatron-core 0.16.1 has none
+        limits = Limits(config.clip_grad if config.clip_grad > 0 else math.inf, policy, float(skip_above))
         limits.check()
         optimizer = Muon(
             groups,
@@ -128,12 +129,6 @@ def get_megatron_optimizer(
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
     made.meet([each for _, each in told])
     return made
-
-
-def _threshold(config: Any) -> float:
-    """Return the norm above which a step is skipped, a setting that megatron-core has got after 0.16.1."""
-    threshold = getattr(config, "grad_norm_skip_threshold", None)
-    return math.inf if not threshold else float(threshold)
 
 
 def _held(

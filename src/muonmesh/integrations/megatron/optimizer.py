@@ -183,15 +183,22 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _all_stages(self) -> Iterator[None]:
-        """Raise on every stage what one finds wrong; where there is one, its ranks have told each other already."""
+        """Raise on every stage if one finds something wrong: where there is one stage, its ranks have told each other.
+
+        Raises:
+            Exception: what this rank found wrong.
+            PlanError: on the other ranks.
+        """
         error: Exception | None = None
         try:
             yield
         except Exception as found:
             error = found
-        if self._groups.pp.size() > 1:
-            _raise_together(error, self._device)
-        elif error is not None:
+        if self._groups.pp.size() > 1:  # a stage would wait for the activations of one that has raised
+            failed = torch.tensor([float(error is not None)], dtype=torch.float32, device=self._device)
+            dist.all_reduce(failed)
+            error = error or (_failed_elsewhere() if float(failed) else None)
+        if error is not None:
             raise error
 
     def _clip(self) -> float:
@@ -382,20 +389,3 @@ class MegatronOptimizer(Base):  # type: ignore[misc]
 def _failed_elsewhere() -> PlanError:
     """Return the error of a rank that has found nothing wrong itself."""
     return PlanError(about("step", "Another rank found an error, so every rank stops. Read the message of that rank"))
-
-
-def _raise_together(error: Exception | None, device: torch.device) -> None:
-    """Raise on every rank if any has an error: a stage would wait for the activations of one that has raised.
-
-    One number is summed over the world.
-
-    Raises:
-        Exception: ``error`` on the ranks that have one.
-        PlanError: on the others.
-    """
-    failed = torch.tensor([float(error is not None)], dtype=torch.float32, device=device)
-    dist.all_reduce(failed)
-    if error is not None:
-        raise error
-    if float(failed):
-        raise _failed_elsewhere()
